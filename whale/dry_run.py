@@ -27,7 +27,7 @@ from whale.errors import ConfigError, OpFault
 from whale.ir.graph import ModelGraph
 from whale.ir.plan import Plan, Replica
 from whale.ir.schedule import Action, Kind, Schedule
-from whale.runtime.execute.batch.batch_view import BatchView
+from whale.runtime.execute.batch import BatchView
 from whale.runtime.execute.roster import Roster
 from whale.runtime.program.captured import Captured
 from whale.runtime.program.watch import Watch

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from whale.comm import Channel, Channels, Groups, Launched
-from whale.runtime.execute.everyone import Everyone
+from whale.runtime.execute.roll_call import Everyone
 
 _FROM_SENDER, _FROM_RECEIVER = 1, 2
 

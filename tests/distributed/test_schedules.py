@@ -20,7 +20,7 @@ from tests.examples import at_most
 from tests.models import Block, Description, Segment, build, descriptions
 from whale.config import SCHEDULES
 from whale.ir.plan import Plan
-from whale.runtime.execute.seat import find_seat
+from whale.runtime.execute.roster import find_seat
 from whale.schedules import count_in_flight
 
 TOLERANCE = 1e-10

@@ -36,13 +36,12 @@ from whale.progress import progress
 from whale.runtime.checkpoint.moving import move_state
 from whale.runtime.checkpoint.saving import Saving
 from whale.runtime.checkpoint.training_state import load_state, save_state
-from whale.runtime.execute.batch.batch_view import BatchView
-from whale.runtime.execute.batch.rank_batch import RankBatch
+from whale.runtime.execute.batch import BatchView, RankBatch
 from whale.runtime.execute.executor import StepState
 from whale.runtime.execute.roll_call import Call
 from whale.runtime.runtime import Runtime
-from whale.runtime.state.elementwise import check_elementwise
 from whale.runtime.state.engine_state import EngineState
+from whale.runtime.state.joint import check_elementwise
 from whale.runtime.state.optimizer_state import read_optimizer
 from whale.runtime.training import Accumulated, forward_backward, train_step, update
 from whale.runtime.weights.filling import fill_tensors

@@ -20,10 +20,9 @@ from whale.comm import Groups, World, together
 from whale.errors import ConfigError, WhaleError, first_few, warn
 from whale.ir.graph import ModelGraph
 from whale.runtime.execute.roster import Roster
-from whale.runtime.state.elementwise import check_elementwise
 from whale.runtime.state.engine_state import EngineState
 from whale.runtime.state.holdings import Holdings
-from whale.runtime.state.joint import JointOptimizer, JointScheduler, Pattern, divided, members_of
+from whale.runtime.state.joint import JointOptimizer, JointScheduler, Pattern, check_elementwise, divided, members_of
 from whale.runtime.state.publishing import in_forms
 from whale.runtime.weights.checksums import checksums
 from whale.runtime.weights.initialize import initial_tensors

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate
 from whale.api.row_source import Collate, Division, IndexedSource, IterableSource, RowSource, Share
 from whale.errors import BatchError, CheckpointError
 from whale.ir.plan import Plan
-from whale.runtime.execute.batch.rank_batch import RankBatch
+from whale.runtime.execute.batch import RankBatch
 from whale.runtime.execute.randomness import seed_of
 from whale.runtime.state.engine_state import EngineState
 

@@ -17,8 +17,7 @@ from whale.errors import BatchError, CaptureError
 from whale.ir.graph import LossTerm, ModelGraph
 from whale.ir.plan import BatchAxis
 from whale.ir.precision import Precision
-from whale.runtime.execute.batch.batch_view import BatchView
-from whale.runtime.execute.batch.rank_batch import RankBatch
+from whale.runtime.execute.batch import BatchView, RankBatch
 
 ModeName = Literal["train", "eval", "predict", "eval_predict"]
 

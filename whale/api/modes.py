@@ -24,7 +24,7 @@ from whale.ir.precision import Precision
 from whale.planning import carry_plan, retarget_plan
 from whale.planning.explain.mixing import mixed_apart, warn_of_mixing
 from whale.progress import progress
-from whale.runtime.execute.batch.rank_batch import RankBatch
+from whale.runtime.execute.batch import RankBatch
 from whale.runtime.runtime import Runtime
 from whale.schedules import forward_schedules_of, short_schedules_of
 from whale.units import listed

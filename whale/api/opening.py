@@ -21,7 +21,7 @@ from whale.ir.plan import Plan
 from whale.measure import local_profile
 from whale.planning.whole import whole_plan
 from whale.progress import progress
-from whale.runtime.execute.batch.rank_batch import rank_pieces
+from whale.runtime.execute.batch import rank_pieces
 from whale.runtime.execute.roster import Roster
 from whale.runtime.program.watch import NOBODY
 from whale.runtime.runtime import Runtime

@@ -21,7 +21,7 @@ import torch
 from whale.comm import World, close_at_exit, on_first_rank
 from whale.config.sections import RuntimeSettings
 from whale.errors import ConfigError
-from whale.runtime.execute.batch.batch_view import BatchView
+from whale.runtime.execute.batch import BatchView
 from whale.runtime.execute.finite import NUM_STEPS_AHEAD, HostCopy
 from whale.units import format_bytes, format_count
 

@@ -15,7 +15,7 @@ from whale.errors import BatchError, PlanError, RuntimeFault, WhaleError
 from whale.ir.plan import Plan
 from whale.ir.schedule import Schedule
 from whale.ir.updates import buffer_updates
-from whale.runtime.execute.batch.batch_view import BatchView
+from whale.runtime.execute.batch import BatchView
 from whale.runtime.execute.connections import Connections
 from whale.runtime.execute.equal_copies import EqualCopies
 from whale.runtime.execute.executor import StepState
@@ -26,15 +26,13 @@ from whale.runtime.execute.status import StatusBoard
 from whale.runtime.execute.worker import Worker
 from whale.runtime.program.captured import Captured
 from whale.runtime.program.watch import NOBODY, Watch
-from whale.runtime.state.buffers import merge_buffers
 from whale.runtime.state.clipping import Clipping
 from whale.runtime.state.engine_state import EngineState
 from whale.runtime.state.gathered import GatheredWeights
 from whale.runtime.state.gradient_sync import GradientSync
 from whale.runtime.state.holdings import Holdings, discover_if_sharded
-from whale.runtime.state.kept_buffers import KeptBuffers
 from whale.runtime.state.publishing import Publishing
-from whale.runtime.state.updates import SharedBuffers
+from whale.runtime.state.updates import KeptBuffers, SharedBuffers, merge_buffers
 from whale.runtime.weights.gathering import lend_tensors
 from whale.schedules import alike_schedules
 from whale.sharding import Region

@@ -9,13 +9,13 @@ import torch
 
 from whale.errors import BatchError, RuntimeFault, WhaleError, warn
 from whale.ir.schedule import Action, Kind
-from whale.runtime.execute.batch.batch_view import BatchView
+from whale.runtime.execute.batch import BatchView
 from whale.runtime.execute.loss import LossAccount
 from whale.runtime.execute.roll_call import Call
 from whale.runtime.runtime import Runtime
 from whale.runtime.state.engine_state import EngineState
-from whale.runtime.state.kept_buffers import KeptBuffers
 from whale.runtime.state.scaling import scale
+from whale.runtime.state.updates import KeptBuffers
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from whale.api.loader import Loader, make_loader
 from whale.errors import BatchError, CheckpointError
 from whale.ir.division import intervals
 from whale.ir.plan import BATCH, Pipeline, Plan, Replica, Shard, Stage, VirtualDevice
-from whale.runtime.execute.batch.rank_batch import check_rows, merge, rank_rows
+from whale.runtime.execute.batch import check_rows, merge, rank_rows
 
 
 def plan_of(replicas: list[tuple[int, list[list[int]]]], num_micro_batch: int = 1) -> Plan:

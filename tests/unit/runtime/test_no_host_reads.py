@@ -18,7 +18,7 @@ from tests.examples import slow
 from tests.standin import DEVICE, StandIn, held
 from whale.errors import OpFault
 from whale.ir.plan import Plan, brought_back
-from whale.runtime.execute.batch.batch_view import BatchView
+from whale.runtime.execute.batch import BatchView
 
 pytestmark = pytest.mark.slow
 

@@ -18,13 +18,10 @@ from whale.comm import Launched
 from whale.errors import BatchError, WhaleError
 from whale.ir.graph import ModelGraph
 from whale.ir.plan import Plan
-from whale.runtime.execute.batch.batch_view import BatchView
-from whale.runtime.execute.batch.digest import BITS, combined, digests, on_host
-from whale.runtime.execute.batch.rank_batch import check_rows
-from whale.runtime.execute.batch.shared_rows import SharedPiece, balance, shared_pieces
+from whale.runtime.execute.batch import BITS, BatchView, SharedPiece, balance, check_rows, combined, digests, on_host, shared_pieces
 from whale.runtime.execute.equal_copies import EqualCopies
-from whale.runtime.execute.everyone import Everyone
 from whale.runtime.execute.loss import WeightProgram
+from whale.runtime.execute.roll_call import Everyone
 from whale.runtime.execute.roster import Roster
 from whale.runtime.execute.seat_stages import SeatStages
 from whale.units import listed

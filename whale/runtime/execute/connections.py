@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from whale.comm import Channel, Channels, Groups, close_at_exit
 from whale.ir.plan import Stage
-from whale.runtime.execute.everyone import Everyone
+from whale.runtime.execute.roll_call import Everyone
 from whale.runtime.execute.roster import Roster
 from whale.runtime.execute.status import StatusBoard
 from whale.runtime.program.shard import Group

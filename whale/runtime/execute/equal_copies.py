@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from whale.errors import RuntimeFault
-from whale.runtime.execute.batch.digest import BITS
+from whale.runtime.execute.batch import BITS
 from whale.runtime.execute.roster import Roster
 from whale.runtime.program.shard.pieces import Index, part
 from whale.runtime.state.engine_state import EngineState

@@ -9,17 +9,17 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 
 from whale.comm import Launched
 from whale.ir.graph import ModelGraph
 from whale.ir.schedule import COMMUNICATION, POSTS, RECEIVES, Action, Kind
-from whale.runtime.execute.batch.batch_view import BatchView
+from whale.runtime.execute.batch import BatchView
 from whale.runtime.execute.exchange import Exchange, place_of
 from whale.runtime.execute.loss import LossAccount
 from whale.runtime.execute.op_faults import named_ops
-from whale.runtime.execute.order import ActionOrder
 from whale.runtime.execute.randomness import seed_of
 from whale.runtime.execute.stage import Flight, StageRunner
 from whale.runtime.execute.status import StatusBoard
@@ -27,6 +27,44 @@ from whale.runtime.program.watch import Place, Watch
 from whale.runtime.state.gathered import GatheredWeights
 from whale.runtime.state.gradient_sync import GradientSync
 from whale.sharding.buckets import Visits
+
+_BACKWARD = frozenset({Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT})
+_KEEPS = _BACKWARD | {Kind.SEND_FORWARD, Kind.SEND_BACKWARD}
+
+
+@dataclass(frozen=True)
+class ActionOrder:
+    """What a rank does in a step.
+
+    Attributes:
+        actions: in turn.
+    """
+
+    actions: tuple[Action, ...]
+
+    @cached_property
+    def named(self) -> tuple[tuple[Action, str], ...]:
+        """The actions, each with its text."""
+        return tuple((action, str(action)) for action in self.actions)
+
+    @cached_property
+    def after_forward(self) -> Mapping[int, frozenset[Kind]]:
+        """Per stage, what happens to each of its micro-batches after the forward, receives aside."""
+        found: dict[int, frozenset[Kind]] = {}
+        for action in self.actions:
+            if action.stage is not None:
+                found[action.stage] = found.get(action.stage, frozenset()) | ({action.kind} & _KEEPS)
+        return found
+
+    @cached_property
+    def recomputed(self) -> frozenset[tuple[int | None, int | None]]:
+        """Stages and micro-batches whose forward runs again."""
+        return frozenset((action.stage, action.micro_batch) for action in self.actions if action.kind is Kind.RECOMPUTE)
+
+    @cached_property
+    def last_backward(self) -> Mapping[int | None, Action]:
+        """Per stage, the action after which its gradients are final."""
+        return {action.stage: action for action in self.actions if action.kind in _BACKWARD}
 
 
 @dataclass

@@ -19,7 +19,7 @@ import torch
 from whale.errors import CaptureError
 from whale.ir.graph import LossTerm, ModelGraph
 from whale.ir.writes import Reads
-from whale.runtime.execute.batch.batch_view import BatchView
+from whale.runtime.execute.batch import BatchView
 from whale.runtime.program.lowering import StageProgram, lower
 
 

@@ -1,4 +1,4 @@
-"""Who is who: the ranks of a plan in the world, and where this rank sits."""
+"""Who is who: the ranks of a plan in the world, and where in the plan each of them sits."""
 
 from __future__ import annotations
 
@@ -8,7 +8,35 @@ from functools import cached_property
 
 from whale.comm import World
 from whale.ir.plan import Plan
-from whale.runtime.execute.seat import Seat, find_seat
+
+
+@dataclass(frozen=True)
+class Seat:
+    """Where this rank sits in the plan.
+
+    Attributes:
+        rank: of the plan.
+        replica: the model replica it belongs to.
+        pipeline_rank: which virtual device of the replica.
+        position: of its device in that virtual device.
+    """
+
+    rank: int
+    replica: int
+    pipeline_rank: int
+    position: int
+
+
+def find_seat(plan: Plan, rank: int | None) -> Seat | None:
+    """The seat of a rank of the plan; None for a rank that the plan leaves idle."""
+    if rank is None:
+        return None
+    device = plan.devices[rank]
+    for replica in plan.replicas:
+        for stage in replica.stages:
+            if device in stage.virtual_device.devices:
+                return Seat(rank, replica.index, replica.pipeline.stage_rank[stage.index], stage.virtual_device.devices.index(device))
+    raise AssertionError(f"{device} is in the plan but in no stage")
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from whale.ir.schedule import Action, Kind
 from whale.ir.updates import UpdateKind
 from whale.ir.writes import written_buffers
 from whale.runtime.execute.connections import Connections
-from whale.runtime.execute.seat import Seat
+from whale.runtime.execute.roster import Seat
 from whale.runtime.execute.stage import StageRunner
 from whale.runtime.program.away import kept_on_host
 from whale.runtime.program.captured import Captured

@@ -13,15 +13,13 @@ from whale.ir.plan import Plan
 from whale.ir.schedule import Schedule
 from whale.ir.updates import buffer_updates
 from whale.runtime.execute.agreement import Agreement, PendingAgreement
-from whale.runtime.execute.batch.batch_view import BatchView
-from whale.runtime.execute.batch.inputs_ahead import InputsAhead
+from whale.runtime.execute.batch import BatchView, InputsAhead
 from whale.runtime.execute.boundary import Boundary
 from whale.runtime.execute.connections import Connections
 from whale.runtime.execute.equal_copies import EqualCopies
 from whale.runtime.execute.exchange import Exchange
-from whale.runtime.execute.executor import Executor, StepState
+from whale.runtime.execute.executor import ActionOrder, Executor, StepState
 from whale.runtime.execute.loss import LossAccount, weight_program
-from whale.runtime.execute.order import ActionOrder
 from whale.runtime.execute.roll_call import Call
 from whale.runtime.execute.seat_stages import SeatStages, make_stages
 from whale.runtime.program.captured import Captured

@@ -3,21 +3,125 @@
 before --+--> micro-batch 0 writes --+
          +--> micro-batch 1 writes --+--> once: what each has made; mean: averaged by rows; sum: what each added
          +--> other replicas' -------+
+
+Running statistics that every replica kept of its own rows are merged into one, averaged by rows. What the buffers were before a step is put
+back where the step does not count.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from whale.ir.graph import ModelGraph
 from whale.ir.updates import UpdateKind
-from whale.runtime.program.shard.pieces import Index, part
-from whale.runtime.state.buffers import write_held
+from whale.runtime.program.shard.pieces import Index, part, write_part
 from whale.runtime.state.holdings import Holdings
 from whale.runtime.state.wide import as_real, is_whole, wide, widened
+
+
+def row_shares(holdings: Holdings, rank: int, names: Iterable[str]) -> dict[str, float]:
+    """Per buffer, the share of the global batch that a rank of the plan speaks for, 0 where it has not got it.
+
+    Devices of a split group that hold a buffer whole saw the same rows, and share them; those that hold parts each speak for theirs.
+    """
+    plan, found = holdings.plan, dict.fromkeys(names, 0.0)
+    device = plan.devices[rank]
+    total = sum(replica.share for replica in plan.replicas)
+    for replica in plan.replicas:
+        for stage in replica.stages:
+            if device in stage.virtual_device.devices:
+                group = stage.virtual_device.devices.index(device) // stage.split
+                share = replica.share / total * stage.shares[group] / sum(stage.shares)
+                for name in found.keys() & set(stage.parameters):
+                    is_sharded = holdings.index(name, holdings.held(name, rank)) is not None
+                    found[name] = share if is_sharded else share / stage.split
+    return found
+
+
+def merge_buffers(
+    holdings: Holdings,
+    rank: int | None,
+    model: ModelGraph,
+    tensors: Mapping[str, torch.Tensor],
+    names: Sequence[str],
+    add: Callable[[torch.Tensor, str], None],
+    device: torch.device,
+) -> None:
+    """Replaces each buffer by its average over the ranks that hold it; every rank of the world takes part.
+
+    Args:
+        holdings: who holds which part of what.
+        rank: this rank of the plan; None if idle.
+        model: shapes of the buffers.
+        tensors: what this rank holds.
+        names: buffers to merge, the same on every rank.
+        add: sums a tensor over all ranks, in place; says what for while it waits.
+        device: where this rank computes.
+    """
+    if len(holdings.plan.devices) == 1 or not names:
+        return
+    shares = {} if rank is None else row_shares(holdings, rank, names)
+    indices = {name: None if rank is None else holdings.index(name, holdings.held(name, rank)) for name in names if name in tensors}
+    shapes = {name: model.parameter_by_name[name].spec.shape for name in names}
+    parts: list[torch.Tensor] = []
+    for name in names:
+        sums, weights = torch.zeros((2, *shapes[name]), dtype=torch.float64, device=device)
+        if share := shares.get(name, 0.0) if name in tensors else 0.0:
+            held = tensors[name].detach().double().to(device)
+            write_held(sums, indices[name], held * share)
+            write_held(weights, indices[name], torch.full_like(held, share))
+        parts += [sums.reshape(-1), weights.reshape(-1)]
+    flat = torch.cat(parts)
+    add(flat, "merging running statistics")
+    offset = 0
+    for name in names:
+        count = model.parameter_by_name[name].spec.num_elements
+        merged = (flat[offset : offset + count] / flat[offset + count : offset + 2 * count]).reshape(shapes[name])
+        offset += 2 * count
+        if name in tensors:
+            index, target = indices[name], tensors[name]
+            target.detach().copy_((merged if index is None else part(merged, index)).to(target.dtype))
+
+
+def write_held(whole: torch.Tensor, index: tuple[Index, ...] | None, held: torch.Tensor) -> None:
+    """Writes what a rank holds into its place in the whole; None for all of it."""
+    if index is None:
+        whole.copy_(held)
+    else:
+        write_part(whole, index, held)
+
+
+class KeptBuffers:
+    """A copy of some buffers, made anew before each step: they move while its batch may still be refused.
+
+    Args:
+        buffers: that move, on this rank.
+    """
+
+    def __init__(self, buffers: Iterable[torch.Tensor]) -> None:
+        self._buffers = [buffer.detach() for buffer in buffers]
+        self._before = [torch.empty_like(buffer) for buffer in self._buffers]
+
+    def another(self) -> KeptBuffers:
+        """Room for one more copy of the same buffers."""
+        return KeptBuffers(self._buffers)
+
+    def keep(self) -> None:
+        """Takes down what the buffers hold."""
+        _copy(self._before, self._buffers)
+
+    def put_back(self) -> None:
+        """Gives them what was taken down last."""
+        _copy(self._buffers, self._before)
+
+
+def _copy(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    if targets:
+        torch._foreach_copy_(targets, sources)
+
 
 ADDED: tuple[UpdateKind, ...] = ("mean", "sum")
 """What parts of the batch make up together; anything else each of them makes alike, or there is one part."""

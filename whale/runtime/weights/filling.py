@@ -9,7 +9,7 @@ import torch
 from whale.comm import World, together
 from whale.errors import CheckpointError, WhaleError, raise_faults
 from whale.ir.graph import ModelGraph
-from whale.runtime.execute.batch.digest import combined, digests
+from whale.runtime.execute.batch import combined, digests
 from whale.runtime.program.shard.pieces import part
 from whale.runtime.state.engine_state import EngineState
 from whale.runtime.state.holdings import Holdings

@@ -6,8 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from whale.runtime.execute.batch.batch_view import BatchView
-from whale.runtime.execute.batch.rank_batch import merge
+from whale.runtime.execute.batch import BatchView, merge
 
 NUM_ROWS = 12
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from whale.runtime.execute.batch.digest import BITS, SAMPLE, combined, digests
+from whale.runtime.execute.batch import BITS, SAMPLE, combined, digests
 
 
 @pytest.mark.parametrize("shape", [(8,), (64, 3), (128, 28, 28), (SAMPLE * 2 + 2, 2)])

@@ -18,7 +18,7 @@ from whale.config import Config
 from whale.ir.plan import Plan
 from whale.ir.schedule import LAUNCHES, POSTS, Action, Kind
 from whale.planning import make_plan
-from whale.runtime.execute.seat import find_seat
+from whale.runtime.execute.roster import find_seat
 from whale.runtime.state.gradient_sync import GradientSync
 from whale.runtime.state.holdings import Holdings
 from whale.schedules import alike_schedules, schedules_of

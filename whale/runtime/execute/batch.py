@@ -1,0 +1,317 @@
+"""The rows of a global batch that one rank needs, has in hand, and shares with others.
+
+Of every piece of rows that several ranks read for themselves, the lowest rank adds its digest as often as there are others,
+and each of these takes its own away: nothing is left if all agree.
+
+    rank 0   rows 0:4   + 1 x d(0:4)
+    rank 1   rows 0:4   - 1 x d(0:4)     sum 0
+
+A digest reads a sample of each tensor, so that a step pays microseconds for batches of any size: enough to tell other rows, or the same
+rows in another order. It does not prove that two batches are equal to the last bit.
+
+To a GPU rows go once per step, from pinned memory, ahead of the work on them.
+
+The host is ahead of the device, so a copy on a stream of its own runs while the device still computes the step before.
+
+    computing    ...  step 1  ............ | step 2  F0 F1 ...
+    copying               rows of step 2 --'
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import reduce
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from whale.errors import BatchError
+from whale.ir.graph import ModelGraph
+from whale.ir.plan import Plan, Stage
+from whale.runtime.execute.roster import Seat
+from whale.units import counted
+
+Rows = tuple[tuple[int, int], ...]
+"""Half-open intervals of global row numbers, ascending, none adjacent to the next."""
+
+
+_SMALL_BATCH = "use larger batches, or fewer devices that divide rows; drop_last=True leaves out a loader's short last batch"
+
+
+@dataclass(frozen=True)
+class RankBatch:
+    """What a rank reads of a global batch.
+
+    Attributes:
+        data: the batch in the user's form, with this rank's rows in ascending order; None where it has none.
+        rows: which rows of the global batch these are.
+        num_rows: rows of the global batch.
+        source: the loader that it comes from.
+        start, stop: where in the loader's data it begins, and where what follows it does.
+    """
+
+    data: Any
+    rows: Rows
+    num_rows: int
+    source: object = field(default=None, compare=False, repr=False)
+    start: Mapping[str, int] = field(default_factory=dict, compare=False, repr=False)
+    stop: Mapping[str, int] = field(default_factory=dict, compare=False, repr=False)
+
+
+def rank_rows(plan: Plan, rank: int | None, num_rows: int) -> Rows:
+    """The rows that a rank needs for all stages it runs and all their micro-batches; none for a rank outside the plan.
+
+    Raises:
+        BatchError: the batch is too small for the plan.
+    """
+    return merge(rank_pieces(plan, rank, num_rows))
+
+
+def rank_pieces(plan: Plan, rank: int | None, num_rows: int) -> list[tuple[int, int]]:
+    """The rows that a rank takes of each micro-batch in each stage it runs; none for a rank outside the plan.
+
+    Raises:
+        BatchError: the batch is too small for the plan.
+    """
+    if rank is None:
+        return []
+    device = plan.devices[rank]
+    needed: list[tuple[int, int]] = []
+    for replica in plan.replicas:
+        for stage in replica.stages:
+            if device in stage.virtual_device.devices:
+                position = stage.virtual_device.devices.index(device)
+                micro_batches = _micro_batches(plan, replica.index, num_rows)
+                _check_stage(stage, replica.index, min(stop - start for start, stop in micro_batches), num_rows)
+                needed += [stage.row_intervals(stop - start, start)[position] for start, stop in micro_batches]
+    return needed
+
+
+def _micro_batches(plan: Plan, replica: int, num_rows: int) -> tuple[tuple[int, int], ...]:
+    try:
+        return plan.micro_batch_rows(replica, num_rows)
+    except ValueError:
+        raise _too_few_rows(plan, num_rows) from None
+
+
+def _too_few_rows(plan: Plan, num_rows: int) -> BatchError:
+    needed = f"{counted(len(plan.replicas), 'replica')} with {counted(sum(each.num_micro_batch for each in plan.pipelines), 'micro-batch')}"
+    return BatchError(
+        f"a batch needs at least one row for each micro-batch: {needed} (the batch: {counted(num_rows, 'row')})", hint=_SMALL_BATCH
+    )
+
+
+def _check_stage(stage: Stage, replica: int, smallest: int, num_rows: int) -> None:
+    """Checks that every device of a stage gets a row of the smallest micro-batch."""
+    if smallest < len(stage.shares):
+        whom = "device" if stage.split == 1 else "split group"
+        raise BatchError(
+            f"a micro-batch needs at least one row for each {whom} of a stage: stage {stage.index} of replica {replica} "
+            f"has {len(stage.shares)} (a micro-batch of a batch of {counted(num_rows, 'row')}: {smallest})",
+            hint=_SMALL_BATCH,
+        )
+    if stage.row_shard is not None and min(b - a for a, b in stage.row_intervals(smallest)) < stage.split:
+        raise BatchError(
+            f"a micro-batch needs at least one row for each device that takes rows of its own: stage {stage.index} of replica {replica} "
+            f"has {stage.split} in a group (a micro-batch of a batch of {counted(num_rows, 'row')}: {smallest})",
+            hint=_SMALL_BATCH,
+        )
+
+
+def merge(parts: list[tuple[int, int]]) -> Rows:
+    """The union of intervals."""
+    merged: list[tuple[int, int]] = []
+    for start, stop in sorted(part for part in parts if part[0] < part[1]):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = merged[-1][0], max(stop, merged[-1][1])
+        else:
+            merged.append((start, stop))
+    return tuple(merged)
+
+
+def check_rows(plan: Plan, num_rows: int) -> None:
+    """Checks that a batch gives every device of every stage a row of every micro-batch.
+
+    Stages that divide equally many rows equally are looked at once, however many replicas there are.
+
+    Raises:
+        BatchError: it does not, with both numbers. Every rank raises the same.
+    """
+    try:
+        rows = plan.replica_rows(num_rows)
+    except ValueError:
+        raise _too_few_rows(plan, num_rows) from None
+    checked: set[tuple[int, tuple[int, ...], int, bool]] = set()
+    for replica, (first, last) in zip(plan.replicas, rows, strict=True):
+        smallest = (last - first) // replica.pipeline.num_micro_batch
+        for stage in replica.stages:
+            form = (smallest, stage.shares, stage.split, stage.row_shard is not None)
+            if form not in checked:
+                checked.add(form)
+                _check_stage(stage, replica.index, smallest, num_rows)
+
+
+@dataclass(frozen=True)
+class BatchView:
+    """A batch, or a rank's rows of one.
+
+    Attributes:
+        leaves: tensors by the name of their input op.
+        with_rows: names of the leaves whose dimension 0 is the batch; the others are whole.
+        num_rows: rows of the global batch.
+        held: global row intervals that the leaves hold, ascending.
+        is_own: whether this rank has read them for itself; else all ranks were given the same batch.
+    """
+
+    leaves: Mapping[str, torch.Tensor]
+    with_rows: frozenset[str]
+    num_rows: int
+    held: tuple[tuple[int, int], ...]
+    is_own: bool = False
+
+    @property
+    def is_global(self) -> bool:
+        """Whether every row is here."""
+        return self.held == ((0, self.num_rows),)
+
+    def rows(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """A leaf's rows ``start:stop`` of the global batch, or all of a leaf without rows."""
+        leaf = self.leaves[name]
+        if name not in self.with_rows:
+            return leaf
+        offset = 0
+        for low, high in self.held:
+            if low <= start and stop <= high:
+                return leaf.narrow(0, offset + start - low, stop - start)
+            offset += high - low
+        raise AssertionError(f"rows {start}:{stop} are not among {self.held}")
+
+    def picked(self, names: Iterable[str], rows: tuple[tuple[int, int], ...], move: Callable[[torch.Tensor], torch.Tensor]) -> BatchView:
+        """Some leaves with some rows alone, and where they lie in host memory, moved.
+
+        Args:
+            names: of the leaves.
+            rows: global row intervals, ascending, each within one that is held.
+            move: takes each leaf elsewhere.
+        """
+        leaves = {}
+        for name in names:
+            pieces = [self.rows(name, start, stop) for start, stop in rows] if name in self.with_rows else [self.leaves[name]]
+            leaf = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+            leaves[name] = move(leaf) if leaf.device.type == "cpu" else leaf
+        return replace(self, leaves=leaves, held=rows)
+
+    def rows_on(self, device: torch.device, name: str, start: int, stop: int) -> torch.Tensor:
+        """What `rows` gives, on a device: there already, or on its way from pinned memory, so that the host does not wait for the copy."""
+        rows = self.rows(name, start, stop)
+        if device.type == "cuda" and rows.device.type == "cpu":
+            rows = rows.pin_memory()
+        return rows.to(device, non_blocking=True)
+
+
+SAMPLE = 1 << 13
+"""Elements of a tensor that are looked at."""
+BITS = 20
+"""Of a digest: the squares of 8,192 ranks' digests are summed exactly in float64."""
+
+
+def digests(leaves: Mapping[str, torch.Tensor]) -> dict[str, int]:
+    """A digest of each tensor of a batch, by its name. What lies on a device is waited for."""
+    return {name: _digest(leaf.detach()) for name, leaf in leaves.items()}
+
+
+def combined(of_leaves: Mapping[str, int]) -> int:
+    """The digests of all tensors as one of `BITS` bits."""
+    mixed = reduce(lambda total, value: zlib.crc32(value.to_bytes(4, "little"), total), of_leaves.values(), 0)
+    return mixed & ((1 << BITS) - 1)
+
+
+def on_host(leaves: Mapping[str, torch.Tensor]) -> bool:
+    """Whether a digest of a batch waits for no device."""
+    return all(leaf.device.type == "cpu" for leaf in leaves.values())
+
+
+def _digest(leaf: torch.Tensor) -> int:
+    step = max(1, leaf.numel() // SAMPLE) | 1  # odd, so that it falls on other places of each row
+    if leaf.is_contiguous():
+        sample = leaf.view(-1)[::step]
+    else:  # by places, so that nothing is copied but these
+        sample = leaf[torch.unravel_index(torch.arange(0, leaf.numel(), step, device=leaf.device), leaf.shape)]
+    return zlib.crc32(sample.contiguous().cpu().view(torch.uint8).numpy().tobytes())
+
+
+_WEIGHTS = 1021
+"""Pieces weigh unlike amounts below this, so that what differs in one is not made up for in another."""
+
+
+@dataclass(frozen=True)
+class SharedPiece:
+    """Consecutive rows that several ranks read.
+
+    Attributes:
+        start, stop: of the global batch.
+        factor: of this rank's digest.
+    """
+
+    start: int
+    stop: int
+    factor: int
+
+
+def shared_pieces(plan: Plan, seat: Seat, num_rows: int) -> tuple[SharedPiece, ...]:
+    """The pieces of a batch that this rank reads, and others too. Replicas share none."""
+    devices = {device for stage in plan.replicas[seat.replica].stages for device in stage.virtual_device.devices}
+    rows = {rank: rank_rows(plan, rank, num_rows) for rank in sorted(plan.rank_of[device] for device in devices)}
+    bounds = sorted({bound for intervals in rows.values() for interval in intervals for bound in interval})
+    found = []
+    for number, (start, stop) in enumerate(pairwise(bounds)):
+        holders = [rank for rank, intervals in rows.items() if any(low <= start and stop <= high for low, high in intervals)]
+        if seat.rank in holders and len(holders) > 1:
+            sign = len(holders) - 1 if seat.rank == holders[0] else -1
+            found.append(SharedPiece(start, stop, sign * (1 + number % _WEIGHTS)))
+    return tuple(found)
+
+
+def balance(batch: BatchView, pieces: Sequence[SharedPiece]) -> int:
+    """This rank's part of a sum that is zero if all ranks have read the same. What lies on a device is waited for."""
+    names = sorted(batch.with_rows)
+    return sum(piece.factor * combined(digests({name: batch.rows(name, piece.start, piece.stop) for name in names})) for piece in pieces)
+
+
+class InputsAhead:
+    """Brings what the stages of a rank read of a batch to where they compute.
+
+    Args:
+        plan: how rows are divided.
+        seat: this rank's.
+        model: says which inputs its stages read.
+        device: where it computes.
+    """
+
+    def __init__(self, plan: Plan, seat: Seat, model: ModelGraph, device: torch.device) -> None:
+        self._plan, self._rank, self._device = plan, seat.rank, device
+        stages = (stage for stage in plan.replicas[seat.replica].stages if plan.devices[seat.rank] in stage.virtual_device.devices)
+        read = {source for stage in stages for name in stage.ops for source in model.by_name[name].inputs}
+        self._names = tuple(op.name for op in model.ops if op.kind == "input" and op.name in read)
+        self._rows: dict[int, Rows] = {}
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+
+    def __call__(self, batch: BatchView) -> BatchView:
+        """The batch with what this rank reads of it where it is read; what lies there already is as it was."""
+        if self._stream is None:
+            return batch
+        if batch.num_rows not in self._rows:
+            self._rows[batch.num_rows] = rank_rows(self._plan, self._rank, batch.num_rows)
+        mine = batch.picked(self._names, self._rows[batch.num_rows], self._send)
+        computing = torch.cuda.current_stream(self._device)
+        computing.wait_stream(self._stream)
+        for leaf in mine.leaves.values():
+            leaf.record_stream(computing)
+        return mine
+
+    def _send(self, leaf: torch.Tensor) -> torch.Tensor:
+        with torch.cuda.stream(self._stream):
+            return leaf.pin_memory().to(self._device, non_blocking=True)
