@@ -50,7 +50,9 @@ def even_shares(plan: Plan, graph: ModelGraph, cluster: Cluster, config: Config)
             plan, _ = plan_and_estimate(graph, cluster, asked, rows=plan.planned_rows)
         except WhaleError as error:
             return EvenShares(None, error.message)
-    even = replace(plan, replicas=tuple(_with_equal_rows(replica) for replica in plan.replicas))
+    even = replace(
+        plan, replicas=tuple(replace(each, share=1, stages=tuple(map(_with_equal_parts, each.stages))) for each in plan.replicas)
+    )
     step = estimate(even, graph, cluster, Costs.for_model(config, graph, cluster))
     return EvenShares(step.step_seconds, "; ".join(fault.message for fault in memory_faults(step, cluster)))
 
@@ -90,10 +92,6 @@ def _recomputed(replica: Replica, stage: Stage) -> str:
     if stage.index in replica.pipeline.recomputed_stages:
         return "full"
     return "blocks" if stage.recomputed else "none"
-
-
-def _with_equal_rows(replica: Replica) -> Replica:
-    return replace(replica, share=1, stages=tuple(map(_with_equal_parts, replica.stages)))
 
 
 def _with_equal_parts(stage: Stage) -> Stage:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 
 from whale.ir.schedule import Action
 from whale.ir.timeline import Span, Timeline
@@ -51,10 +51,6 @@ def _scale(timeline: Timeline) -> Callable[[float], int]:
 
 def _labels(timeline: Timeline) -> Callable[[Action], str]:
     """The action's text, without its stage if every rank has only one."""
-    if all(_num_stages(spans) <= 1 for spans in timeline.ranks):
+    if all(len({span.action.stage for span in spans}) <= 1 for spans in timeline.ranks):
         return lambda action: f"{action.kind.value}{action.micro_batch}"
     return str
-
-
-def _num_stages(spans: Sequence[Span]) -> int:
-    return len({span.action.stage for span in spans})

@@ -15,7 +15,6 @@ from itertools import accumulate
 from whale.estimate.costs.communication import fabric, fastest_way, ring_volume
 from whale.estimate.costs.compute import rounding_seconds
 from whale.estimate.costs.line import Floats, Line
-from whale.estimate.memory.passes import Fullest
 from whale.estimate.prices.prices import Prices
 from whale.estimate.step.work import Work
 from whale.ir.cluster import Device
@@ -196,13 +195,10 @@ class Brought:
         if not self.num_bytes:
             return work
         beside, more = work.beside, self.num_bytes
-        first, later = (self._fuller(each) for each in (beside.first, beside.later))
+        first, later = (replace(each, working=each.working + more) for each in (beside.first, beside.later))
         again = beside.again + more if beside.again else 0.0
         beside = replace(beside, forward=beside.forward + more, again=again, first=first, later=later)
         return replace(work, forward=work.forward + self.forward, backward_input=work.backward_input + self.backward, beside=beside)
-
-    def _fuller(self, fullest: Fullest) -> Fullest:
-        return replace(fullest, working=fullest.working + self.num_bytes)
 
 
 class Gathering:

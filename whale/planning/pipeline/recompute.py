@@ -149,7 +149,7 @@ class Chooser:
             for rank in range(self.pipeline.num_ranks):
                 needed |= self._as_needed(placed, assignment, rank, num_rows, margin)
             return tuple(needed[stage] for stage in stages)
-        return tuple(Recompute(self._regions(assignment, stage)) for stage in stages)
+        return tuple(Recompute(find_regions(self.prices.graph, assignment.parts[stage].ops)) for stage in stages)
 
     def _share(self, placed: Placed, assignment: Assignment, stage: int, num_rows: int) -> Recompute:
         if stage in self.policy.selective:
@@ -185,9 +185,6 @@ class Chooser:
 
     def _cores(self, assignment: Assignment, stage: int) -> tuple[Segment, ...]:
         return find_cores(self.prices.graph, assignment.parts[stage].ops, self.prices.activations)
-
-    def _regions(self, assignment: Assignment, stage: int) -> tuple[Segment, ...]:
-        return find_regions(self.prices.graph, assignment.parts[stage].ops)
 
     def _by_worth(
         self, placed: Placed, assignment: Assignment, segments: Mapping[int, Sequence[Segment]], num_rows: int

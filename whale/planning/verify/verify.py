@@ -75,7 +75,7 @@ def _stages(replica: Replica) -> Iterator[PlanError]:
     if len(replica.stages) != pipeline.num_stages:
         yield PlanError(f"a replica has every stage of its pipeline ({name}: {len(replica.stages)} of {pipeline.num_stages})")
     if sorted(set(pipeline.stage_rank)) != list(range(len(set(pipeline.stage_rank)))) or not pipeline.stage_rank:
-        yield PlanError(f"virtual devices are numbered from 0 ({name}: {_show_ranks(pipeline)})")
+        yield PlanError(f"virtual devices are numbered from 0 ({name}: {' '.join(map(str, pipeline.stage_rank)) or 'none'})")
     if replica.share < 1:
         yield PlanError(f"every replica has a share of the rows ({name}: {replica.share})")
     if pipeline.num_micro_batch < 1:
@@ -104,10 +104,6 @@ def _schedule(replica: Replica) -> Iterator[PlanError]:
         training_schedule(replica.pipeline, edge_pairs(replica))
     except WhaleError as error:
         yield PlanError(f"{error.message} (replica {replica.index}: {replica.pipeline.order})", hint=error.hint)
-
-
-def _show_ranks(pipeline: Pipeline) -> str:
-    return " ".join(map(str, pipeline.stage_rank)) or "none"
 
 
 def verify(
