@@ -5,6 +5,7 @@ Done once, and again for each other plan. Which rank stands for which device fol
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -29,6 +30,7 @@ from whale.runtime.state.engine_state import EngineState
 from whale.runtime.state.holdings import Holdings, discover_if_sharded
 from whale.schedules import schedules_of
 from whale.search import decide
+from whale.units import counted, listed
 
 
 @dataclass(frozen=True)
@@ -91,6 +93,10 @@ class Opening:
         world, train = self.world, self.modes.train
         warn_where_apart(plan, train.graph, world)
         roster = self.attachment.roster(plan, world)
+        idle = sorted(set(roster.everyone) - set(roster.world_ranks))
+        if idle and world.rank == 0:
+            used = f"{len(roster.world_ranks)} of {counted(world.size, 'rank')}"
+            print(f"whale: the plan uses {used}; idle: {listed('rank', idle)}", file=sys.stderr, flush=True)
         pieces = rank_pieces(plan, roster.rank, plan.planned_rows)
         together(world, lambda: train.prepare({stop - start for start, stop in pieces}))
         return roster, Holdings.of(plan, train.graph, discover_if_sharded(plan, train.graph))

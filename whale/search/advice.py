@@ -75,10 +75,10 @@ def _faster(link: Link, factor: float) -> Link:
 
 
 EFFORT = 30.0
-"""Plans that each search makes at most where ``planning.effort`` is not set: there are many searches."""
+"""Plans that each search of a changed cluster makes at most where ``planning.effort`` is not set: there are many of them."""
 
-WORTH = 1.005
-"""From so many times as good on, a change is worth its words."""
+WORTH = 1.02
+"""From so many times as good on, a change is worth its words: two searches of one choice differ by less."""
 
 FACTOR = 2
 """So many times as fast are the links that are asked about."""
@@ -145,7 +145,7 @@ def advise(
         )
     own = _Adviser(graph, cluster, config, rows, tell)
     try:
-        found = own.searched("the cluster as it is", cluster)
+        found = own.searched("the cluster as it is", cluster, effort=config.planning.effort)
     except PlanError as fault:
         return Advised(None, fault.message, (*own.more(None), own.memory(None)))
     advice = (*own.groups(found), *own.front(found), *own.more(found), *own.links(found), own.memory(found))
@@ -163,16 +163,23 @@ class _Adviser:
     tell: Callable[[str], None] | None
 
     def searched(
-        self, what: str, cluster: Cluster, start: Sequence[Candidate | SearchResult] = (), using: Device | None = None
+        self,
+        what: str,
+        cluster: Cluster,
+        start: Sequence[Candidate | SearchResult] = (),
+        using: Device | None = None,
+        effort: float | None = None,
     ) -> SearchResult:
         """The outcome of a search on a cluster, told before it begins; what is known to be good there is where it starts.
 
         Args:
             using: a kind that all plans have.
+            effort: of it; None for that of a changed cluster.
         """
         if self.tell is not None:
             self.tell(what)
-        effort = None if "planning.effort" in self.config.explicit else EFFORT
+        if effort is None:
+            effort = self.config.planning.effort if "planning.effort" in self.config.explicit else EFFORT
         known = [each.strategy for each in start]
         return search(self.graph, cluster, self.config, rows=self.rows, effort=effort, start=known, using=using)
 
@@ -318,10 +325,10 @@ class _Adviser:
         text = found.objective.text
         values = [value for value in (as_it_is, None if changed is None else changed.value) if value is not None]
         if not values:
-            return Advice(about, subject, f"{what}: nothing better was found ({text(found.value)} now)", None, found.value)
+            return Advice(about, subject, f"{what}: no gain was found ({text(found.value)} now)", None, found.value)
         value = min(values)
-        if value > found.value:
-            says = f"{what}: nothing better was found ({text(found.value)} now; the best of that search: {text(value)})"
+        if found.value < WORTH * value:
+            says = f"{what}: no gain above {WORTH - 1:.0%} was found ({text(found.value)} now)"
             return Advice(about, subject, says, value, found.value)
         return Advice(about, subject, f"{what}: {found.value / value:.2f}x ({text(value)}, {text(found.value)} now)", value, found.value)
 

@@ -87,9 +87,9 @@ def test_a_search_that_finds_nothing_better_says_so(monkeypatch: pytest.MonkeyPa
     found = advised(made([[(1e9, GIB)], [(1e9, GIB)]], network=1e8), effort=2)
     assert found.found is not None
     (more,), (link,) = about(found, "more"), about(found, "link")
-    assert more.value is None and more.beside == found.found.value and ": nothing better was found (" in more.says
+    assert more.value is None and more.beside == found.found.value and ": no gain was found (" in more.says
     assert link.value is not None and link.beside is not None and link.value > link.beside
-    assert link.says.startswith("links between hosts twice as fast: nothing better was found (")
+    assert link.says.startswith("links between hosts twice as fast: no gain above 2% was found (")
 
 
 def test_a_search_that_loses_the_plan_on_faster_links_does_not_make_it_worse(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,7 +98,7 @@ def test_a_search_that_loses_the_plan_on_faster_links_does_not_make_it_worse(mon
     own = search(GRAPH, cluster, Config(), rows=16)
     alone = search(GRAPH, cluster.only(["h0/0"]), Config(), rows=16)
 
-    def searched(self: object, what: str, there: Cluster, start: object = (), using: object = None) -> object:
+    def searched(self: object, what: str, there: Cluster, start: object = (), using: object = None, effort: object = None) -> object:
         return alone if what.startswith("links") else own
 
     monkeypatch.setattr(advice._Adviser, "searched", searched)
