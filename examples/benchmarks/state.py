@@ -8,6 +8,11 @@ zero_3    `memory.zero: 3` against torch's fully_shard of each block and of the 
 bf16      `precision.dtype: bf16` against DistributedDataParallel under torch.autocast
 fp16      `precision.dtype: fp16` against the same with a GradScaler
 
+With `--megabits N` (as root) the ranks are joined by links of that speed, and Whale is compared with itself:
+
+deferred           `memory.zero: 1` on two ranks: updated weights on their way during the next forward pass, against before the step ends
+deferred_pipeline  the same on four ranks, two replicas of two stages
+
 Ratio = the peer's time / Whale's, as overhead.py has it. Peak bytes are those of the fuller rank, of each side in processes of its own:
 what the process held at most, less what it held before the model was made.
 """
@@ -73,6 +78,24 @@ def autocast(options: argparse.Namespace, dtype: torch.dtype) -> Step:
     return step
 
 
+def given_early_or_late(case: str, options: argparse.Namespace) -> Result:
+    """The times of Whale with updated weights on their way during the next forward passes, and before a step ends."""
+    stages, more = DEFERRED[case][1:]
+    config = {"memory.zero": "1", "communication.bucket_bytes": BUCKET_BYTES, **more, **STEADY}
+    ours, peer = (whale_step(options, stages, {**config, "communication.defer_weights": defers}) for defers in (True, False))
+    for _ in range(options.warmup):
+        first, second = ours(), peer()
+    check_equal(first, second, 0.0)
+    return compared(ours, peer, options.steps, options.pairs)
+
+
+BUCKET_BYTES = 2**19
+DEFERRED: dict[str, tuple[int, int, dict[str, object]]] = {
+    "deferred": (2, 0, {}),
+    "deferred_pipeline": (4, 2, {"pipeline.num_micro_batch": 4}),
+}
+"""Ranks, stages and settings."""
+
 Make = Callable[[argparse.Namespace], Step]
 CASES: dict[str, tuple[Make, Make]] = {
     "zero_1": (partial(whale_step, stages=0, config={"memory.zero": "1", **STEADY}), shared_out),
@@ -107,14 +130,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     for name, default in {"pairs": 9, "steps": 4, "warmup": 3, "context": 64, "rows": 16}.items():
         parser.add_argument(f"--{name}", type=int, default=default, help=f"default {default}")
-    parser.add_argument("--only", choices=sorted(CASES), help="one comparison")
+    parser.add_argument("--megabits", type=float, metavar="N", help="per second, of the link of each rank; compares Whale with itself")
+    parser.add_argument("--only", choices=sorted({**CASES, **DEFERRED}), help="one comparison")
     parser.add_argument("--size", choices=sorted(SIZES), help="one size")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results here")
     options = parser.parse_args()
     found: dict[str, dict[str, float]] = {}
     for size in [options.size] if options.size else SIZES:
         sized = argparse.Namespace(**vars(options), **SIZES[size])
-        for case in [options.only] if options.only else CASES:
+        for case in [options.only] if options.only else CASES if options.megabits is None else DEFERRED:
+            if case in DEFERRED:
+                found[f"{case} {size}"] = on_ranks(DEFERRED[case][0], given_early_or_late, case, sized, megabits=options.megabits)
+                print(f"{case} {size:6} {line(found[f'{case} {size}'])}", flush=True)
+                continue
             result = on_ranks(2, run_case, case, sized)
             ours, peers = (on_ranks(2, peak_bytes, case, side, sized) for side in (0, 1))
             found[f"{case} {size}"] = {**result, "whale_peak_bytes": ours, "peer_peak_bytes": peers}

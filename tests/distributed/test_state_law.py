@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -37,21 +38,23 @@ from tests.distributed.training import (
 from tests.distributed.world import RankFailure, World
 from tests.examples import at_most
 from tests.models import descriptions
+from whale.comm import Groups, Launched
 from whale.errors import RuntimeFault
 from whale.estimate import DeviceEstimate, estimate
 from whale.ir.graph import ModelGraph
 from whale.ir.plan import Form, Plan, Stage, brought_back, states_of
 from whale.ir.serialization import from_json, to_json
 from whale.planning import make_plan
-from whale.runtime.state.publishing import Publishing
+from whale.runtime.state.publishing import Parcel, Publishing
 
 TOLERANCE = 1e-10
 
-ASKED: tuple[tuple[tuple[str, str], ...], ...] = (
+ASKED: tuple[tuple[tuple[str, object], ...], ...] = (
     (),
     (),
     (("memory.zero", "1"),),
-    (("memory.zero", "2"), ("memory.offload", "optimizer")),
+    (("memory.zero", "1"), ("communication.defer_weights", False), ("communication.bucket_bytes", "200")),
+    (("memory.zero", "2"), ("memory.offload", "optimizer"), ("communication.bucket_bytes", "200")),
     (("memory.zero", "3"), ("communication.bucket_bytes", "200")),
     (("memory.zero", "0"), ("memory.offload", "activations"), ("recompute.policy", "blocks")),
 )
@@ -74,8 +77,25 @@ def with_state(
     return from_json(Plan, to_json(plan))
 
 
+def come_late() -> AbstractContextManager[object]:
+    """Inside of it weights that others keep come when they are waited for, and no sooner; what is written to them before is lost."""
+    give = Parcel.give
+
+    def give_late(self: Parcel, flat: torch.Tensor, groups: Groups) -> list[Launched | None]:
+        there = flat.clone()
+        works = give(self, there, groups)
+        return [*works[:-1], works[-1] and replace(works[-1], finish=lambda: flat.copy_(there))]
+
+    return mock.patch.object(Parcel, "give", give_late)
+
+
 def train(rank: int, size: int, case: Case, plans: tuple[Plan, Plan], folder: str, expected: Mapping[str, torch.Tensor]) -> reference.Run:
     """Trains a case half under one plan, then under another: after a checkpoint where there is a folder, else by replanning."""
+    with come_late():
+        return train_by_both(case, plans, folder, expected)
+
+
+def train_by_both(case: Case, plans: tuple[Plan, Plan], folder: str, expected: Mapping[str, torch.Tensor]) -> reference.Run:
     engine, batches = make_engine(case, plans[0]), case.batches
     losses: list[float] = []
     norms: list[float] = []
@@ -179,7 +199,7 @@ def held_bytes(engine: whale.Engine) -> tuple[str, float, float, float]:
     assert state.optimizer is not None and sync is not None
     parts = {} if engine.runtime._weights is None else engine.runtime._weights.parts
     tensors = [own for own in (*state.tensors.values(), *parts.values()) if own.untyped_storage().nbytes()]  # the rest is gathered
-    read = {own.untyped_storage()._cdata: own.nbytes for own in tensors}
+    read = {own.untyped_storage()._cdata: own.untyped_storage().nbytes() for own in tensors}
     others = [own for own in state.kept.values() if own.untyped_storage()._cdata not in read]
     others += [each for own in state.optimizer.state.values() for each in own.values() if each.dim() > 0]
     flats = [own for bucket in sync._buckets for own in (bucket.flat, bucket.lost) if own is not None]
@@ -221,15 +241,23 @@ def assert_as_planned(device: DeviceEstimate, read: float, summed: float, kept: 
 
 def publish_nothing(rank: int, size: int, case: Case, plan: Plan) -> reference.Run:
     """A training whose keepers keep what they make to themselves."""
-    with mock.patch.object(Publishing, "_take", lambda self, parcel, flat, works: None):
+    with mock.patch.object(Parcel, "give", lambda self, flat, groups: [None]):
         return trained(make_engine(case, plan), case)
 
 
-def test_the_law_would_notice_weights_that_are_not_published(world: World) -> None:
+def wait_for_nothing(rank: int, size: int, case: Case, plan: Plan) -> reference.Run:
+    """A training whose ops do not wait for what is on its way."""
+    engine = make_engine(case, plan)
+    with come_late(), mock.patch.object(Publishing, "need", lambda self, numbers: None):
+        return trained(engine, case)
+
+
+@pytest.mark.parametrize("fault", [publish_nothing, wait_for_nothing])
+def test_the_law_would_notice_weights_that_are_not_there(world: World, fault: Callable[..., reference.Run]) -> None:
     case = unlike(ONE, ONE)
     plan, graph = world.prepare(plan_case, case)
     with pytest.raises(RankFailure, match="the weights of a parameter are equal"):
-        run_case(world, publish_nothing, case, with_state(plan, graph, 1))
+        run_case(world, fault, case, with_state(plan, graph, 1))
 
 
 def single() -> tuple[nn.Module, torch.Tensor, Any]:

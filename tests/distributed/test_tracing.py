@@ -42,7 +42,11 @@ def events(file: Path) -> dict[str, list[dict[str, Any]]]:
     return {name: [event for event in found if event["pid"] == process] for process, name in names.items()}
 
 
-@pytest.mark.parametrize("keys", [{"recompute.policy": {0: 1, 1: 1}}, {"pipeline.schedule": "zb_h1"}], ids=["recompute", "zb_h1"])
+@pytest.mark.parametrize(
+    "keys",
+    [{"recompute.policy": {0: 1, 1: 1}}, {"pipeline.schedule": "zb_h1"}, {"memory.zero": "1"}],
+    ids=["recompute", "zb_h1", "zero"],
+)
 def test_everything_is_recorded_and_nothing_is_changed(keys: dict[str, object], world: World, tmp_path: Path) -> None:
     config = {"pipeline.num_micro_batch": 4, "communication.bucket_bytes": 300, **keys}
     case = Case(PIPELINES, (16, 16, 16, 16), (1.0,) * 4, tuple(config.items()))
@@ -62,6 +66,7 @@ def test_everything_is_recorded_and_nothing_is_changed(keys: dict[str, object], 
             assert slices == 2 * [*wanted, "STEP"], device
             _check_segments(own, recomputes="recompute.policy" in keys)
     _check_what_travels(found)
+    assert all(any(event.get("cat") == "weights" for event in own) == ("memory.zero" in keys) for own in found.values())
     page = Page((tmp_path / "there" / "report.html").read_text())
     assert [len(track["runs"]) for track in page.data["tracks"]] == [2] * len(page.data["tracks"])
     assert "among the 2 recorded, 16 rows; all devices have one clock" in page.text
@@ -81,7 +86,8 @@ def _check_what_travels(found: dict[str, list[dict[str, Any]]]) -> None:
         kind, device = name.split()[:2]
         if kind == "measured":
             continue
-        for category in ("messages", "gradients"):
+        given = [event for event in own if event.get("cat") == "weights"]
+        for category in ("messages", "gradients", *(["weights"] if given else [])):
             predicted, measured = (
                 sorted(event["name"] for event in each if event.get("cat") == category and event["ph"] == "b")
                 for each in (own, found[f"measured {device}"])

@@ -108,6 +108,11 @@ class CommunicationSettings:
     overlap: bool | None = key(
         None, "compute the rows of split stages in two halves, one while the other's messages travel; null: where that is predicted to pay"
     )
+    defer_weights: bool = key(
+        True,
+        "where `memory.zero` is 1 or 2, weights that were updated are on their way during the next forward passes, each bucket until an op "
+        "reads it; false: before the step ends",
+    )
     gather_rows: bool = key(
         True, "replicas gather the rows that ops need which mix samples; false: each computes them on its own rows, with a warning"
     )

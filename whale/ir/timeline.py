@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from whale.ir.schedule import Action
 
@@ -46,13 +47,14 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Sync:
-    """A bucket of gradients that its owners sum.
+    """A bucket of gradients that its owners sum, or of weights that those of them who keep some give the others.
 
     Attributes:
-        stages: whose gradients.
+        stages: whose gradients or weights.
         num_owners: devices that take part.
-        num_bytes: of the gradients.
+        num_bytes: of what is in it.
         start, end: seconds.
+        what: is in it.
     """
 
     stages: tuple[int, ...]
@@ -60,6 +62,7 @@ class Sync:
     num_bytes: float
     start: float
     end: float
+    what: Literal["gradients", "weights"] = "gradients"
 
 
 @dataclass(frozen=True)
@@ -72,7 +75,7 @@ class DeviceTimeline:
         messages: that it sends and receives.
         syncs: that it takes part in.
         segments: of a stage's program, inside the actions that run them.
-        waits: for others, where no action stands for it: for gradients, or inside passes for what a split group exchanges.
+        waits: for others, where no action stands for it: for gradients, or inside passes for what a split group exchanges, or for weights.
         memory: (second, bytes), in order; empty where nobody counts them.
     """
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from whale.estimate import DeviceEstimate, StepEstimate
 from whale.ir.plan import Plan
 from whale.ir.schedule import COMPUTE, Kind
-from whale.ir.timeline import DeviceTimeline, Message, StepRecording
+from whale.ir.timeline import DeviceTimeline, Message, StepRecording, Sync
 
 NUM_TICKS = 1_000_000
 Ticks = Callable[[float], int]
@@ -71,15 +71,16 @@ def _run(run: DeviceTimeline, ticks: Ticks) -> dict[str, object]:
     return {
         "device": run.device,
         "bars": bars,
-        "syncs": [[_bucket(sync.stages, sync.num_owners, sync.num_bytes), ticks(sync.start), ticks(sync.end)] for sync in run.syncs],
+        "syncs": [[_bucket(sync), ticks(sync.start), ticks(sync.end)] for sync in run.syncs],
         "waits": [[each.name, ticks(each.start), ticks(each.end)] for each in run.waits],
         "segments": [[each.name, ticks(each.start), ticks(each.end)] for each in run.segments],
         "memory": [[ticks(time), round(num_bytes)] for time, num_bytes in run.memory],
     }
 
 
-def _bucket(stages: Sequence[int], num_owners: int, num_bytes: float) -> str:
-    return f"gradients of stage {', '.join(map(str, stages))}, {num_bytes / 2**20:.1f} MiB over {num_owners} devices"
+def _bucket(sync: Sync) -> str:
+    stages = ", ".join(map(str, sync.stages))
+    return f"{sync.what} of stage {stages}, {sync.num_bytes / 2**20:.1f} MiB over {sync.num_owners} devices"
 
 
 def _messages(number: int, runs: Iterable[DeviceTimeline], track_of: Mapping[str, int], ticks: Ticks) -> Iterable[list[object]]:

@@ -2,7 +2,7 @@
 
 process  predicted big/0   |  measured big/0                         the predicted step above the measured ones
 thread   actions             slices, segments inside them
-tracks   messages, gradients, waits     slices that may overlap
+tracks   messages, gradients, weights, waits     slices that may overlap
 counter  memory
 """
 
@@ -64,7 +64,7 @@ def _device(timeline: DeviceTimeline, process: int, offset: float, prefix: str) 
     for sync in timeline.syncs:
         stages = ", ".join(map(str, sync.stages))
         text = {"devices": sync.num_owners, "bytes": round(sync.num_bytes)}
-        yield from _overlapping(f"gradients of stage {stages}", prefix, process, offset + sync.start, offset + sync.end, text)
+        yield from _overlapping(f"{sync.what} of stage {stages}", prefix, process, offset + sync.start, offset + sync.end, text)
     for wait in timeline.waits:
         yield from _overlapping(f"wait for {wait.name}", prefix, process, offset + wait.start, offset + wait.end, {})
     for time, num_bytes in timeline.memory:

@@ -5,6 +5,7 @@ It works on an `EngineState` and keeps nothing of it: it may be closed, and anot
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import Literal
 
@@ -80,7 +81,7 @@ class Runtime:
         self._weights = self._make_weights(buckets.gathered, state)
         self._publishing = self._make_publishing(buckets.published, state)
         self._lasting = state.lasting
-        self._copies = EqualCopies(holdings, roster, state)
+        self._copies = EqualCopies(holdings, roster, state, self.arrive)
         self._buffers = SharedBuffers(holdings, roster.rank, state.tensors, self._connections.everyone.add, roster.world.device)
         self._workers: dict[str, Worker] = {}
         self._lent: dict[str, torch.Tensor] = {}
@@ -127,6 +128,7 @@ class Runtime:
             sync=self._sync if trains else None,
             copies=self._copies if trains else None,
             weights=self._weights,
+            publishing=self._publishing if trains else None,
         )
         self._borrowers[mode] = borrowers
         if trains:
@@ -177,6 +179,7 @@ class Runtime:
                 if sync is not None:
                     sync.abandon()
                 raise
+            self.arrive()
             if sync is not None:
                 with self.watch.waiting("gradients"):
                     sync.wait()
@@ -204,10 +207,19 @@ class Runtime:
         return self._by_hand.clip(limit)
 
     def publish(self) -> None:
-        """Makes what ops read equal to what the optimizer has made of it; all ranks of the world call it."""
+        """Makes what ops read equal to what the optimizer has made of it; all ranks of the world call it.
+
+        With ``communication.defer_weights`` it ends when that is on its way: the next step waits for each bucket where it reads it.
+        """
         if self._publishing is not None:
             with self.status.reporting(), self.watch.waiting("weights"):
                 self._publishing.publish()
+
+    def arrive(self) -> None:
+        """Waits until weights that others have published are here: somebody is about to read them outside of a step."""
+        if self._publishing is not None:
+            with self.status.reporting():
+                self._publishing.arrive()
 
     def check_unwritten(self) -> None:
         """Raises what `Publishing.check` does."""
@@ -234,18 +246,22 @@ class Runtime:
         Raises:
             BatchError, RuntimeFault: as `train`.
         """
+        self.arrive()
         with self.status.reporting():
             step = self._workers[mode].run(batch, (self.config.runtime.seed, step_number), with_gradients=False)
         self.settle(mode, batch.num_rows)
         return step
 
     def call_together(self, call: Call, argument: float | None = None) -> None:
-        """Waits until all ranks of the world make this call, with this argument. When this is closed they are no longer compared.
+        """Waits until all ranks of the world make this call, with this argument, and until weights that were published are here.
+
+        When this is closed nothing is compared any longer.
 
         Raises:
             RuntimeFault: some rank calls something else, or with another argument, or has left.
         """
         if self._workers:
+            self.arrive()
             with self.status.reporting():
                 call_together(call, argument, self.roster.world, self._connections.everyone)
 
@@ -295,6 +311,8 @@ class Runtime:
 
     def close(self) -> None:
         """Gives back process groups and lets go of the state; no step can follow. Other runtimes are not touched."""
+        if sys.exception() is None:  # else the others may be elsewhere
+            self.arrive()
         for worker in self._workers.values():
             worker.close()
         self._workers.clear()
@@ -328,7 +346,19 @@ class Runtime:
         if rank is None or not (is_copied or parts or any(rank in bucket.owners for bucket in buckets)):
             return None
         groups, waits = self._connections.groups, roster.world.waits
-        return Publishing(buckets, self.holdings, rank, roster.world_ranks, state.tensors, state.kept, parts, groups, waits)
+        return Publishing(
+            buckets,
+            self.holdings,
+            rank,
+            roster.world_ranks,
+            state.tensors,
+            state.kept,
+            parts,
+            groups,
+            waits,
+            defers=self.config.communication.defer_weights,
+            watch=self.watch,
+        )
 
     def _make_weights(self, buckets: Sequence[Bucket], state: EngineState) -> GatheredWeights | None:
         """None where this rank holds all that ops read."""

@@ -32,6 +32,9 @@ from whale.sharding.sharding import Piece
 ALIGNED_BYTES = 16
 """Every slot begins at a multiple of this: kernels read so many at once."""
 
+WEIGHTS_ALIGNED_BYTES = 256
+"""Likewise where ops read weights in the bucket itself: matrix products choose kernels, and round, by it as in memory of their own."""
+
 NUM_AT_ONCE = 2
 """Buckets that are on their way at once, where each is a copy of what is in it, or memory that is let go when it has arrived."""
 
@@ -83,6 +86,7 @@ class Bucket:
         is_at_one_place: whether all who hold it come to it at the same place of equal schedules; else it starts when all else is done.
         sum_dtype: type that elements are rounded to to be summed; None for their own.
         feeds_back: whether each owner keeps what that loses, and adds it to what it sums next.
+        is_read_in_place: whether each slot is all that its owners hold of the parameter, of a bucket that is published: ops read it there.
     """
 
     slots: tuple[BucketSlot, ...]
@@ -92,6 +96,7 @@ class Bucket:
     is_at_one_place: bool = True
     sum_dtype: str | None = None
     feeds_back: bool = False
+    is_read_in_place: bool = False
 
     @cached_property
     def names(self) -> tuple[str, ...]:
@@ -107,6 +112,11 @@ class Bucket:
     def num_bytes(self) -> int:
         """Of the flat buffer."""
         return self.num_elements * DTYPE_BYTES[self.form.dtype]
+
+    @property
+    def padding_bytes(self) -> int:
+        """Of the flat buffer, between slots and behind them."""
+        return self.num_bytes - sum(slot.stop - slot.start for slot in self.slots) * DTYPE_BYTES[self.form.dtype]
 
     @property
     def sent_bytes(self) -> int:
@@ -138,7 +148,7 @@ class Buckets:
 
     Attributes:
         summed: in which gradients become sums.
-        published: in which keepers give the other owners what these read, after a step.
+        published: in which keepers give the other owners what these read, after a step, in the order of first use.
         gathered: in which they do before ops read it, in the order of first use.
         kept: per rank that keeps some of what is shared out, the elements of each parameter.
     """
@@ -149,15 +159,15 @@ class Buckets:
     kept: Mapping[int, Mapping[str, int]] = field(default_factory=dict)
 
 
-def aligned(num_elements: int, form: Form) -> int:
+def aligned(num_elements: int, form: Form, aligned_bytes: int = ALIGNED_BYTES) -> int:
     """Elements with those that fill up to the next slot."""
     size = DTYPE_BYTES[form.dtype]
-    return filled_up(num_elements * size) // size
+    return filled_up(num_elements * size, aligned_bytes) // size
 
 
-def filled_up(num_bytes: int) -> int:
+def filled_up(num_bytes: int, aligned_bytes: int = ALIGNED_BYTES) -> int:
     """Bytes with those that come before the next slot."""
-    return -(-num_bytes // ALIGNED_BYTES) * ALIGNED_BYTES
+    return -(-num_bytes // aligned_bytes) * aligned_bytes
 
 
 def plan_buckets(plan: Plan, shardings: ParameterShardings, model: ModelGraph, alike: Sequence[int], bucket_bytes: int) -> Buckets:
@@ -192,8 +202,17 @@ def plan_buckets(plan: Plan, shardings: ParameterShardings, model: ModelGraph, a
 
     shared = [slot for name in shardings.parameters if name in shardings.keeping for slot in _slots(shardings, model, name)]
     given = [_Placed(slot, plan.state_of(slot.name).compute) for slot in shared if len(slot.piece.owners) > 1]
-    later = sorted((each for each in given if each.form.sharding == "owners"), key=lambda each: first_use.get(each.slot.name, never))
-    gathered = _filled(later, shardings, model, bucket_bytes)
+    given.sort(key=lambda each: first_use.get(each.slot.name, never))
+
+    def weights(sharding: str) -> Iterator[Bucket]:
+        own = (each for each in given if each.form.sharding == sharding)
+        found = _filled(own, shardings, model, bucket_bytes, WEIGHTS_ALIGNED_BYTES if sharding == "stage" else ALIGNED_BYTES)
+        return iter(sorted(found, key=lambda each: min(first_use.get(name, never) for name in each.names)))
+
+    def in_place(bucket: Bucket) -> Bucket:
+        held = ((shardings.gradient(slot.name).held, slot.piece) for slot in bucket.slots)
+        return replace(bucket, is_read_in_place=all(own[owner] == piece.region for own, piece in held for owner in bucket.owners))
+
     kept: dict[int, dict[str, int]] = {}
     for slot in shared:
         for keeper, num_elements in slot.keepers:
@@ -201,8 +220,8 @@ def plan_buckets(plan: Plan, shardings: ParameterShardings, model: ModelGraph, a
             own[slot.name] = own.get(slot.name, 0) + num_elements
     return Buckets(
         tuple(sorted(map(placed, _filled(slots(), shardings, model, bucket_bytes)), key=order)),
-        tuple(_filled((each for each in given if each.form.sharding == "stage"), shardings, model, bucket_bytes)),
-        tuple(sorted(gathered, key=lambda each: min(first_use.get(name, never) for name in each.names))),
+        tuple(map(in_place, weights("stage"))),
+        tuple(weights("owners")),
         kept,
     )
 
@@ -216,7 +235,9 @@ def _slots(shardings: ParameterShardings, model: ModelGraph, name: str) -> Itera
         yield BucketSlot(name, piece, tuple((keeper, shardings.num_elements(model, name, region)) for keeper, region in keepers))
 
 
-def _filled(slots: Iterable[_Placed], shardings: ParameterShardings, model: ModelGraph, bucket_bytes: int) -> Iterator[Bucket]:
+def _filled(
+    slots: Iterable[_Placed], shardings: ParameterShardings, model: ModelGraph, bucket_bytes: int, aligned_bytes: int = ALIGNED_BYTES
+) -> Iterator[Bucket]:
     """Buckets of slots, each of equal owners and forms; one that is full is closed."""
     growing: dict[_Key, list[BucketSlot]] = {}
     held: dict[_Key, int] = {}
@@ -227,19 +248,19 @@ def _filled(slots: Iterable[_Placed], shardings: ParameterShardings, model: Mode
         growing.setdefault(key, []).append(replace(slot, stop=num_elements))
         held[key] = held.get(key, 0) + num_elements * DTYPE_BYTES[form.dtype]
         if held[key] >= bucket_bytes:
-            yield _laid_out(growing.pop(key), key)
+            yield _laid_out(growing.pop(key), key, aligned_bytes)
             del held[key]
     for key, own in growing.items():
-        yield _laid_out(own, key)
+        yield _laid_out(own, key, aligned_bytes)
 
 
-def _laid_out(slots: Sequence[BucketSlot], key: _Key) -> Bucket:
+def _laid_out(slots: Sequence[BucketSlot], key: _Key, aligned_bytes: int) -> Bucket:
     """A bucket of slots of given sizes, keeper by keeper."""
     places, owners, form, sum_dtype, feeds_back, _ = key
     found, start = [], 0
     for slot in sorted(slots, key=lambda slot: [keeper for keeper, _ in slot.keepers]):
         found.append(replace(slot, start=start, stop=start + slot.stop))
-        start = aligned(found[-1].stop, form)
+        start = aligned(found[-1].stop, form, aligned_bytes)
     return Bucket(tuple(found), form, owners, places, sum_dtype=sum_dtype, feeds_back=feeds_back)
 
 

@@ -41,9 +41,17 @@ def test_collectives_of_one_queue_follow_one_another() -> None:
     assert found.transfers == [(3.0, 5.0), (5.0, 6.0)]
 
 
+def test_a_task_goes_on_when_what_it_needs_in_its_midst_is_there() -> None:
+    workers = [[Task(4.0, posts=(0, 1), awaits=((0, 0.25), (1, 0.5))), Task(1.0)], [Task(2.0, sends=(0,)), Task(4.0, sends=(1,))]]
+    found = run(workers, [Transfer(5.0, 0.0, 2, ((0, 1),)), Transfer(5.0, 0.0, 2, ((0, 1),))], [5.0])
+    assert found.paused == ([(1.0, 3.0), (4.0, 7.0)], []) and found.tasks[0] == [(0.0, 9.0), (9.0, 10.0)]
+
+
 def test_what_can_never_go_on_is_told() -> None:
     found = run([[Task(1.0, needs=(0,))]], [Transfer(1.0, 0.0, 1)], [])
     assert [(stuck.worker, stuck.task, stuck.transfer) for stuck in found.stuck] == [(0, 0, 0)]
+    found = run([[Task(1.0), Task(1.0, awaits=((0, 0.5),))]], [Transfer(1.0, 0.0, 1)], [])
+    assert [(stuck.worker, stuck.task, stuck.transfer) for stuck in found.stuck] == [(0, 1, 0)]
 
 
 @given(st.lists(st.tuples(st.floats(0.1, 5), st.floats(1, 100)), min_size=1, max_size=6))

@@ -80,6 +80,19 @@ def test_gradients_are_summed_behind_the_backward_pass() -> None:
     assert hidden.step_seconds < shown.step_seconds
 
 
+def test_updated_weights_hide_behind_the_next_forward_pass() -> None:
+    """The first bucket is waited for, the others come while earlier layers compute; given before the step ends, none hides."""
+    there = pair(Link(2e7, 1e-6))
+    plan, graph = planned(8, there, rows=400)
+    plan = replace(plan, parameter_states=states_of(graph.parameters, zero=1))  # type: ignore[attr-defined]
+    late, early = (estimate(plan, graph, there, Costs(bucket_bytes=1, defers_weights=defers)) for defers in (True, False))  # type: ignore[arg-type]
+    given = [sync.end - sync.start for sync in late.devices[0].syncs if sync.what == "weights"]
+    waited = sum(wait.end - wait.start for wait in late.devices[0].waits)
+    assert len(given) == 8 == early.devices[0].num_given and not late.devices[0].num_given
+    assert waited == pytest.approx(given[0]) and early.step_seconds - late.step_seconds == pytest.approx(sum(given) - waited, rel=0.01)
+    assert late.straggler.busy == pytest.approx(early.straggler.busy - sum(given), rel=0.01)
+
+
 def test_a_shared_card_is_slower_than_one_of_each() -> None:
     own = pair(Link(1e7, 1e-6), 2)
     shared = replace(own, hosts=tuple(replace(host, link=FAST, card=1e7) for host in own.hosts))

@@ -37,6 +37,7 @@ class Costs:
         sum_dtype: type in which gradients are summed; None for their own.
         feeds_back: whether what rounding to it loses is kept, and added to the next gradient.
         bucket_bytes: gradients are synchronised in buckets of about this size.
+        defers_weights: whether weights that others keep are on their way during the next step's forward passes.
         memory_fraction: share of each device's memory that a plan may use. The rest is the allowance for the driver's
             context, communicators and fragmentation.
         measured: times of ops in the place of those that are worked out; None where nothing was measured.
@@ -55,6 +56,7 @@ class Costs:
     sum_dtype: str | None = None
     feeds_back: bool = False
     bucket_bytes: int = 25 * 2**20
+    defers_weights: bool = True
     memory_fraction: float = 0.9
     measured: Measured | None = None
 
@@ -82,6 +84,7 @@ class Costs:
             sum_dtype=None if dtype == "own" else HALVES.get(dtype, dtype),
             feeds_back=config.gradient.error_feedback,
             bucket_bytes=config.communication.bucket_bytes,
+            defers_weights=config.communication.defer_weights,
             memory_fraction=config.memory.fraction,
         )
 

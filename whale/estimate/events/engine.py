@@ -28,6 +28,7 @@ class Task(NamedTuple):  # there are tens of thousands
         posts: what may begin to arrive once the worker stands before it.
         sends: what is ready when it ends.
         joins: what is ready after a share of it, 0 to 1.
+        awaits: what must have arrived before it goes on after a share of it, in order of the shares.
     """
 
     seconds: float
@@ -35,6 +36,7 @@ class Task(NamedTuple):  # there are tens of thousands
     posts: tuple[int, ...] = ()
     sends: tuple[int, ...] = ()
     joins: tuple[tuple[int, float], ...] = ()
+    awaits: tuple[tuple[int, float], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,11 +83,13 @@ class EventTimes:
         tasks: per worker, start and end of its tasks up to where it came.
         transfers: start and arrival of each; of one that never started or arrived, -1.
         stuck: workers that did not come to their end.
+        paused: per worker, start and end of its waits in the midst of tasks.
     """
 
     tasks: tuple[list[tuple[float, float]], ...]
     transfers: list[tuple[float, float]]
     stuck: tuple[Stuck, ...]
+    paused: tuple[list[tuple[float, float]], ...]
 
 
 def run(workers: Sequence[Sequence[Task]], transfers: Sequence[Transfer], bandwidths: Sequence[float]) -> EventTimes:
@@ -102,14 +106,14 @@ def run(workers: Sequence[Sequence[Task]], transfers: Sequence[Transfer], bandwi
     return _Engine(workers, transfers, bandwidths).run()
 
 
-_TASK_ENDS, _JOINS, _LAST_BYTE, _ARRIVES = range(4)
+_TASK_ENDS, _JOINS, _LAST_BYTE, _ARRIVES, _REACHES = range(5)
 
 _EQUAL = 1e-12
 """Rates that differ by less, by a share, are one: loads are sums of fractions."""
 
 
 class _Engine:
-    """One run. Events stand in a heap as (time, number, what, worker or transfer, version)."""
+    """One run. Events stand in a heap as (time, number, what, worker or transfer, version, or which of a task's `awaits`)."""
 
     def __init__(self, workers: Sequence[Sequence[Task]], transfers: Sequence[Transfer], bandwidths: Sequence[float]) -> None:
         self._workers, self._transfers = workers, transfers
@@ -124,6 +128,8 @@ class _Engine:
         self._started = [-1.0] * len(transfers)
         self._arrived = [-1.0] * len(transfers)
         self._awaited: dict[int, list[int]] = {}
+        self._awaited_within: dict[int, list[tuple[int, int, float]]] = {}  # workers, where in their task, and since when
+        self._paused: tuple[list[tuple[float, float]], ...] = tuple([] for _ in workers)
         self._num_awaited = [0] * len(workers)
         self._queues: dict[int, list[int]] = {}
         for index in reversed(range(len(transfers))):
@@ -144,16 +150,21 @@ class _Engine:
                     self._end_task(subject, time)
             elif what == _JOINS:
                 self._call_ready(subject, time)
+            elif what == _REACHES:
+                self._reach(subject, version, time)
             elif what == _ARRIVES:
                 self._leave_queue(subject, time)
             elif self._links.versions[subject] == version:
                 self._push_all(self._links.remove(subject, time))
                 self._arrive(subject, time + self._transfers[subject].latency)
         stuck = [Stuck(worker, len(self._tasks[worker]), number) for number, waiting in self._awaited.items() for worker in waiting]
+        within = ((worker, number) for number, waiting in self._awaited_within.items() for worker, *_ in waiting)
+        stuck += [Stuck(worker, len(self._tasks[worker]) - 1, number) for worker, number in within]
         return EventTimes(
             self._tasks,
             list(zip(self._started, self._arrived, strict=True)),
             tuple(sorted(stuck, key=lambda fault: (fault.worker, fault.transfer))),
+            self._paused,
         )
 
     def _push(self, time: float, what: int, subject: int, version: int = 0) -> None:
@@ -187,7 +198,32 @@ class _Engine:
         self._tasks[worker].append((start, start + seconds))
         for transfer, share in task.joins:
             self._push(start + share * seconds, _JOINS, transfer)
-        self._push(start + seconds, _TASK_ENDS, worker)
+        if task.awaits:
+            self._push(start + task.awaits[0][1] * seconds, _REACHES, worker, 0)
+        else:
+            self._push(start + seconds, _TASK_ENDS, worker)
+
+    def _reach(self, worker: int, index: int, now: float) -> None:
+        """A worker has come to where its task needs something."""
+        transfer, _ = self._workers[worker][len(self._tasks[worker]) - 1].awaits[index]
+        if self._arrived[transfer] < 0.0:
+            self._awaited_within.setdefault(transfer, []).append((worker, index, now))
+        else:
+            self._go_on(worker, index, now, max(now, self._arrived[transfer]))
+
+    def _go_on(self, worker: int, index: int, since: float, now: float) -> None:
+        """What a worker waits for in the midst of its task is there."""
+        start, end = self._tasks[worker][-1]
+        if now > since:
+            end += now - since
+            self._tasks[worker][-1] = start, end
+            self._paused[worker].append((since, now))
+        task = self._workers[worker][len(self._tasks[worker]) - 1]
+        if index + 1 == len(task.awaits):
+            self._push(end, _TASK_ENDS, worker)
+        else:
+            share = task.awaits[index + 1][1] - task.awaits[index][1]
+            self._push(now + share * task.seconds, _REACHES, worker, index + 1)
 
     def _handle(self, worker: int, seconds: float, now: float) -> None:
         """A message takes time of a worker: of its task, but for what is left until that starts."""
@@ -226,6 +262,8 @@ class _Engine:
         self._arrived[number] = time
         if self._transfers[number].queue is not None:
             self._push(time, _ARRIVES, number)
+        for worker, index, since in self._awaited_within.pop(number, ()):
+            self._go_on(worker, index, since, max(since, time))
         for worker in self._awaited.pop(number, ()):
             self._num_awaited[worker] -= 1
             if self._num_awaited[worker] == 0:

@@ -27,7 +27,7 @@ from whale.ir.cluster import Cluster
 from whale.ir.graph import ModelGraph
 from whale.ir.plan import Plan
 from whale.ir.schedule import COMPUTE, Action, Kind
-from whale.ir.timeline import Message, Span, Sync, Timeline
+from whale.ir.timeline import Message, Span, Stretch, Sync, Timeline
 
 
 def estimate(plan: Plan, graph: ModelGraph, cluster: Cluster, costs: Costs | None = None, *, axes: Axes | None = None) -> StepEstimate:
@@ -86,7 +86,7 @@ def _at_the_same_times(gathered: Gathered, program: Program, found: EventTimes) 
 
 def _look(kind: Hashable, end: int) -> Hashable:
     """What a device notices at one end of a message, which alike replicas share as one value, or of a sum, equal for all."""
-    return kind.num_bytes if isinstance(kind, Sums) else (id(kind), end)
+    return (kind.num_bytes, kind.gives) if isinstance(kind, Sums) else (id(kind), end)
 
 
 def _device(numbers: Sequence[int], gathered: Gathered, program: Program, found: EventTimes, carried: _Carried) -> DeviceEstimate:
@@ -100,13 +100,15 @@ def _device(numbers: Sequence[int], gathered: Gathered, program: Program, found:
         compute=tuple(Span(each.action, start, end) for each, (start, end) in zip(order, times, strict=True)),
         messages=tuple(carried.messages(number)),
         syncs=tuple(carried.syncs(number)),
-        exposed=sum(_exposed(program.tasks[number], times, found)),
+        exposed=sum(_exposed(program.tasks[number], times, found)) + sum(end - start for start, end in found.paused[number]),
         memory=memory.points,
         peak=memory.peak,
         stage_peaks=memory.stages,
         stage_bytes=worker.stage_bytes,
         capacity=worker.capacity,
         on_host=worker.on_host,
+        num_given=worker.num_given,
+        waits=tuple(Stretch("weights", start, end) for start, end in found.paused[number]),
     )
 
 
@@ -145,7 +147,8 @@ class _Carried:
 
     def _sync(self, kind: Sums, transfer: int, wire: int) -> Sync:
         num_owners = len(self._gathered.wires[wire].parties)
-        return Sync(self._gathered.summed_stages[wire], num_owners, kind.num_bytes, *self._found.transfers[transfer])
+        start, end = self._found.transfers[transfer]
+        return Sync(self._gathered.summed_stages[wire], num_owners, kind.num_bytes, start, end, "weights" if kind.gives else "gradients")
 
 
 def _exposed(tasks: Sequence[Task], times: Sequence[tuple[float, float]], found: EventTimes) -> Iterator[float]:

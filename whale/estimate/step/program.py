@@ -14,7 +14,7 @@ from whale.estimate.events.engine import Task, Transfer
 from whale.estimate.events.simulate import Computation, computations
 from whale.estimate.prices.prices import Prices
 from whale.estimate.step.alike import EquitablePartition, Path, Role, Wire, classify
-from whale.estimate.step.sync import buckets
+from whale.estimate.step.sync import buckets, deferred
 from whale.estimate.step.wires import Crosses, Links, Sums, message_wires, sum_wires
 from whale.estimate.step.work import Work
 from whale.estimate.step.workers import SimulatedWorker, Workers
@@ -79,7 +79,7 @@ def gather(plan: Plan, prices: Prices) -> Gathered:
         found |= makers.of(replica, schedule, number)
     links = Links(prices)
     rank = plan.rank_of
-    wires = (*message_wires(plan, prices, links, rank), *sum_wires(plan, prices, links, shared.summed))
+    wires = (*message_wires(plan, prices, links, rank), *sum_wires(plan, prices, links, deferred(shared.published, prices), shared.summed))
     workers = tuple(found[device] for device in plan.devices)
     followed = tuple(dict(zip(alike, schedules, strict=True)).values())
     pairs = tuple({number: edge_pairs(replica) for number, replica in zip(alike, plan.replicas, strict=True)}.values())
@@ -201,6 +201,7 @@ class _Ends:
     arriving: dict[_Place, list[int]] = field(default_factory=dict)
     leaving: dict[_Place, list[int]] = field(default_factory=dict)
     sums: dict[int, Role] = field(default_factory=dict)
+    given: dict[int, Role] = field(default_factory=dict)
 
 
 class _Wires:
@@ -260,7 +261,7 @@ class _Wires:
     def _add_sum(self, kind: Sums, sent: Sent, roles: Mapping[int, Role], links: tuple[tuple[int, float], ...], ways: _Ways) -> None:
         queue = self._queues.setdefault((sent.ends, kind.num_owners), len(self._queues))
         for end, role in roles.items():
-            self.at[end].sums[len(self.transfers)] = role
+            (self.at[end].given if kind.gives else self.at[end].sums)[len(self.transfers)] = role
         self.transfers.append(Transfer(kind.num_bytes, kind.latency, len(sent.ends), links, queue, self._handled(kind, sent), ways))
         self.sent.append(sent)
 
@@ -315,15 +316,28 @@ def _tasks(worker: SimulatedWorker, order: Sequence[Computation], places: Sequen
 
     Receives are started where their POSTs stand; what comes from other devices of its own virtual device when it is asked for.
     """
-    joined = _joins(order, ends)
+    joined, awaited = _joins(order, ends), _awaits(order, ends)
     has_local = any(is_local for at in (ends.arriving, ends.leaving) for *_, is_local in at)
     for position, (each, at) in enumerate(zip(order, places, strict=True)):
         local = _met(at.local, ends.arriving) if has_local else ()
         needs = (*_met(at.receives, ends.arriving), *local)
         if each.action.kind is Kind.STEP:
-            needs = (*needs, *ends.sums)
+            needs = (*needs, *ends.sums, *ends.given)
         sends = (*(_met(at.local, ends.leaving) if has_local else ()), *_met(at.sends, ends.leaving))
-        yield Task(seconds_of(worker, each.action), needs, (*_met(at.posts, ends.posted), *local), sends, tuple(joined.get(position, ())))
+        posts = (*_met(at.posts, ends.posted), *local, *(ends.given if position == 0 else ()))
+        yield Task(seconds_of(worker, each.action), needs, posts, sends, tuple(joined.get(position, ())), tuple(awaited.get(position, ())))
+
+
+def _awaits(order: Sequence[Computation], ends: _Ends) -> dict[int, list[tuple[int, float]]]:
+    """Per computation, the weights that it needs in its midst: the first forward pass of a stage that reads them."""
+    first = {each.action.stage: position for position, each in reversed([*enumerate(order)]) if each.action.kind is Kind.FORWARD}
+    found: dict[int, list[tuple[int, float]]] = {}
+    for number, (stages, share, _) in ends.given.items():
+        assert isinstance(stages, tuple) and isinstance(share, float)
+        position = min((first[stage] for stage in stages if stage in first), default=None)
+        if position is not None:
+            found.setdefault(position, []).append((number, share))
+    return {position: sorted(own, key=lambda each: each[1]) for position, own in found.items()}
 
 
 def _met(places: Sequence[_Place], at: Mapping[_Place, Sequence[int]]) -> Sequence[int]:

@@ -8,7 +8,7 @@ from functools import cached_property
 
 from whale.ir.plan import Estimate
 from whale.ir.schedule import Kind
-from whale.ir.timeline import DeviceTimeline, Message, Span, Sync
+from whale.ir.timeline import DeviceTimeline, Message, Span, Stretch, Sync
 from whale.units import format_bytes, format_seconds
 
 
@@ -55,7 +55,7 @@ class DeviceEstimate:
     Attributes:
         devices: their names.
         stages: that they run.
-        compute: F, B, I, W, R, and the optimizer's STEP at the end.
+        compute: F, B, I, W, R, and the optimizer's STEP at the end; with `waits` in their midst.
         messages: that the first of them sends and receives.
         syncs: that they take part in.
         exposed: seconds of waiting while what is awaited is on its way.
@@ -65,6 +65,8 @@ class DeviceEstimate:
         stage_bytes: per stage of `stages`, bytes of its parameters with what training keeps beside them.
         capacity: bytes that a plan may use.
         on_host: bytes of each of them in the memory of its host.
+        waits: for weights, in the midst of forward passes.
+        num_given: buckets of weights that it takes or gives before the step ends.
     """
 
     devices: tuple[str, ...]
@@ -79,11 +81,13 @@ class DeviceEstimate:
     stage_bytes: tuple[float, ...]
     capacity: int
     on_host: float = 0.0
+    waits: tuple[Stretch, ...] = ()
+    num_given: int = 0
 
     @property
     def timeline(self) -> DeviceTimeline:
         """What the first of them does when."""
-        return DeviceTimeline(self.devices[0], self.compute, self.messages, self.syncs, memory=self.memory)
+        return DeviceTimeline(self.devices[0], self.compute, self.messages, self.syncs, waits=self.waits, memory=self.memory)
 
     @property
     def name(self) -> str:
@@ -100,7 +104,8 @@ class DeviceEstimate:
         longest: dict[Kind, float] = {}
         for span in self.compute:
             if span.action.stage == stage:
-                longest[span.action.kind] = max(longest.get(span.action.kind, 0.0), span.end - span.start)
+                waited = sum(wait.end - wait.start for wait in self.waits if span.start <= wait.start < span.end)
+                longest[span.action.kind] = max(longest.get(span.action.kind, 0.0), span.end - span.start - waited)
         backward = sum(longest.get(kind, 0.0) for kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT, Kind.RECOMPUTE))
         index = self.stages.index(stage)
         kept, held = round(self.stage_peaks[index]), round(self.stage_bytes[index])
@@ -114,7 +119,11 @@ class DeviceEstimate:
     @property
     def syncing(self) -> float:
         """Seconds in which gradients are being summed."""
-        return _covered([(sync.start, sync.end) for sync in self.syncs])
+        return _covered([(sync.start, sync.end) for sync in self._summed])
+
+    @property
+    def _summed(self) -> tuple[Sync, ...]:
+        return tuple(sync for sync in self.syncs if sync.what == "gradients")
 
     @property
     def communicating(self) -> float:
@@ -126,12 +135,12 @@ class DeviceEstimate:
     def exposed_sync(self) -> float:
         """Those of them that lie behind the last computation."""
         last = max((span.end for span in self.compute if span.action.kind is not Kind.STEP), default=0.0)
-        return _covered([(max(sync.start, last), sync.end) for sync in self.syncs])
+        return _covered([(max(sync.start, last), sync.end) for sync in self._summed])
 
     @cached_property
     def busy(self) -> float:
         """Seconds of computing."""
-        return sum(span.end - span.start for span in self.compute)
+        return sum(span.end - span.start for span in self.compute) - sum(wait.end - wait.start for wait in self.waits)
 
     def idle(self, step_seconds: float) -> float:
         """Seconds in which it neither computes nor waits for what is on its way."""

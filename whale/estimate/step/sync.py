@@ -39,6 +39,11 @@ def buckets(plan: Plan, prices: Prices) -> Buckets:
     return prices.buckets((alike, plan.devices, plan.parameter_states, plan.keeper_shares, tuple(map(_held, plan.replicas))), make)
 
 
+def deferred(published: Iterable[Bucket], prices: Prices) -> Iterator[Bucket]:
+    """The buckets of weights that are on their way when the next step begins."""
+    return (bucket for bucket in published if prices.costs.defers_weights and bucket.is_read_in_place)
+
+
 def _held(replica: Replica) -> Hashable:
     """What a replica holds where: plans that differ in their micro-batches alone have the same buckets."""
     return tuple(
@@ -48,14 +53,16 @@ def _held(replica: Replica) -> Hashable:
 
 @dataclass(frozen=True)
 class Readiness:
-    """When in a stage's backward pass gradients are final: once it has come to the first op that reads the parameter.
+    """When in a stage's backward pass gradients are final: once it has come to the first op that reads the parameter; and when in its
+    forward pass weights are needed.
 
     Attributes:
-        backward: seconds of each op.
+        backward, forward: seconds of each op.
         first: per parameter, the position among the ops of the first that reads it.
     """
 
     backward: Floats
+    forward: Floats
     first: Mapping[str, int]
 
     @cached_property
@@ -65,19 +72,31 @@ class Readiness:
 
     def share(self, names: Sequence[str]) -> float:
         """The share of the pass after which the gradients of some parameters are final."""
-        start = min((self.first[name] for name in names if name in self.first), default=0)
-        return float(self.backward[start:].sum()) / self.total if self.total > 0 else 1.0
+        return float(self.backward[self._first(names) :].sum()) / self.total if self.total > 0 else 1.0
+
+    def share_before(self, names: Sequence[str]) -> float:
+        """The share of the forward pass before the first op that reads some of these parameters."""
+        total = float(self.forward.sum())
+        return float(self.forward[: self._first(names)].sum()) / total if total > 0 else 0.0
+
+    def _first(self, names: Sequence[str]) -> int:
+        return min((self.first[name] for name in names if name in self.first), default=0)
 
 
 def readiness(prices: Prices, stage: Stage, num_rows: int, first: Mapping[str, int]) -> Readiness:
-    """When the gradients of a stage are final.
+    """When the gradients of a stage are final, and its weights are needed.
 
     Args:
         num_rows: of the micro-batch on the stage's first device.
         first: `first_uses` of the stage.
     """
     seconds = prices.seconds(prices.cluster.by_name[stage.virtual_device.devices[0]], num_rows)
-    return Readiness((seconds.backward_fixed + num_rows * seconds.backward_per_row)[prices.positions(stage.ops)], first)
+    backward, forward = (
+        fixed + num_rows * per_row
+        for fixed, per_row in ((seconds.backward_fixed, seconds.backward_per_row), (seconds.forward_fixed, seconds.forward_per_row))
+    )
+    index = prices.positions(stage.ops)
+    return Readiness(backward[index], forward[index], first)
 
 
 def first_uses(prices: Prices, stage: Stage) -> dict[str, int]:

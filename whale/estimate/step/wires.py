@@ -129,8 +129,9 @@ class Crosses:
 
 @dataclass(frozen=True, slots=True)
 class Sums:
-    """What a collective of gradients is. The role of each device in it: its stages there, after which share of their last backward
-    pass it is ready, and whether it waits there until all else is done.
+    """What a collective of gradients is, or of weights. The role of each device in it: its stages there, after which share of their last
+    backward pass it is ready, and whether it waits there until all else is done; of weights, which are on their way when a step begins,
+    after which share of their first forward pass it needs them.
 
     Attributes:
         num_bytes: of the gradients as they travel.
@@ -138,6 +139,7 @@ class Sums:
         num_passes: around all of them: 2 where each gets the sum, 1 where each gets the part that it keeps.
         latency: seconds beside the bytes.
         queue: position among those of the same owners.
+        gives: whether owners that keep weights give them to the others.
     """
 
     num_bytes: float
@@ -145,6 +147,7 @@ class Sums:
     num_passes: int
     latency: float
     queue: int
+    gives: bool = False
 
     @property
     def volume(self) -> Volume:
@@ -268,13 +271,13 @@ def _handed(replica: Replica, sizes: Sequence[int], crossings: CrossingBytes, *,
                     yield _Handed((source, own.source), (target, own.target), kind)
 
 
-def sum_wires(plan: Plan, prices: Prices, links: Links, summed: Iterable[Bucket]) -> Iterator[Wire]:
-    """Collectives of gradients, of these buckets, each by the way that is fastest alone."""
+def sum_wires(plan: Plan, prices: Prices, links: Links, given: Iterable[Bucket], summed: Iterable[Bucket]) -> Iterator[Wire]:
+    """Collectives of weights that are given and of gradients, of these buckets, each by the way that is fastest alone."""
     queues: dict[tuple[int, ...], int] = {}
     fabrics: dict[tuple[int, ...], Fabric] = {}
     paths: dict[tuple[tuple[int, ...], Way], Path] = {}
     roles = _Roles(plan, prices)
-    for bucket in summed:
+    for gives, bucket in (*((True, each) for each in given), *((False, each) for each in summed)):
         queues[bucket.owners] = position = queues.get(bucket.owners, -1) + 1
         devices = [plan.devices[owner] for owner in bucket.owners]
         if bucket.owners not in fabrics:
@@ -284,8 +287,8 @@ def sum_wires(plan: Plan, prices: Prices, links: Links, summed: Iterable[Bucket]
         if (bucket.owners, way) not in paths:
             paths[bucket.owners, way] = links.collective(devices, way)
         latency = (way.latency + prices.costs.message_seconds) * max(1, len(bucket.runs))
-        kind = Sums(bucket.sent_bytes, len(bucket.owners), num_passes, latency, position)
-        yield Wire(kind, bucket.owners, roles.of(bucket), paths[bucket.owners, way])
+        kind = Sums(bucket.sent_bytes, len(bucket.owners), num_passes, latency, position, gives)
+        yield Wire(kind, bucket.owners, roles.of(bucket, gives=gives), paths[bucket.owners, way])
 
 
 @dataclass(frozen=True, slots=True)
@@ -313,13 +316,17 @@ class _Roles:
         self._first: dict[tuple[str, ...], dict[str, int]] = {}
         self._last_rows = [stop - start for *_, (start, stop) in plan.all_micro_batch_rows(plan.planned_rows)]
 
-    def of(self, bucket: Bucket) -> tuple[Role, ...]:
+    def of(self, bucket: Bucket, *, gives: bool) -> tuple[Role, ...]:
         """Per owner, its role."""
         key = bucket.stages, bucket.owners, bucket.is_at_one_place
         if key not in self._owners:
             self._owners[key] = self._alike(bucket)
         unlike, owners = self._owners[key]
         looks = dict.fromkeys(own.look for own in unlike if own.look is not None)
+        if gives:
+            before: dict[int | None, float] = {look: self._ready[look].share_before(bucket.names) for look in looks}
+            given = [(own.stages, before.get(own.look, 0.0), False) for own in unlike]
+            return tuple(given[number] for number in owners)
         waits = any(self._plan.state_of(name).is_gathered for name in bucket.names)  # then sums start when the whole pass is done
         shares: dict[int | None, float] = {look: 1.0 if waits else self._ready[look].share(bucket.names) for look in looks}
         roles = [(own.stages, shares.get(own.look, 1.0), not bucket.is_at_one_place) for own in unlike]

@@ -12,7 +12,7 @@ from whale.estimate.memory.memory import state_bytes
 from whale.estimate.prices.part import Part
 from whale.estimate.prices.prices import Prices
 from whale.estimate.step.step import MemoryUse
-from whale.estimate.step.sync import Gathering, SummedHere, giving_seconds, most_at_once, summed_by_rank
+from whale.estimate.step.sync import Gathering, SummedHere, deferred, giving_seconds, most_at_once, summed_by_rank
 from whale.estimate.step.work import StageKey, Work, Works, first_alike
 from whale.ir.cluster import NO_HANDLING, Handling
 from whale.ir.graph import DTYPE_BYTES, Parameter
@@ -40,7 +40,8 @@ class SimulatedWorker:
         sent: bytes of buckets on their way, beside the gradients: from the first last backward pass to the optimizer's step.
         freed: per stage, bytes of gradients that are let go by the end of its last backward pass, since others keep them.
         freed_last: likewise, of the rest until the optimizer's step.
-        published: bytes of the buckets that are on their way at once after the optimizer's step.
+        num_given: buckets of weights that are given before the step ends.
+        published: bytes of the buckets that are on their way at once after the optimizer's step, but for those in which ops read.
         stage_bytes: the same, for each of its stages by itself.
         optimizer: seconds of the optimizer's step, of rounding what is summed before, and until ops can read what it made.
         capacity: bytes that a plan may use.
@@ -65,6 +66,7 @@ class SimulatedWorker:
     freed: tuple[float, ...] = ()
     freed_last: float = 0.0
     published: float = 0.0
+    num_given: int = 0
 
     @cached_property
     def _hash(self) -> int:
@@ -111,15 +113,22 @@ class Workers:
         self._num_on_host = Counter(prices.cluster.by_name[device].host for device in plan.devices)
         self._gathering = Gathering(plan, prices, buckets.gathered, schedules)
         self._publishing: dict[str, float] = {}
+        self._num_given = Counter[str]()
+        later = set(map(id, deferred(buckets.published, prices)))
         for bucket in buckets.published:
-            for device, seconds in giving_seconds(plan, prices, bucket).items():
+            for device, seconds in giving_seconds(plan, prices, bucket).items() if id(bucket) not in later else ():
                 self._publishing[device] = self._publishing.get(device, 0.0) + seconds
+                self._num_given[device] += 1
         self._padding = _padding_of_pieces(bucket for bucket in buckets.summed if bucket.form.sharding == "stage")
         self._summed = dict(summed_by_rank(plan, buckets.summed))
         self._published: dict[int, list[int]] = {}
+        self._filling: dict[int, int] = {}  # of buckets in which ops read weights
         for bucket in buckets.published:
             for owner in bucket.owners:
-                self._published.setdefault(owner, []).append(bucket.num_bytes)
+                if bucket.is_read_in_place:
+                    self._filling[owner] = self._filling.get(owner, 0) + bucket.padding_bytes
+                else:
+                    self._published.setdefault(owner, []).append(bucket.num_bytes)
         let_go = frozenset(name for bucket in buckets.summed if bucket.form.sharding == "owners" for name in bucket.names)
         self._works = Works(prices, plan.state_of, bucketed)
         self._held = _Held(prices, plan, bucketed, let_go)
@@ -191,7 +200,11 @@ class Workers:
             tuple(place.stage.index for place in own),
             rows,
             works,
-            replace(held.use, gradients=held.use.gradients - held.apart + self._padding.get(at, 0) + summed.lost),
+            replace(
+                held.use,
+                weights=held.use.weights + self._filling.get(at, 0),
+                gradients=held.use.gradients - held.apart + self._padding.get(at, 0) + summed.lost,
+            ),
             held.apart,
             held.casts,
             tuple(
@@ -206,6 +219,7 @@ class Workers:
             freed=freed,
             freed_last=summed.freed_in_all - sum(freed),
             published=float(most_at_once(self._published.get(at, ()))),
+            num_given=self._num_given[device],
         )
 
     def _given(self, device: str) -> float:

@@ -356,12 +356,25 @@ def explain_step(step: StepEstimate) -> Iterator[Choice]:
         cost=str(full.peak),
         bound="the fullest device",
     )
-    if slow.syncs:
+    sums, given = ([sync for sync in slow.syncs if sync.what == what] for what in ("gradients", "weights"))
+    if sums:
         yield Choice(
             "estimate",
             "gradient synchronisation",
-            f"{counted(len(slow.syncs), 'bucket')}, all-reduced by owner sets, on {slow.name}",
-            cost=f"{format_seconds(slow.syncing)} for {format_bytes(round(sum(sync.num_bytes for sync in slow.syncs)))}, "
+            f"{counted(len(sums), 'bucket')}, all-reduced by owner sets, on {slow.name}",
+            cost=f"{format_seconds(slow.syncing)} for {format_bytes(round(sum(sync.num_bytes for sync in sums)))}, "
             f"{format_seconds(slow.exposed_sync)} exposed; optimizer {format_seconds(slow.optimizer)}",
             bound="the slowest link of a ring",
+        )
+    if given or slow.num_given:
+        waited = sum(wait.end - wait.start for wait in slow.waits)
+        before = f", {slow.num_given} before the step ends" if slow.num_given else ""
+        yield Choice(
+            "estimate",
+            "publishing",
+            f"{counted(len(given), 'bucket')} of updated weights on their way during the next forward passes{before}, on {slow.name}",
+            cost=f"passes wait {format_seconds(waited)} for {format_bytes(round(sum(sync.num_bytes for sync in given)))}",
+            bound="before the step ends: parameters that replicas hold in unlike pieces, or all with communication.defer_weights: false"
+            if slow.num_given
+            else "the slowest link of a ring",
         )

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn, cast
 
@@ -64,10 +64,11 @@ class EqualCopies:
         holdings: who holds what.
         roster: who is who.
         state: of the training.
+        arrive: called before weights are read.
     """
 
-    def __init__(self, holdings: Holdings, roster: Roster, state: EngineState) -> None:
-        self._state, self._world = state, roster.world
+    def __init__(self, holdings: Holdings, roster: Roster, state: EngineState, arrive: Callable[[], None]) -> None:
+        self._state, self._world, self._arrive = state, roster.world, arrive
         self._copies: dict[_Key, _Copy] = {}
         self._weights: dict[str, int] = {}
         self._compared: dict[str, Tensor] = {}
@@ -131,6 +132,7 @@ class EqualCopies:
 
     def _checksums(self) -> dict[_Key, int]:
         """Of each piece that others hold too, on this rank. Its device is waited for."""
+        self._arrive()
         found = [checksum(self._piece(key)).to(self._world.device) for key in self._copies]
         return dict(zip(self._copies, torch.stack(found).cpu().tolist(), strict=True)) if found else {}
 

@@ -24,6 +24,7 @@ from whale.runtime.program.shard import Slots
 from whale.runtime.program.stage_source import StageSource
 from whale.runtime.state.gathered import GatheredWeights
 from whale.runtime.state.holdings import Holdings
+from whale.runtime.state.publishing import Publishing
 from whale.runtime.state.updates import StepBuffers
 from whale.sharding.parameters import ParameterShardings, Pattern
 
@@ -66,6 +67,7 @@ def make_stages(
     lent: Mapping[str, torch.Tensor],
     connections: Connections,
     weights: GatheredWeights | None = None,
+    publishing: Publishing | None = None,
 ) -> SeatStages:
     """Makes what a seat runs.
 
@@ -82,6 +84,7 @@ def make_stages(
         lent: what its stages read in this mode and do not hold, whole.
         connections: to the other ranks.
         weights: what is there while ops read it alone; None where nothing is.
+        publishing: brings what others keep; None where nothing is deferred.
     """
     device = connections.roster.world.device
     runners, outputs = {}, {}
@@ -91,16 +94,18 @@ def make_stages(
         shards = _shards(replica, stage, captured.graph, axes, holdings, seat.position)
         splits = any(action.kind is Kind.BACKWARD_WEIGHT and action.stage == index for action in actions)
         lacks = holdings.lacks(replica.index, stage)
-        brought = {name: own for name, own in weights.numbers.items() if name not in lacks} if weights is not None else None
+        brought, awaited = (
+            {} if each is None else {name: own for name, own in each.numbers.items() if name not in lacks} for each in (weights, publishing)
+        )
         source = StageSource(
-            captured.graph, captured.graph_for, replica, stage, set(known), device, splits, shards, brought, connections.watch
+            captured.graph, captured.graph_for, replica, stage, set(known), device, splits, shards, brought, awaited, connections.watch
         )
         group = connections.split_group(stage, seat.position)
         written = written_buffers(captured.graph, frozenset(stage.ops))
         buffers = StepBuffers(tensors, {name: kinds[name] for name in written if kinds[name] != "statistics"})
         own = {**tensors, **{name: lent[name] for name in lacks}}
         keeping = partial(kept_on_host, watch=connections.watch) if stage.offloads else None
-        runners[index] = StageRunner(source, own, device, buffers, seat.position // stage.split, group, weights, keeping)
+        runners[index] = StageRunner(source, own, device, buffers, seat.position // stage.split, group, weights, publishing, keeping)
         outputs[index] = source.outputs
     return SeatStages(runners, outputs, frozenset(index for index in mine if seat.position % replica.stages[index].split == 0))
 

@@ -12,9 +12,10 @@ from whale.deferred import WeightQueue
 from whale.ir.schedule import Kind
 from whale.runtime.execute.loss import NUM_ROWS
 from whale.runtime.execute.randomness import seeded
-from whale.runtime.program.lowering import BROUGHT, QUEUE, StageProgram
+from whale.runtime.program.lowering import AWAITED, BROUGHT, QUEUE, StageProgram
 from whale.runtime.program.shard import GROUP, Gate, Group
 from whale.runtime.state.gathered import GatheredWeights
+from whale.runtime.state.publishing import Publishing
 from whale.runtime.state.updates import StepBuffers
 
 ProgramSource = Callable[[int], StageProgram]
@@ -69,6 +70,7 @@ class StageRunner:
         row_group: which of the stage's groups of equal rows it is in.
         split_group: the ranks that share its work, where the stage is split.
         weights: brings what is there while ops read it alone.
+        publishing: waits for what others keep, where that is deferred.
         keeping: where forward passes keep what backward passes need; None: on the device.
 
     Attributes:
@@ -84,10 +86,11 @@ class StageRunner:
         row_group: int = 0,
         split_group: Group | None = None,
         weights: GatheredWeights | None = None,
+        publishing: Publishing | None = None,
         keeping: Keeping | None = None,
     ) -> None:
         self.buffers, self.row_group, self._keeping = buffers, row_group, keeping
-        self._split_group, self._weights = split_group, weights
+        self._split_group, self._weights, self._publishing = split_group, weights, publishing
         self._source = source
         self._tensors = tensors
         self._device = device
@@ -174,6 +177,8 @@ class StageRunner:
             return flight.weights
         if kind == BROUGHT:
             return self._weights
+        if kind == AWAITED:
+            return self._publishing
         if kind == GROUP:
             return self._split_group
         if kind == "input":

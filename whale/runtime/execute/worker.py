@@ -26,6 +26,7 @@ from whale.runtime.program.captured import Captured
 from whale.runtime.state.gathered import GatheredWeights
 from whale.runtime.state.gradient_sync import GradientSync
 from whale.runtime.state.holdings import Holdings
+from whale.runtime.state.publishing import Publishing
 from whale.schedules import Edges, edge_pairs, releases
 from whale.sharding.buckets import Visits, visits_of
 
@@ -45,6 +46,7 @@ class Worker:
         sync: gradient synchronisation; None where nothing is trained.
         copies: what this rank holds in common with others; None likewise.
         weights: what is there while ops read it alone; None where nothing is.
+        publishing: brings what others keep, while its forward passes run; None where nothing is deferred.
 
     Attributes:
         plan, model: as given.
@@ -66,6 +68,7 @@ class Worker:
         sync: GradientSync | None,
         copies: EqualCopies | None,
         weights: GatheredWeights | None = None,
+        publishing: Publishing | None = None,
     ) -> None:
         roster = connections.roster
         self.plan, self.model, self._seat = plan, captured.graph, roster.seat
@@ -81,7 +84,19 @@ class Worker:
             order = ActionOrder(schedule.ranks[self._seat.pipeline_rank])
             known = {*self._weights.by_rows, *self._weights.measured}
             stages = make_stages(
-                replica, self._seat, order.actions, captured, self.written, known, tensors, axes, holdings, lent, connections, weights
+                replica,
+                self._seat,
+                order.actions,
+                captured,
+                self.written,
+                known,
+                tensors,
+                axes,
+                holdings,
+                lent,
+                connections,
+                weights,
+                publishing,
             )
             visits = {} if weights is None else visits_of(weights.buckets, captured.graph, schedules)
             exchange = self._make_exchange(schedule, axes, connections)

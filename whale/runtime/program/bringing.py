@@ -109,6 +109,23 @@ def bring_weights(graph: fx.Graph, model: ModelGraph, numbers: Mapping[str, Numb
                 _marked(graph.call_function(let_go_again, (weights, (number,), operands)), first)
 
 
+def await_weights(graph: fx.Graph, model: ModelGraph, numbers: Mapping[str, Numbers], weights: fx.Node) -> None:
+    """Writes into a stage's graph where buckets of weights that stay are waited for, in place: before the first node that reads some.
+
+    Args:
+        graph, model: as of `bring_weights`.
+        numbers: per parameter, the buckets that bring it.
+        weights: the placeholder of who waits for them.
+    """
+    sources, there = {node: _numbers_of(node, model, numbers) for node in graph.find_nodes(op="placeholder")}, set[int]()
+    for node in list(graph.nodes):
+        own = {number for source in node.all_input_nodes for number in sources.get(source, ())} - there
+        if node.op == "call_function" and own:
+            there |= own
+            with graph.inserting_before(node):
+                _marked(graph.call_function(bring, (weights, tuple(sorted(own)))), node)
+
+
 def _numbers_of(node: fx.Node, model: ModelGraph, numbers: Mapping[str, Numbers]) -> Numbers:
     op = model.by_name.get(str(node.target))
     if op is None or op.kind != "parameter":

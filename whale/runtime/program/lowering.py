@@ -15,7 +15,7 @@ from whale.deferred import defer_weights
 from whale.ir.graph import ModelGraph
 from whale.ir.plan import BATCH, Shard
 from whale.ir.writes import written_buffers
-from whale.runtime.program.bringing import Numbers, bring_weights
+from whale.runtime.program.bringing import Numbers, await_weights, bring_weights
 from whale.runtime.program.marks import NUM_DIMS, OP, num_dims_of
 from whale.runtime.program.overlap import overlap
 from whale.runtime.program.regather import keep_parts
@@ -33,8 +33,8 @@ class StageProgram:
         module: takes `inputs` in order and returns a tuple in the order of `outputs`.
         inputs: ops whose values it takes: batch inputs, parameters, buffers, constants, received tensors.
         outputs: ops whose values it returns.
-        kinds: per input, ``input``, ``parameter``, ``buffer``, ``constant``, ``received``, ``weight_queue``, ``brought_weights`` or
-            ``split_group``.
+        kinds: per input, ``input``, ``parameter``, ``buffer``, ``constant``, ``received``, ``weight_queue``, ``brought_weights``,
+            ``awaited_weights`` or ``split_group``.
         keys: per input, the name its value is kept under: of the parameter or buffer, else of the op.
         mutated: names of the buffers that it changes in place.
         is_random: whether it draws random numbers.
@@ -63,6 +63,7 @@ def lower(
     num_rows: int = 0,
     halving: Halving | None = None,
     brought: Mapping[str, Numbers] | None = None,
+    awaited: Mapping[str, Numbers] | None = None,
     watch: Watch = NOBODY,
 ) -> StageProgram:
     """Cuts the ops of one stage out of the whole graph.
@@ -81,6 +82,7 @@ def lower(
         num_rows: rows that its split group takes, where the batch is cut.
         halving: how a split stage computes its rows in two halves; None where it computes them at once.
         brought: per parameter that is there while ops read it alone, the buckets that bring it; the program takes first who brings them.
+        awaited: per parameter that may be on its way when it is read, likewise; the program takes first who waits for them.
         watch: told when each of these segments is computed.
     """
     wanted, handed = set(ops), set(received)
@@ -108,6 +110,11 @@ def lower(
             weights = local.placeholder(BROUGHT)
         bring_weights(local, model, brought, weights)
         first = (BROUGHT, *first)
+    if awaited:
+        with local.inserting_before(next(iter(local.nodes))):
+            weights = local.placeholder(AWAITED)
+        await_weights(local, model, awaited, weights)
+        first = (AWAITED, *first)
     if not splits_backward:
         _sum_as_read(local, model)
     random = {name for name in wanted if "random" in model.by_name[name].tags}
@@ -189,6 +196,7 @@ def _sum_as_read(graph: fx.Graph, model: ModelGraph) -> None:
 
 QUEUE = "weight_queue"
 BROUGHT = "brought_weights"
+AWAITED = "awaited_weights"
 
 
 def _trainable(model: ModelGraph, names: Iterable[str]) -> set[str]:

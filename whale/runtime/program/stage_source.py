@@ -33,7 +33,7 @@ class StageSource:
         device: where it computes.
         splits_backward: whether its schedule runs input and weight gradients apart.
         shards: of a split stage.
-        brought: as of `lower`.
+        brought, awaited: as of `lower`.
         watch: told when segments are computed.
 
     Attributes:
@@ -51,9 +51,10 @@ class StageSource:
         splits_backward: bool,
         shards: StageShards | None = None,
         brought: Mapping[str, Numbers] | None = None,
+        awaited: Mapping[str, Numbers] | None = None,
         watch: Watch = NOBODY,
     ) -> None:
-        self._shards, self._brought, self._watch = shards, brought, watch
+        self._shards, self._brought, self._awaited, self._watch = shards, brought, awaited, watch
         self._splits_backward = splits_backward
         self._model, self._graphs, self._stage, self._device = model, graphs, stage, device
         self._received = {name for edge in replica.edges if edge.target == stage.index for name in edge.tensors}
@@ -87,6 +88,7 @@ class StageSource:
                 num_rows=rows,
                 halving=halving,
                 brought=self._brought,
+                awaited=self._awaited,
                 watch=self._watch,
             )
             self._lowered[key] = program

@@ -4,6 +4,7 @@ F0 ------ [segment] ---    begin, segment, end
 1SEND_F0                   sent
 0POST_B0 ... 0RECV_B0      posted, arrived
 gradients                  summing, summed
+weights                    publishing, published
 """
 
 from __future__ import annotations
@@ -57,6 +58,12 @@ class Watch:
         """The sum of a bucket of gradients has begun."""
 
     def summed(self, bucket: int) -> None:
+        """It has been waited for."""
+
+    def publishing(self, bucket: int, stages: Collection[int], ranks: Collection[int], flat: torch.Tensor, work: Launched) -> None:
+        """A bucket of weights, which ops of the next step wait for, is on its way."""
+
+    def published(self, bucket: int) -> None:
         """It has been waited for."""
 
 

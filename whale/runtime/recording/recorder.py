@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from time import perf_counter
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 
@@ -107,6 +107,7 @@ class _Way:
 class _Sum:
     """A bucket on its way; a host that carries it says itself when it was done."""
 
+    what: Literal["gradients", "weights"]
     stages: tuple[int, ...]
     num_owners: int
     num_bytes: int
@@ -126,7 +127,7 @@ class _Notes:
     waits: list[tuple[str, Tick, Tick]] = field(default_factory=list)
     sent: dict[Route, _Way] = field(default_factory=dict)
     received: dict[Route, _Way] = field(default_factory=dict)
-    sums: dict[int, _Sum] = field(default_factory=dict)
+    sums: list[_Sum] = field(default_factory=list)
     memory: list[tuple[Tick, int]] = field(default_factory=list)
 
 
@@ -141,6 +142,7 @@ class Recorder(Watch):
     def __init__(self, rank: int, device: torch.device) -> None:
         self._rank, self._device = rank, device
         self._notes: _Notes | None = None
+        self._under_way: dict[tuple[str, int], _Sum] = {}
         self._action: Action | None = None
         self._begun: Tick = 0.0
 
@@ -150,7 +152,11 @@ class Recorder(Watch):
         Args:
             clock: of this rank.
         """
-        self._notes = _Notes(ticks_of(self._device), clock)
+        self._notes = notes = _Notes(ticks_of(self._device), clock)
+        self._under_way = {key: each for key, each in self._under_way.items() if each.what == "weights"}
+        for each in self._under_way.values():
+            each.start = notes.ticks.now()
+            notes.sums.append(each)
 
     def stop(self) -> RankStep:
         """Ends the record; waits for the device."""
@@ -167,7 +173,9 @@ class Recorder(Watch):
             tuple(_leg(route, way, at(way.start), at(way.start)) for route, way in notes.sent.items()),
             tuple(_leg(route, way, at(way.start), at(way.end)) for route, way in notes.received.items()),
             tuple(
-                Sync(s.stages, s.num_owners, float(s.num_bytes), at(s.start), at(s.done or s.end or s.start)) for s in notes.sums.values()
+                Sync(s.stages, s.num_owners, float(s.num_bytes), at(s.start), max(at(s.start), at(s.done or s.end)), s.what)
+                for s in notes.sums
+                if s.end is not None  # else the step was given up
             ),
             tuple(Stretch(name, at(start), at(end)) for name, start, end in notes.segments),
             tuple(Stretch(name, at(start), at(end)) for name, start, end in notes.waits),
@@ -208,26 +216,47 @@ class Recorder(Watch):
             self._notes.received[sender, receiver, channel].end = self._notes.ticks.now()
 
     def summing(self, bucket: int, stages: Collection[int], ranks: Collection[int], flat: torch.Tensor, work: Launched) -> None:
-        if self._notes is None:
-            return
-        started = _Sum(tuple(sorted(stages)), len(ranks), flat.numel() * flat.element_size(), self._notes.ticks.now())
-        self._notes.sums[bucket] = started
-        if work.blocks_host:
-
-            def done(_: object) -> None:
-                started.done = perf_counter()
-
-            work.work.get_future().add_done_callback(done)
+        if self._notes is not None:
+            self._under_way["gradients", bucket] = started = _started("gradients", stages, ranks, flat, work, self._notes.ticks.now())
+            self._notes.sums.append(started)
 
     def summed(self, bucket: int) -> None:
-        if self._notes is not None and bucket in self._notes.sums:
-            self._notes.sums[bucket].end = self._notes.ticks.now()
+        self._end_sum(("gradients", bucket))
+
+    def publishing(self, bucket: int, stages: Collection[int], ranks: Collection[int], flat: torch.Tensor, work: Launched) -> None:
+        self._under_way["weights", bucket] = _started("weights", stages, ranks, flat, work, 0.0)
+
+    def published(self, bucket: int) -> None:
+        self._end_sum(("weights", bucket))
+
+    def _end_sum(self, key: tuple[str, int]) -> None:
+        started = self._under_way.pop(key, None)
+        if self._notes is not None and started is not None:
+            started.end = self._notes.ticks.now()
 
     @staticmethod
     def _count_bytes(notes: _Notes, now: Tick) -> None:
         num_bytes = notes.ticks.num_bytes()
         if num_bytes is not None:
             notes.memory.append((now, num_bytes))
+
+
+def _started(
+    what: Literal["gradients", "weights"],
+    stages: Collection[int],
+    ranks: Collection[int],
+    flat: torch.Tensor,
+    work: Launched,
+    now: Tick,
+) -> _Sum:
+    started = _Sum(what, tuple(sorted(stages)), len(ranks), flat.numel() * flat.element_size(), now)
+    if work.blocks_host:
+
+        def done(_: object) -> None:
+            started.done = perf_counter()
+
+        work.work.get_future().add_done_callback(done)
+    return started
 
 
 @contextmanager

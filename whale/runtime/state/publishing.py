@@ -3,11 +3,17 @@
 in_forms   one tensor where both are equal; a view of it where they differ only in who has it; else a copy. What is gathered before ops
            read it has no memory, but for the part that its keeper has
 publish    optimizer form --> compute form    cast, copied to the device, given to the other owners bucket by bucket
+
+What owners hold all of lies in the buckets themselves, and what is on its way is waited for late: by the first op of the next step that
+reads some of it, or by whoever else reads weights.
+
+    step    F   B  ... STEP | F: ops of bucket 0 | ops of bucket 1 |  B  ... STEP
+                            |bucket 0 |bucket 1  |
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -18,6 +24,7 @@ from whale.comm import Groups, Launched, Waits
 from whale.errors import RuntimeFault, first_few
 from whale.ir.plan import Form
 from whale.runtime.program.shard.pieces import Index, on_device, part, write_part
+from whale.runtime.program.watch import NOBODY, Watch
 from whale.runtime.state.holdings import Holdings
 from whale.sharding.buckets import NUM_AT_ONCE, Bucket
 
@@ -114,7 +121,30 @@ class Parcel:
         with torch.no_grad():
             for place in self.given:
                 place.read(flat)
-        return flat, [groups.broadcast(flat[start:stop], self.ranks, keeper) for keeper, start, stop in self.runs]
+        return flat, self.give(flat, groups)
+
+    def give(self, flat: Tensor, groups: Groups) -> list[Launched | None]:
+        """Starts that each keeper gives its slots of the flat buffer; what is to be waited for."""
+        return [groups.broadcast(flat[start:stop], self.ranks, keeper) for keeper, start, stop in self.runs]
+
+
+def _read_in_place(
+    bucket: Bucket, holdings: Holdings, rank: int, tensors: Mapping[str, Tensor], kept: Mapping[str, Tensor]
+) -> Tensor | None:
+    """Moves what ops of this rank read into a flat buffer, with what its optimizer steps of it; None where it lies otherwise in memory."""
+    held = [tensors[slot.name] for slot in bucket.slots]
+    if not bucket.is_read_in_place or not all(own.is_contiguous() for own in held):
+        return None
+    flat = torch.zeros(bucket.num_elements, dtype=held[0].dtype, device=held[0].device)
+    for slot, own in zip(bucket.slots, held, strict=True):
+        place, stepped = flat[slot.start : slot.stop].view(own.shape), kept.get(slot.name)
+        place.copy_(own.data)
+        own.data = place
+        if stepped is not None and stepped is not own and not holdings.plan.state_of(slot.name).is_copied:
+            index = holdings.kept_index(slot.name, rank)
+            assert index is not None, "who keeps all of what ops read steps that"
+            stepped.data = part(place, index)
+    return flat
 
 
 class Publishing:
@@ -130,6 +160,11 @@ class Publishing:
         parts: of what is gathered before ops read it, what this rank keeps, as ops read it.
         groups: one per owner set.
         waits: how communication is waited for.
+        defers: whether what is on its way when `publish` ends is waited for by who reads it.
+        watch: told when each bucket of those begins and ends.
+
+    Attributes:
+        numbers: per parameter that others keep, the buckets of those that bring it.
     """
 
     def __init__(
@@ -143,14 +178,24 @@ class Publishing:
         parts: Mapping[str, Tensor],
         groups: Groups,
         waits: Waits,
+        *,
+        defers: bool = False,
+        watch: Watch = NOBODY,
     ) -> None:
-        self._groups, self._waits = groups, waits
+        self._groups, self._waits, self._defers, self._watch = groups, waits, defers, watch
+        own_buckets = [bucket for bucket in buckets if rank in bucket.owners]
+        self._flats = [_read_in_place(bucket, holdings, rank, tensors, kept) for bucket in own_buckets]
+        self._under_way: dict[int, list[Launched | None]] = {}  # of those in which ops read
         self._copied: list[tuple[Tensor, Tensor]] = []
         for name, own in kept.items():
             if holdings.plan.state_of(name).is_copied:
                 held, index = tensors[name].detach(), holdings.kept_index(name, rank)
                 self._copied.append((parts[name] if name in parts else held if index is None else part(held, index), own.detach()))
-        self._parcels = [parcel_of(bucket, holdings, rank, world_ranks, tensors) for bucket in buckets if rank in bucket.owners]
+        self._parcels = [parcel_of(bucket, holdings, rank, world_ranks, tensors) for bucket in own_buckets]
+        self.numbers: dict[str, tuple[int, ...]] = {}
+        for number, parcel in enumerate(self._parcels):
+            if self._flats[number] is not None and parcel.taken:
+                self.numbers |= dict.fromkeys(parcel.plan.names, (number,))
         shared = {name for each in self._parcels for name in each.plan.names}.union(parts)
         copied = {name for name in kept if holdings.plan.state_of(name).is_copied}
         self._watched = [(name, own) for name in sorted(copied | shared) for own in (tensors[name], kept.get(name)) if own is not None]
@@ -178,17 +223,39 @@ class Publishing:
         return {own: own._version for _, own in self._watched}
 
     def publish(self) -> None:
-        """Makes what ops read equal to what the optimizer has made, on all owners."""
+        """Makes what ops read equal to what the optimizer has made, on all owners; what is deferred is on its way then."""
+        self.arrive()
         for held, own in self._copied:
             held.copy_(own)
         under_way: list[tuple[Parcel, Tensor, list[Launched | None]]] = []
-        for parcel in self._parcels:
+        for number, (parcel, flat) in enumerate(zip(self._parcels, self._flats, strict=True)):
+            if flat is not None:
+                works = self._under_way[number] = parcel.give(flat, self._groups)
+                if self._defers and works[-1] is not None:
+                    stages = {stage for _, stage in parcel.plan.stages}
+                    self._watch.publishing(number, stages, parcel.ranks, flat, works[-1])
+                continue
             if len(under_way) == NUM_AT_ONCE:
                 self._take(*under_way.pop(0))
             under_way.append((parcel, *parcel.start(self._groups)))
         for each in under_way:
             self._take(*each)
         self._versions = self._read_versions()
+        if not self._defers:
+            self.arrive()
+
+    def need(self, numbers: Iterable[int]) -> None:
+        """Waits for buckets, which an op is about to read."""
+        for number in numbers:
+            if number in self._under_way:
+                with self._watch.waiting("weights"):
+                    for work in self._under_way.pop(number):
+                        self._waits.wait(work, "publishing weights", self._parcels[number].ranks)
+                self._watch.published(number)
+
+    def arrive(self) -> None:
+        """Waits for all that is on its way: somebody is about to read weights, or to write them."""
+        self.need([*self._under_way])
 
     def _take(self, parcel: Parcel, flat: Tensor, works: Sequence[Launched | None]) -> None:
         for work in works:
