@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from tests.distributed.test_examples import printed_by
 from tests.distributed.world import World
@@ -28,9 +29,12 @@ def samples(count: int) -> list[dict[str, torch.Tensor]]:
     return found
 
 
-def train(rank: int, num_ranks: int, folder: str, options: dict[str, Any], config: dict[str, Any] | None, resume: str | None) -> Any:
+def train(
+    rank: int, num_ranks: int, folder: str, options: dict[str, Any], config: dict[str, Any] | None, resume: str | None, lora: bool
+) -> Any:
     """What a trainer logs, by Whale where there are settings for it; and the weights that the script's model has afterwards."""
     import numpy as np
+    import peft
     import transformers
 
     from whale.integrations.transformers import WhaleTrainer
@@ -38,6 +42,8 @@ def train(rank: int, num_ranks: int, folder: str, options: dict[str, Any], confi
     tokens = {"use_cache": False, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 0, "num_key_value_heads": 2}
     torch.manual_seed(0)
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES, **tokens))
+    if lora:
+        model = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"))
     arguments = transformers.TrainingArguments(
         folder,
         max_steps=4,
@@ -75,22 +81,28 @@ PIPELINE = {"runtime.retrace": "off", "pipeline.num_stages": 2, "pipeline.num_mi
 
 
 @pytest.mark.parametrize(
-    ("options", "config"),
-    [({}, PIPELINE), ({"label_smoothing_factor": 0.1}, {"runtime.retrace": "off", "planning.search": "off", "memory.zero": "1"})],
-    ids=["pipeline", "replicas and a loss of the trainer's"],
+    ("options", "config", "lora"),
+    [
+        ({}, PIPELINE, False),
+        ({"label_smoothing_factor": 0.1}, {"runtime.retrace": "off", "planning.search": "off", "memory.zero": "1"}, False),
+        ({}, PIPELINE, True),
+    ],
+    ids=["pipeline", "replicas and a loss of the trainer's", "adapters of a frozen model"],
 )
 def test_logs_and_weights_are_those_of_the_plain_trainer(
-    world: World, tmp_path: Path, options: dict[str, Any], config: dict[str, Any]
+    world: World, tmp_path: Path, options: dict[str, Any], config: dict[str, Any], lora: bool
 ) -> None:
-    [(expected, weights)] = world.run(train, str(tmp_path / "plain"), options, None, None, num_ranks=1)
+    [(expected, weights)] = world.run(train, str(tmp_path / "plain"), options, None, None, lora, num_ranks=1)
     folder = str(tmp_path / "whale")
-    for logs, state in world.run(train, folder, options, config, None, num_ranks=2):
+    for logs, state in world.run(train, folder, options, config, None, lora, num_ranks=2):
         check(logs, expected)
         for name, value in weights.items():
             torch.testing.assert_close(state[name], value, rtol=1e-4, atol=1e-5)
-    assert (Path(folder) / "checkpoint-2" / "model.safetensors").is_file()
+    saved = "adapter_model.safetensors" if lora else "model.safetensors"
+    theirs, ours = (load_file(tmp_path / each / "checkpoint-2" / saved) for each in ("plain", "whale"))
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
     if config is PIPELINE:
-        [(logs, state)] = world.run(train, folder, options, {}, f"{folder}/checkpoint-2", num_ranks=1)
+        [(logs, state)] = world.run(train, folder, options, {}, f"{folder}/checkpoint-2", lora, num_ranks=1)
         check(logs, expected)
         torch.testing.assert_close(state, weights, rtol=1e-4, atol=1e-5)
 

@@ -11,7 +11,7 @@ import torch
 from whale.comm import World
 from whale.errors import RuntimeFault
 from whale.ir.graph import LossTerm
-from whale.runtime.execute.finite import LossWatch, _Copied
+from whale.runtime.execute.finite import HostCopy, LossWatch
 from whale.runtime.execute.loss import LossAccount
 
 
@@ -27,7 +27,7 @@ def watch_of(*losses: float) -> LossWatch:
     watch = LossWatch(World(0, 1, 0, 1, device, timedelta(seconds=1)))
     for step_number, value in enumerate(losses):
         account = LossAccount((LossTerm(1.0, "loss", None),), 1, {}, device)
-        watch._copied.append(_Copied(step_number, account, torch.tensor(value), cast(torch.cuda.Event, Arrived())))
+        watch._copied.append((step_number, account, HostCopy(torch.tensor(value), cast(torch.cuda.Event, Arrived()))))
     return watch
 
 
