@@ -117,7 +117,7 @@ class DryRank:
     def _start(self, world: World, watch: Watch) -> tuple[Runtime, EngineState]:
         roster = Roster(self.plan, world, tuple(range(world.size)))
         tensors = {name: self._tensor(name, world.rank) for name in roster.owned}
-        state = EngineState(*in_forms(self.holdings, roster.rank, tensors))
+        state = EngineState(*in_forms(self.holdings, roster.rank, tensors, world.device))
         if state.kept:
             state.optimizer = self._optimizer(state.kept)
         constants = {name: torch.empty_like(value, device=world.device) for name, value in self.captured.constants.items()}
@@ -327,8 +327,9 @@ def dry_run(plan: Plan, captured: Captured, config: Config) -> DryRun:
     """
     if any(state.is_gathered for state in plan.parameter_states):
         raise ConfigError(
-            "a dry run counts memory until nobody has it any more (memory.zero: 3: weights that are let go keep their tensors)",
-            hint="leave out the dry run, or take memory.zero: 2",
+            "a dry run counts memory until nobody has it any more (memory.zero: 3, memory.offload: optimizer+parameters: weights that are "
+            "let go keep their tensors)",
+            hint="leave out the dry run, or take memory.zero: 2 and memory.offload: optimizer",
         )
     holdings = Holdings.of(plan, captured.graph, discover_if_sharded(plan, captured.graph))
     ranks = DryRank(plan, schedules_of(plan), holdings, captured, config)

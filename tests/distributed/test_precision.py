@@ -84,6 +84,7 @@ class Case:
         clip: the largest norm of the gradients.
         zero: which forms are shared out among owners.
         keeps: layer whose parameters are read in float32; "" for none.
+        offload: what lives on hosts.
         sums: ``own``, or ``bf16`` or ``fed back`` where gradients are rounded to be summed.
     """
 
@@ -95,11 +96,13 @@ class Case:
     zero: int = 0
     sums: str = "own"
     keeps: str = ""
+    offload: str = "none"
 
     @property
     def config(self) -> dict[str, Any]:
         memory = {
             "memory.zero": str(self.zero),
+            "memory.offload": self.offload,
             "communication.bucket_bytes": 200,
             "memory.optimizer_states": 1 if self.optimizer == "sgd" else 2,
         }
@@ -213,6 +216,7 @@ cases = st.builds(
     st.integers(0, 3),
     st.sampled_from(["own", "own", "bf16", "fed back"]),
     st.sampled_from(["", "", "norm", "linear"]),
+    st.sampled_from(["none", "none", "optimizer", "optimizer+parameters"]),
 )
 
 
@@ -234,13 +238,14 @@ def test_half_precision(world: World, tmp_path: Path, case: Case) -> None:
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
-def test_memory_is_the_plans_to_the_byte(world: World, tmp_path: Path, zero: int) -> None:
+@pytest.mark.parametrize("offload", ["none", "optimizer+parameters"])
+def test_memory_is_the_plans_to_the_byte(world: World, tmp_path: Path, zero: int, offload: str) -> None:
     """What every reader casts is there in half precision, beside the weights that are stepped; the rest is in float32 once."""
-    case = Case(("linear", "convolution", "norm"), "bf16", "replicas", "adam", zero=zero)
+    case = Case(("linear", "convolution", "norm"), "bf16", "replicas", "adam", zero=zero, offload=offload)
     graph = world.prepare(prepare, case)
     assert set(graph.read_as) == {"linear.weight", "linear.bias", "convolution.weight", "last.weight"}
-    for _, _, plan, (device, read, summed, kept) in world.run(train, case, str(tmp_path / "checkpoint"), num_ranks=2):
-        assert_as_planned(estimate(plan, graph, make_cluster((1.0,) * 2)).of(device), read, summed, kept)
+    for _, _, plan, (device, *held) in world.run(train, case, str(tmp_path / "checkpoint"), num_ranks=2):
+        assert_as_planned(estimate(plan, graph, make_cluster((1.0,) * 2)).of(device), *held)
 
 
 def test_a_step_whose_gradients_overflow_is_left_out_and_halves_the_scale() -> None:

@@ -56,24 +56,32 @@ ASKED: tuple[tuple[tuple[str, object], ...], ...] = (
     (("memory.zero", "1"), ("communication.defer_weights", False), ("communication.bucket_bytes", "200")),
     (("memory.zero", "2"), ("memory.offload", "optimizer"), ("communication.bucket_bytes", "200")),
     (("memory.zero", "3"), ("communication.bucket_bytes", "200")),
+    (("memory.offload", "optimizer+parameters"), ("communication.bucket_bytes", "200")),
+    (("memory.zero", "3"), ("memory.offload", "optimizer+parameters")),
     (("memory.zero", "0"), ("memory.offload", "activations"), ("recompute.policy", "blocks")),
 )
 """Settings that say the state; where there are none, it is drawn."""
 
 
 def with_state(
-    plan: Plan, graph: ModelGraph, zero: int, home: str = "device", shares: tuple[int, ...] = (), back: Collection[str] = ()
+    plan: Plan,
+    graph: ModelGraph,
+    zero: int,
+    home: str = "device",
+    shares: tuple[int, ...] = (),
+    back: Collection[str] = (),
+    reads: Collection[str] = (),
 ) -> Plan:
     """The plan with the optimizer's form (1) shared out, or the gradients' too (2), or what ops read (3), on the device or the host, but
-    for parameters that are brought back from there; all in float64.
+    for parameters that are brought back from there; all in float64. ``weights``: on the host with what ops read, but for some.
     """
-    kept, summed = ("owners" if zero >= level else "stage" for level in (1, 2))
-    forms = {"gradient": Form("float64", summed), "optimizer": Form("float64", kept, home)}  # type: ignore[arg-type]
     own = {parameter.name for parameter in graph.parameters if parameter.spec.dtype == "float64"}
     others = states_of(each for each in graph.parameters if each.name not in own)
     trained = (each for each in graph.parameters if each.name in own)
-    states = states_of(trained, gradient=forms["gradient"], optimizer=forms["optimizer"], zero=zero if zero == 3 else 0)
-    plan = replace(plan, parameter_states=(*brought_back(states, back), *others), keeper_shares=shares)
+    form, homes = Form("float64"), {"host": ("optimizer",), "weights": ("optimizer", "compute")}
+    states = states_of(trained, gradient=form, optimizer=form, zero=zero, on_host=homes.get(home, ()))
+    states = brought_back(brought_back(states, reads, compute_only=True), back)
+    plan = replace(plan, parameter_states=(*states, *others), keeper_shares=shares)
     return from_json(Plan, to_json(plan))
 
 
@@ -139,13 +147,20 @@ def away(plan: Plan) -> Plan:
 def states(draw: st.DrawFn, plan: Plan, graph: ModelGraph) -> Plan:
     """The plan with a state: uneven keepers, on devices, on hosts or some here and some there; perhaps with activations on hosts."""
     shares = draw(st.lists(st.integers(1, 9), min_size=len(plan.devices), max_size=len(plan.devices)))
-    home, zero = draw(st.sampled_from(("device", "device", "host", "both"))), draw(st.integers(0, 3))
+    home, zero = draw(st.sampled_from(("device", "device", "host", "weights", "both"))), draw(st.integers(0, 3))
     trained = [each.name for each in graph.parameters if each.kind == "parameter" and each.trainable]
-    back = draw(st.sets(st.sampled_from(trained))) if home == "both" and trained else ()
+    some = st.sets(st.sampled_from(trained)) if home == "both" and trained else st.just(frozenset[str]())
+    back, reads = draw(some), draw(some)
     waits = draw(st.booleans())
     event(f"zero {zero}, home {home}{', activations too' if waits else ''}")
     return with_state(
-        away(plan) if waits else plan, graph, zero, home.replace("both", "host"), tuple(shares) if draw(st.booleans()) else (), back
+        away(plan) if waits else plan,
+        graph,
+        zero,
+        home.replace("both", "weights"),
+        tuple(shares) if draw(st.booleans()) else (),
+        back,
+        reads,
     )
 
 
@@ -191,26 +206,34 @@ def test_law(world: World, data: st.DataObject) -> None:
     check(world, case, (plans[0], plans[1]), saves=data.draw(st.booleans()))
 
 
-def held_bytes(engine: whale.Engine) -> tuple[str, float, float, float]:
-    """The device of a rank, and after a step the bytes of what ops read, of gradients with what their rounding has lost, and of what the
-    optimizer keeps.
+def held_bytes(engine: whale.Engine) -> tuple[str, float, float, float, float]:
+    """The device of a rank, and after a step the bytes of what ops read, of gradients with what their rounding has lost, of what the
+    optimizer keeps, and of what lives on the host.
     """
     state, sync = engine.state, engine.runtime._sync
     assert state.optimizer is not None and sync is not None
     parts = {} if engine.runtime._weights is None else engine.runtime._weights.parts
-    tensors = [own for own in (*state.tensors.values(), *parts.values()) if own.untyped_storage().nbytes()]  # the rest is gathered
-    read = {own.untyped_storage()._cdata: own.untyped_storage().nbytes() for own in tensors}
-    others = [own for own in state.kept.values() if own.untyped_storage()._cdata not in read]
-    others += [each for own in state.optimizer.state.values() for each in own.values() if each.dim() > 0]
+    tensors = [(name, own) for name, own in (*state.tensors.items(), *parts.items()) if own.untyped_storage().nbytes()]
+    reads = {(own := each.untyped_storage())._cdata: (own.nbytes(), engine.plan.state_of(name).compute.home) for name, each in tensors}
+    others = [(name, own) for name, own in state.kept.items() if own.untyped_storage()._cdata not in reads]
+    entries = ((name, each) for name, own in state.kept.items() for each in state.optimizer.state[own].values())
+    others += [(name, each) for name, each in entries if each.dim() > 0]
+    homes = [(own.nbytes, engine.plan.state_of(name).kept.home) for name, own in others]
+    read, kept = (sum(num_bytes for num_bytes, home in own if home == "device") for own in (reads.values(), homes))
+    on_host = sum(num_bytes for num_bytes, home in (*reads.values(), *homes) if home == "host")
     flats = [own for bucket in sync._buckets for own in (bucket.flat, bucket.lost) if own is not None]
     bucketed = {id(parameter) for bucket in sync._buckets if bucket.flat is not None for parameter in bucket.parameters}
-    own = [state.kept[name].grad for name, held in state.parameters.items() if id(held) not in bucketed and name in state.kept]
-    summed, kept = (sum(each.nbytes for each in found if each is not None) for found in ([*flats, *own], others))
+    there = {name for name in state.kept if engine.plan.state_of(name).kept.home == "host"}
+    on_host += sum(own.grad.nbytes for name, own in state.kept.items() if name in there and own.grad is not None)
+    left = [name for name, held in state.parameters.items() if id(held) not in bucketed and name in state.kept]
+    stays = {name for name in left if name not in there or engine.runtime.holdings.gradient_stays(name)}
+    own = [state.kept[name].grad for name in left if name in stays]
+    summed = sum(each.nbytes for each in [*flats, *own] if each is not None)
     assert engine.rank is not None
-    return engine.plan.devices[engine.rank], sum(read.values()), summed, kept
+    return engine.plan.devices[engine.rank], read, summed, kept, on_host
 
 
-def trained_bytes(rank: int, size: int, case: Case, plan: Plan) -> tuple[str, float, float, float]:
+def trained_bytes(rank: int, size: int, case: Case, plan: Plan) -> tuple[str, float, float, float, float]:
     """`held_bytes` after two steps."""
     engine = make_engine(case, plan)
     for batch in case.batches[:2]:
@@ -221,21 +244,22 @@ def trained_bytes(rank: int, size: int, case: Case, plan: Plan) -> tuple[str, fl
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
+@pytest.mark.parametrize("home", ["device", "weights"])
 @pytest.mark.parametrize("replicas", [(ONE, ONE), (TWO, SPLIT), (ONE, ONE, ONE | {"num_micro_batch": 2})])
-def test_memory_is_the_plans_to_the_byte(world: World, zero: int, replicas: Blocks) -> None:
+def test_memory_is_the_plans_to_the_byte(world: World, zero: int, home: str, replicas: Blocks) -> None:
     case = unlike(*replicas, optimizer="adam")
     plan, graph = world.prepare(plan_case, case)
-    plan = with_state(plan, graph, zero, shares=tuple(range(1, 1 + len(plan.devices))))
+    plan = with_state(plan, graph, zero, home, shares=tuple(range(1, 1 + len(plan.devices))))
     expected = estimate(plan, graph, make_cluster(case.speeds))
-    for device, read, summed, kept in run_case(world, trained_bytes, case, plan):
-        assert_as_planned(expected.of(device), read, summed, kept)
+    for device, read, summed, kept, on_host in run_case(world, trained_bytes, case, plan):
+        assert_as_planned(expected.of(device), read, summed, kept, on_host)
         assert zero > 1 or summed == expected.of(device).peak.gradients, "they are accumulated where they are summed"
 
 
-def assert_as_planned(device: DeviceEstimate, read: float, summed: float, kept: float) -> None:
+def assert_as_planned(device: DeviceEstimate, read: float, summed: float, kept: float, on_host: float) -> None:
     """Of what `held_bytes` gives: it is what the estimate says of the end of a step."""
     use, (_, left) = device.peak, device.memory[-1]
-    assert (read, kept) == (use.weights, use.optimizer), device.name
+    assert (read, kept, on_host) == (use.weights, use.optimizer, device.on_host), device.name
     assert summed == left - read - kept, device.name
 
 

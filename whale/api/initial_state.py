@@ -23,7 +23,7 @@ from whale.runtime.execute.roster import Roster
 from whale.runtime.state.engine_state import EngineState
 from whale.runtime.state.holdings import Holdings
 from whale.runtime.state.joint import JointOptimizer, JointScheduler, Pattern, check_elementwise, divided, members_of
-from whale.runtime.state.publishing import in_forms
+from whale.runtime.state.publishing import home, in_forms
 from whale.runtime.weights.checksums import checksums
 from whale.runtime.weights.initialize import initial_tensors
 
@@ -61,12 +61,15 @@ def initial_state(
         assert roster.rank is not None, "an idle rank owns nothing"
         return holdings.cut_out(name, roster.rank, whole)
 
-    owned, device = roster.owned, world.device
+    def device(name: str) -> torch.device:
+        return home(holdings.plan.state_of(name).compute, world.device)
+
+    owned = roster.owned
     tensors = together(world, lambda: initial_tensors(model, owned, seed=seed, initialize=initialize, device=device, shard=shard))
     if not world.is_alone:
         real = {name: users[name].detach() for name, tensor in users.items() if not tensor.is_meta and name in roster.holders}
         _take_from_rank_0(tensors, real, roster, shard)
-    state = EngineState(*in_forms(holdings, roster.rank, tensors))
+    state = EngineState(*in_forms(holdings, roster.rank, tensors, world.device))
     with_optimizer(state, modes.train.graph, holdings, optimizer, scheduler, world)
     return state
 

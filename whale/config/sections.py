@@ -61,9 +61,10 @@ class MemorySettings:
     )
     offload: str = key(
         "none",
-        "what is kept in the memory of the host: none; optimizer: the weights that it steps and its state, on the CPU; activations: what "
-        "is kept for backward passes; auto: of the optimizer's what does not fit, where nothing fits otherwise",
-        choices=("none", "optimizer", "activations", "auto"),
+        "what is kept in the memory of the host: none; optimizer: the weights that it steps and its state, on the CPU; "
+        "optimizer+parameters: that, and weights, which come to the device where ops read them; activations: what is kept for backward "
+        "passes; auto: of these what does not fit, where nothing fits otherwise",
+        choices=("none", "optimizer", "optimizer+parameters", "activations", "auto"),
     )
 
 

@@ -108,7 +108,7 @@ def _draft(prices: Prices, config: Config, num_rows: int, seats: Seats, depth: s
     pipeline = shape_pipeline(config, annotations, num_devices)
     if annotations is not None:
         check_enough_devices(annotations, pipeline.num_devices, num_devices)
-    pricing = pricing.kept_by(pipeline.num_keepers * (num_devices // pipeline.num_devices))
+    pricing = pricing.kept_by([pipeline], num_devices // pipeline.num_devices)
     solver = _solver(pricing, config, pipeline, annotations, num_rows)
     prefers_intra_node = config.cluster.device_place_prefer_intra_node
     found = choose_group(
@@ -158,7 +158,7 @@ def _plan_blocks(pricing: StagePricing, config: Config, num_rows: int, depth: st
     """Replicas as the blocks of the configuration say; `depth` as for `_draft`."""
     graph = pricing.prices.graph
     blocks, idle = read_replicas(graph, pricing.prices.cluster, config, num_rows)
-    pricing = pricing.kept_by(sum(block.shape.pipeline.num_keepers for block in blocks))
+    pricing = pricing.kept_by([block.shape.pipeline for block in blocks])
     weights = [block.asked.rows for block in blocks if block.asked.rows is not None]
     found = _solve_blocks(pricing, blocks, idle, num_rows, weights, depth=depth)
     if not weights and any(block.asked.micro_batch_rows for block in blocks):

@@ -12,7 +12,8 @@ from whale.estimate.costs.line import Floats, Started
 from whale.estimate.memory.memory import optimizer_bytes
 from whale.estimate.prices.part import NOTHING, Part, Recompute
 from whale.estimate.prices.prices import PartCost, Prices
-from whale.ir.plan import Estimate, Plan, Stage, brought_back
+from whale.ir.graph import DTYPE_BYTES
+from whale.ir.plan import Estimate, Plan, Replica, Stage, brought_back
 from whale.planning.structure.stages import Assignment
 from whale.sharding.parameters import parameter_shardings
 
@@ -36,15 +37,38 @@ def with_estimate(plan: Plan, prices: Prices) -> tuple[Plan, StepEstimate]:
 
 
 def with_less_on_hosts(plan: Plan, step: StepEstimate, prices: Prices) -> tuple[Plan, StepEstimate]:
-    """The plan with as much of what the optimizer keeps back on devices as fits, the largest first; as it is where it does not fit itself.
+    """The plan with as much back on devices as fits; as it is where it does not fit itself.
+
+    Of parameters what ops read comes back first, then what the optimizer keeps, the largest first; activations stage by stage.
 
     Args:
         plan: verified, but for memory.
         step: its estimate.
         prices: of its graph on its cluster.
     """
+    for compute_only in (True, False):
+        plan, step = _with_less_state(plan, step, prices, compute_only=compute_only)
+    for index in sorted({stage.index for replica in plan.replicas for stage in replica.stages if stage.offloads}):
+        other = replace(plan, replicas=tuple(_with_activations_back(replica, index) for replica in plan.replicas))
+        found = estimate_with(prices, other)
+        if all(each.peak.total <= each.capacity for each in found.devices):
+            plan, step = other, found
+    return plan, step
+
+
+def _with_activations_back(replica: Replica, index: int) -> Replica:
+    """The replica with what a stage keeps for its backward passes on its devices."""
+
+    def back(stage: Stage) -> Stage:
+        return replace(stage, program=tuple(replace(segment, offload=False) for segment in stage.program))
+
+    return replace(replica, stages=tuple(back(stage) if stage.index == index else stage for stage in replica.stages))
+
+
+def _with_less_state(plan: Plan, step: StepEstimate, prices: Prices, *, compute_only: bool) -> tuple[Plan, StepEstimate]:
+    """The plan with as many parameters back on devices as fit: what ops read of them alone, or what the optimizer keeps."""
     free = [round(each.capacity - each.peak.total) for each in map(step.of, plan.devices)]
-    num_bytes = _bytes_on_hosts(plan, prices) if prices.training and min(free) >= 0 else {}
+    num_bytes = _bytes_on_hosts(plan, prices, compute_only=compute_only) if prices.training and min(free) >= 0 else {}
     for _ in range(MAX_ROUNDS):
         back, left = list[str](), [*free]
         for name, needed in num_bytes.items():
@@ -54,7 +78,7 @@ def with_less_on_hosts(plan: Plan, step: StepEstimate, prices: Prices) -> tuple[
                     left[rank] -= own
         if not back:
             break
-        other = replace(plan, parameter_states=brought_back(plan.parameter_states, frozenset(back)))
+        other = replace(plan, parameter_states=brought_back(plan.parameter_states, frozenset(back), compute_only=compute_only))
         found = estimate_with(prices, other)
         short = [max(0, round(each.peak.total) - each.capacity) for each in map(found.of, plan.devices)]
         if not any(short):
@@ -63,16 +87,21 @@ def with_less_on_hosts(plan: Plan, step: StepEstimate, prices: Prices) -> tuple[
     return plan, step
 
 
-def _bytes_on_hosts(plan: Plan, prices: Prices) -> dict[str, dict[int, int]]:
-    """Per parameter that the optimizer steps on hosts, the bytes of it that each rank would have on its device; those with most first."""
-    there = [state for state in plan.parameter_states if state.kept.home == "host"]
+def _bytes_on_hosts(plan: Plan, prices: Prices, *, compute_only: bool) -> dict[str, dict[int, int]]:
+    """Per parameter that can come back from hosts, the bytes of it that each rank would have on its device; those with most first."""
+    there = [own for own in plan.parameter_states if (own.compute.home if compute_only else own.kept.home) == "host"]
+    if not compute_only:  # what ops read is on the host only where it did not fit
+        there = [own for own in there if own.compute.home == "device"]
     shardings = parameter_shardings(plan, prices.graph, prices.axes if plan.is_sharded else None)
     found: dict[str, dict[int, int]] = {}
     for state in brought_back(there, {name for own in there for name in own.parameters}):
         for name in state.parameters:
             held = shardings.kept(name).held
             elements = {region: shardings.num_elements(prices.graph, name, region) for region in held.values()}
-            found[name] = {rank: optimizer_bytes(state, elements[region]) for rank, region in held.items()}
+            size = DTYPE_BYTES[state.compute.dtype]
+            found[name] = {
+                rank: elements[region] * size if compute_only else optimizer_bytes(state, elements[region]) for rank, region in held.items()
+            }
     return dict(sorted(found.items(), key=lambda each: -max(each[1].values())))
 
 
@@ -169,6 +198,9 @@ def cost_alone(prices: Prices, part: Part, name: str, num_rows: float, recompute
     device = prices.cluster.by_name[name]
     forward, backward = prices.started(part, device, num_rows)
     again = prices.again(part, recompute, device, num_rows)
+    if prices.costs.offloads_activations and prices.training and not recompute.num_alive:
+        copies = prices.copying(device, prices.away(part, recompute.segments))
+        forward, backward = forward + copies, backward + copies
     return DeviceCost(forward, backward + again, Line(), prices.part(part, recompute), prices.capacity(name))
 
 

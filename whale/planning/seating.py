@@ -21,7 +21,7 @@ from whale.planning.pipeline.scheduling import PipelineShape, Split, shape_pipel
 from whale.planning.plan import Draft, draft_plan
 from whale.planning.replicas.group_size import Outcome
 from whale.planning.replicas.solve import Solver, check_room, solve_together
-from whale.planning.shard.stage_price import StagePricing
+from whale.planning.shard.stage_price import StagePricing, kept_by
 from whale.planning.strategy import ReplicaSpec, Strategy
 from whale.planning.structure.structure import Structure, analyse
 from whale.planning.verify.refused import decided_within
@@ -76,13 +76,12 @@ class Seater:
         replicas = strategy.replicas
 
         def draft(prices: Prices, policy: str | Shares) -> Draft:
-            return self._at(prices.kept_by(num_keepers))._draft(replicas, policy, keeps=is_open and policy == KEEP_ALL.kind)
+            return self._at(kept_by(prices, pipelines))._draft(replicas, policy, keeps=is_open and policy == KEEP_ALL.kind)
 
         asked = replicas[0].recompute or self.config.recompute.policy
         first = KEEP_ALL.kind if asked == "auto" else asked
         pipelines = [self.solver(replica, first).pipeline for replica in replicas]
         is_open = asked == "auto" and not any(any(pipeline.recomputed) for pipeline in pipelines)
-        num_keepers = sum(pipeline.num_keepers for pipeline in pipelines)
         others = [partial(draft, policy=policy) for policy in OPEN_DEPTHS] if is_open else []
         return decided_within(self.prices, partial(draft, policy=asked), *others)
 

@@ -32,6 +32,7 @@ from whale.runtime.state.engine_state import EngineState
 from whale.runtime.state.gathered import GatheredWeights
 from whale.runtime.state.gradient_sync import GradientSync
 from whale.runtime.state.holdings import Holdings, discover_if_sharded
+from whale.runtime.state.host_copies import HostCopies
 from whale.runtime.state.publishing import Publishing
 from whale.runtime.state.updates import KeptBuffers, SharedBuffers, merge_buffers
 from whale.runtime.weights.gathering import lend_tensors
@@ -77,6 +78,7 @@ class Runtime:
         buckets = plan_buckets(roster.plan, holdings.shardings, graph, alike_schedules(roster.plan), config.communication.bucket_bytes)
         groups = groups_of(roster.plan, graph, holdings.shardings)
         self._connections = Connections.open(roster, groups, channels_of(roster.plan, graph), watch)
+        self._host_copies = HostCopies(roster.world.device)
         self._sync = self._make_sync(buckets.summed, state)
         self._weights = self._make_weights(buckets.gathered, state)
         self._publishing = self._make_publishing(buckets.published, state)
@@ -335,7 +337,17 @@ class Runtime:
         stages = {(seat.replica, stage) for stage in roster.plan.pipelines[seat.replica].stages_of(seat.pipeline_rank)}
         groups, waits = self._connections.groups, roster.world.waits
         return GradientSync(
-            buckets, self.holdings, seat.rank, stages, roster.world_ranks, state.parameters, state.kept, groups, waits, self.watch
+            buckets,
+            self.holdings,
+            seat.rank,
+            stages,
+            roster.world_ranks,
+            state.parameters,
+            state.kept,
+            groups,
+            waits,
+            self._host_copies,
+            self.watch,
         )
 
     def _make_publishing(self, buckets: Sequence[Bucket], state: EngineState) -> Publishing | None:
@@ -356,6 +368,7 @@ class Runtime:
             parts,
             groups,
             waits,
+            self._host_copies,
             defers=self.config.communication.defer_weights,
             watch=self.watch,
         )
@@ -366,4 +379,6 @@ class Runtime:
         if rank is None or not any(rank in bucket.owners for bucket in buckets):
             return None
         groups, waits = self._connections.groups, roster.world.waits
-        return GatheredWeights(buckets, self.holdings, rank, roster.world_ranks, state.tensors, state.kept, groups, waits)
+        return GatheredWeights(
+            buckets, self.holdings, rank, roster.world_ranks, state.tensors, state.kept, groups, waits, self._host_copies
+        )

@@ -16,6 +16,7 @@ from whale.config import Config, read_plan
 from whale.config.keys import range_of
 from whale.errors import BatchError, ConfigError, PlanError, WhaleError
 from whale.estimate import Costs, StepEstimate
+from whale.estimate.prices.prices import Prices
 from whale.ir.cluster import Cluster
 from whale.ir.graph import ModelGraph
 from whale.ir.plan import Choice, Plan, states_of
@@ -23,7 +24,7 @@ from whale.ir.serialization import decode, read_json
 from whale.planning.explain.choices import explain_step
 from whale.planning.pipeline.balance import MemoryShortage
 from whale.planning.plan import plan_and_estimate
-from whale.planning.pricing import with_figures
+from whale.planning.pricing import with_figures, with_less_on_hosts
 from whale.planning.verify.verify import verify
 from whale.search.failure import with_blame
 from whale.search.freedom import pin_of
@@ -74,8 +75,11 @@ def decide(
                     return plan_and_estimate(graph, cluster, config, rows=rows)
                 return _searched(graph, cluster, config, rows, runner_up, tell)
 
+            def less(found: Planned, config: Config) -> Planned:
+                return _with_less_on_hosts(found, Prices(graph, cluster, Costs.for_model(config, graph, cluster)))
+
             compares = runner_up is None and config.planning.objective == "step_time" and config.planning.batch_rows is None
-            return with_states(config, len(cluster.devices), under, may_compare=compares)
+            return with_states(config, len(cluster.devices), under, less, may_compare=compares)
 
         try:
             return planned(graph, settings)
@@ -147,17 +151,33 @@ def _check_asked(pin: str, config: Config, runner_up: int | None) -> None:
         raise ConfigError(f"{asked} needs a search, and what is set leaves none: {pin}", hint="take it out, or what needs the search")
 
 
-def with_states(config: Config, num_devices: int, planned: Callable[[Config], Planned], *, may_compare: bool) -> Planned:
+def _with_less_on_hosts(found: Planned, prices: Prices) -> Planned:
+    """The plan with less on hosts, where less fits, and with what its step takes then."""
+    plan, step = with_less_on_hosts(*found, prices)
+    return _explained_anew(plan, step), step
+
+
+def with_states(
+    config: Config,
+    num_devices: int,
+    planned: Callable[[Config], Planned],
+    less: Callable[[Planned, Config], Planned] = lambda found, _: found,
+    *,
+    may_compare: bool,
+) -> Planned:
     """The plan with as little shared out and kept on hosts as fits; with more where it is faster, since less is computed again.
 
         zero 0  -->  nothing fits, or some is computed again  -->  zero 2  -->  nothing fits  -->  zero 3
-             -->  nothing fits  -->  what does not fit on hosts: zero 0 or, where it is faster, zero 2, where hosts step a part each
-             -->  nothing fits  -->  zero 3
+             -->  nothing fits  -->  what does not fit on hosts, of the optimizer's or of activations, whichever is faster:
+                                     zero 0 or, where it is faster, zero 2, where hosts step a part each
+                                     -->  nothing fits  -->  zero 3
+             -->  nothing fits  -->  what does not fit on hosts of the optimizer's and of weights, in the same order
 
     Args:
         config: settings; ``memory.zero`` and ``memory.offload`` may be ``auto``.
         num_devices: of the cluster.
         planned: makes the plan of settings that leave neither open.
+        less: brings back from hosts what fits on devices, under these settings.
         may_compare: whether a plan that fits may give way to a faster one that shares out more.
 
     Raises:
@@ -166,32 +186,53 @@ def with_states(config: Config, num_devices: int, planned: Callable[[Config], Pl
     zero, offload = config.memory.zero, config.memory.offload
     levels = ("0", "2", "3") if zero == "auto" and num_devices > 1 else ("0" if zero == "auto" else zero,)
     lacking: PlanError | None = None
-    for home in ("none", "auto") if offload == "auto" else (offload,):
+
+    def at_home(home: str) -> Planned | None:
+        """The plan with the level of ``memory.zero`` that is least, or fastest; None where none fits."""
+        nonlocal lacking
         found: Planned | None = None
         for level in levels:
             if found is not None and level == "3":
                 break
+            own = config.with_values({"memory.zero": level, "memory.offload": home})
             try:
-                other = planned(config.with_values({"memory.zero": level, "memory.offload": home}))
+                other = planned(own)
             except PlanError as fault:
                 lacking = fault
                 continue
+            if offload == "auto" and home in ("activations", "optimizer+parameters"):
+                other = less(other, own)
             if found is None:
                 found = other if lacking is None else _because(other, level, home, "nothing fits otherwise")
             elif other[1].step_seconds < found[1].step_seconds:
                 found = _because(other, level, home, f"{format_seconds(found[1].step_seconds)} where nothing is shared out")
             if not may_compare or not (home == "auto" or _computes_again(found[0], config)):
                 break
-        if found is not None:
-            return found
+        return found
+
+    for homes in (("none",), ("auto", "activations"), ("optimizer+parameters",)) if offload == "auto" else ((offload,),):
+        best: Planned | None = None
+        for home in homes:
+            found = at_home(home) if best is None or may_compare else None
+            if best is None or (found is not None and found[1].step_seconds < best[1].step_seconds):
+                best = found
+        if best is not None:
+            return best
     assert lacking is not None
     raise lacking
 
 
 def _because(planned: Planned, zero: str, offload: str, reason: str) -> Planned:
     plan, step = planned
-    homes = [state.kept.home for state in plan.parameter_states for _ in state.parameters if state.optimizer is not None]
-    part = f" ({homes.count('host')} of {counted(len(homes), 'parameter')} on hosts)" if offload == "auto" else ""
+    trained = [state for state in plan.parameter_states for _ in state.parameters if state.optimizer is not None]
+    homes, reads = [state.kept.home for state in trained], [state.compute.home for state in trained]
+    stages = [stage.offloads for replica in plan.replicas for stage in replica.stages]
+    there = f" ({homes.count('host')} of {counted(len(homes), 'parameter')} on hosts"
+    part = {
+        "auto": f"{there})",
+        "activations": f" (of {sum(stages)} of {counted(len(stages), 'stage')})",
+        "optimizer+parameters": f"{there}, {reads.count('host')} as ops read them)",
+    }.get(offload, "")
     said = Choice("memory", "state", f"memory.zero: {zero}, memory.offload: {offload}{part}", bound=reason)
     return replace(plan, choices=(said, *plan.choices)), step
 
@@ -245,16 +286,21 @@ def _with_figures_of(plan: Plan, step: StepEstimate) -> Plan:
     """The plan with what its step takes now: a cluster with other figures, or a profile, makes that another than it was."""
     if step.step_seconds == plan.step_seconds:
         return plan
-    now = tuple(explain_step(step))
-    names = {choice.pass_name for choice in now}
-    kept = (choice for choice in plan.choices if choice.pass_name not in names)
     said = Choice(
         "plan",
         "figures",
         f"{format_seconds(step.step_seconds)} per step",
         bound=f"what is known of the devices now; it was made, and its other reasons were told, at {format_seconds(plan.step_seconds)}",
     )
-    return replace(with_figures(plan, step), choices=(said, *kept, *now))
+    return _explained_anew(plan, step, said)
+
+
+def _explained_anew(plan: Plan, step: StepEstimate, *said: Choice) -> Plan:
+    """The plan with the figures of this estimate, and what they say."""
+    now = tuple(explain_step(step))
+    names = {choice.pass_name for choice in now}
+    kept = (choice for choice in plan.choices if choice.pass_name not in names)
+    return replace(with_figures(plan, step), choices=(*said, *kept, *now))
 
 
 @contextmanager

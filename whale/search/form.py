@@ -17,7 +17,7 @@ import numpy as np
 
 from whale.config.keys import Shares
 from whale.errors import WhaleError
-from whale.estimate import Line, idle_seconds, optimizer_seconds
+from whale.estimate import Line, idle_seconds
 from whale.estimate.costs.line import Floats
 from whale.ir.cluster import Device
 from whale.planning.cutting.partition import fill
@@ -168,11 +168,11 @@ class ClosedForms:
             hidden: seconds of the last backward passes.
             rates: per rank, seconds of a bucket of gradients by bytes; None where nobody else has any.
         """
-        ranks, pieces, states = replica.ranks or (), self.planner.pieces, self.planner.prices.costs.optimizer_states
+        ranks, pieces = replica.ranks or (), self.planner.pieces
         whole = {
             rank: float(pieces.trained(rank.kind, rank.width)[-1]) * self.speed_of(rank) / self.speed(replica) for rank in replica.numbers
         }
-        update = min(optimizer_seconds(rank.kind, 1.0, 1.0, states) * num_bytes for rank, num_bytes in whole.items())
+        update = min(self.planner.prices.update_seconds(rank.kind, num_bytes) for rank, num_bytes in whole.items())
         if rates is None:
             return np.zeros_like(hidden) + update
         reduced = max(rate.per_row * whole[rank] for rate, rank in zip(rates, ranks, strict=True)) * self._in_turn(strategy)
@@ -287,6 +287,8 @@ class ClosedForms:
             sums = pieces.sums(ranks[rank].kind, ranks[rank].width, float(about), where[rank])
             own = np.stack([each[:, stop] - each[:, start] for each in (sums.forward, sums.backward, sums.weights)])
             again = 1.0 if pipeline.recomputed[stage] else solver.policy.share(stage)
+            away = sums.away[:, stop] - sums.away[:, start]
+            own[:2] -= min(1.0, again) * away  # what is computed again does not go there
             own[1] += again * own[0]
             repeated[rank] = float(pipeline.recomputed[stage] > 0)
             host = np.array([each[stop] - each[start] for each in (sums.started_forward, sums.started_backward)])
@@ -302,6 +304,10 @@ class ClosedForms:
         crossing = self._crossing(solver, units, hops)
         loads, rooms = solver.tables.loads(placed, about, units), solver.tables.rooms(placed)
         held, room = (np.bincount(pipeline.stage_rank, each).astype(np.float64) for each in (loads, rooms))
+        if pipeline.num_micro_batch == 1:
+            for stage, rank in enumerate(pipeline.stage_rank):
+                trained = pieces.trained(ranks[rank].kind, ranks[rank].width)
+                held[rank] -= self.planner.prices.let_go(float(trained[units[stage + 1]] - trained[units[stage]]))
         places = tuple((rank, units[stage], units[stage + 1]) for stage, rank in enumerate(pipeline.stage_rank))
         return Lane(replica, pipeline, times, hosts, repeated, crossing, places, about, held, room)
 
@@ -358,7 +364,7 @@ class ClosedForms:
             exposed = self._exposed(spec, stages, rows / pipeline.num_micro_batch, rates[rank], late=late, hides=alike)
             trained = self.planner.pieces.trained(spec.kind, spec.width)
             num_bytes = sum(float(trained[stop] - trained[start]) for start, stop in stages)
-            update = optimizer_seconds(spec.kind, 1.0, 1.0, prices.costs.optimizer_states) * num_bytes
+            update = prices.update_seconds(spec.kind, num_bytes)
             last, total = max(last, float(ends[rank]) + exposed + update), max(total, exposed + update)
         if pipeline.stage_rank[0] != pipeline.stage_rank[-1] and self._tied:
             rate = self.places.ends(firsts)

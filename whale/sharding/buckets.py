@@ -128,6 +128,11 @@ class Bucket:
         """Of what each owner keeps of roundings."""
         return self.num_bytes if self.feeds_back else 0
 
+    @property
+    def is_shared_out(self) -> bool:
+        """Whether some owner has a part alone, which it gives to the others."""
+        return len(self.owners) > 1 and bool(self.runs)
+
     @cached_property
     def runs(self) -> tuple[tuple[int, int, int], ...]:
         """Per keeper of some of it, where what it keeps begins and ends; none where all owners keep all."""
@@ -149,7 +154,7 @@ class Buckets:
     Attributes:
         summed: in which gradients become sums.
         published: in which keepers give the other owners what these read, after a step, in the order of first use.
-        gathered: in which they do before ops read it, in the order of first use.
+        gathered: in which they do before ops read it, or each owner brings it from its host, in the order of first use.
         kept: per rank that keeps some of what is shared out, the elements of each parameter.
     """
 
@@ -201,18 +206,22 @@ def plan_buckets(plan: Plan, shardings: ParameterShardings, model: ModelGraph, a
         return replace(bucket, is_at_one_place=len({(alike[replica], stage) for replica, stage in bucket.stages}) == 1)
 
     shared = [slot for name in shardings.parameters if name in shardings.keeping for slot in _slots(shardings, model, name)]
-    given = [_Placed(slot, plan.state_of(slot.name).compute) for slot in shared if len(slot.piece.owners) > 1]
-    given.sort(key=lambda each: first_use.get(each.slot.name, never))
+    reads = {name: state.compute for state in plan.parameter_states for name in state.parameters}
+    given = [_Placed(slot, reads[slot.name]) for slot in shared if len(slot.piece.owners) > 1]
+    there = [
+        _Placed(slot, reads[name]) for name in shardings.parameters if reads[name].home == "host" for slot in _slots(shardings, model, name)
+    ]
 
-    def weights(sharding: str) -> Iterator[Bucket]:
-        own = (each for each in given if each.form.sharding == sharding)
-        found = _filled(own, shardings, model, bucket_bytes, WEIGHTS_ALIGNED_BYTES if sharding == "stage" else ALIGNED_BYTES)
-        return iter(sorted(found, key=lambda each: min(first_use.get(name, never) for name in each.names)))
+    def weights(slots: Iterable[_Placed], aligned_bytes: int) -> list[Bucket]:
+        own = sorted(slots, key=lambda each: first_use.get(each.slot.name, never))
+        found = _filled(own, shardings, model, bucket_bytes, aligned_bytes)
+        return sorted(found, key=lambda each: min(first_use.get(name, never) for name in each.names))
 
     def in_place(bucket: Bucket) -> Bucket:
         held = ((shardings.gradient(slot.name).held, slot.piece) for slot in bucket.slots)
         return replace(bucket, is_read_in_place=all(own[owner] == piece.region for own, piece in held for owner in bucket.owners))
 
+    brought = [*(each for each in given if each.form == Form(each.form.dtype, "owners")), *there]
     kept: dict[int, dict[str, int]] = {}
     for slot in shared:
         for keeper, num_elements in slot.keepers:
@@ -220,8 +229,8 @@ def plan_buckets(plan: Plan, shardings: ParameterShardings, model: ModelGraph, a
             own[slot.name] = own.get(slot.name, 0) + num_elements
     return Buckets(
         tuple(sorted(map(placed, _filled(slots(), shardings, model, bucket_bytes)), key=order)),
-        tuple(map(in_place, weights("stage"))),
-        tuple(weights("owners")),
+        tuple(map(in_place, weights((each for each in given if each.form.is_plain), WEIGHTS_ALIGNED_BYTES))),
+        tuple(weights(brought, ALIGNED_BYTES)),
         kept,
     )
 
@@ -279,25 +288,32 @@ class Visits:
     throughout: tuple[int, ...] = ()
 
 
-def visits_of(buckets: Sequence[Bucket], model: ModelGraph, schedules: Sequence[Schedule]) -> dict[int, Visits]:
+def visits_of(buckets: Sequence[Bucket], model: ModelGraph, plan: Plan, schedules: Sequence[Schedule]) -> dict[int, Visits]:
     """Those of each rank of a plan.
 
     Args:
         buckets: that are gathered, of the whole plan, in the order of first use.
         model: that the plan is for.
+        plan: whose ranks run which stages.
         schedules: per replica.
     """
+    runs: dict[int, set[tuple[int, int]]] = {}
+    for replica in plan.replicas if buckets else ():
+        for stage in replica.stages:
+            for device in stage.virtual_device.devices:
+                runs.setdefault(plan.rank_of[device], set()).add((replica.index, stage.index))
     numbers: dict[Schedule, int] = {}
     alike = [numbers.setdefault(schedule, len(numbers)) for schedule in schedules]
     weights_wait = {(number, stage) for schedule, number in numbers.items() for stage in _with_weights(schedule)}
     at_one_place: dict[int, dict[int, list[int]]] = {}
     throughout: dict[int, list[int]] = {}
     for number, bucket in enumerate(buckets):
-        places = {(alike[replica], stage) for replica, stage in bucket.stages}
-        is_throughout = len(places) > 1 or places <= weights_wait
         for rank in bucket.owners:
             own = at_one_place.setdefault(rank, {})
-            (throughout if is_throughout else own).setdefault(rank if is_throughout else bucket.stages[0][1], []).append(number)
+            together = bucket.stages if bucket.is_shared_out else runs[rank].intersection(bucket.stages)  # else each brings its own
+            places = {(alike[replica], stage) for replica, stage in together}
+            is_throughout = len(places) > 1 or places <= weights_wait
+            (throughout if is_throughout else own).setdefault(rank if is_throughout else next(iter(places))[1], []).append(number)
 
     def last(number: int) -> int:
         return max(model.last_reads.get(name, 0) for name in buckets[number].names)

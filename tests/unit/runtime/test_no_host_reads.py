@@ -158,6 +158,19 @@ def test_the_host_steps_what_it_keeps(back: tuple[str, ...]) -> None:
             torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
 
 
+def test_weights_come_from_the_host_before_ops_read_them() -> None:
+    torch.manual_seed(0)
+    settings, batches, device = {"pipeline.num_micro_batch": 2}, [texts(seed) for seed in range(3)], StandIn()
+    with mock.patch("whale.comm.world._device", return_value=DEVICE), device:
+        own = settings | {"memory.offload": "optimizer+parameters"}
+        engine = whale.parallelize(Language().double(), loss=next_tokens, optimizer=ADAM, batch=batches[0], config=own)
+        losses = [held(engine.step(batch)) for batch in batches]
+    assert device.waits and all("to the host" in wait and "host_copies.py" in wait for wait in device.waits[-12:]), "of gradients"
+    assert all(value.device.type == "cpu" for value in engine.state.kept.values())
+    for found, expected in zip([*losses, *engine.state.lasting.values()], train_on_cpu(Language, next_tokens, **settings), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
+
+
 def test_what_is_kept_for_backward_waits_on_the_host() -> None:
     watched = train(Language, next_tokens, **{"pipeline.num_micro_batch": 2, "memory.offload": "activations"})
     assert watched.waits and all("to the host" in wait and "away.py" in wait for wait in watched.waits), "on a GPU nobody waits for these"

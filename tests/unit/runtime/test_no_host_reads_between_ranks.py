@@ -107,7 +107,7 @@ def watch(is_split: bool, rank: int, schedule: str, backend: str = "cpu:gloo,met
         assert roster.rank is not None
         held = {name: holdings.cut_out(name, roster.rank, mode.program.tensors[name].detach()) for name in roster.owned}
         tensors = {name: nn.Parameter(put(value)) for name, value in held.items()}
-        state = EngineState(*in_forms(holdings, roster.rank, tensors))
+        state = EngineState(*in_forms(holdings, roster.rank, tensors, world.device))
         state.optimizer = torch.optim.SGD(state.kept.values(), lr=0.01, foreach=True)
         runtime = Runtime(roster=roster, schedules=schedules_of(plan), holdings=holdings, captured=mode, state=state, config=config)
         try:

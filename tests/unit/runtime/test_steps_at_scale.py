@@ -93,7 +93,7 @@ def calls_of_a_step(num_ranks: int, monkeypatch: pytest.MonkeyPatch) -> int:
         roster = Roster(plan, world, tuple(range(num_ranks)))
         holdings = Holdings.of(plan, mode.graph, None)
         tensors = {name: nn.Parameter(mode.program.tensors[name].detach().clone()) for name in roster.owned}
-        state = EngineState(*in_forms(holdings, roster.rank, tensors))
+        state = EngineState(*in_forms(holdings, roster.rank, tensors, world.device))
         state.optimizer = torch.optim.SGD(state.kept.values(), lr=0.01)
         runtime = Runtime(roster=roster, schedules=schedules_of(plan), holdings=holdings, captured=mode, state=state, config=config)
 

@@ -33,6 +33,21 @@ def test_a_split_group_takes_what_its_plan_takes(model: str, num_rows: int, widt
     assert forms.of(strategy).seconds == pytest.approx(planned, rel=0.01)
 
 
+@pytest.mark.parametrize(("offload", "error"), [("activations", 0.08), ("optimizer", 0.1), ("optimizer+parameters", 0.2)])
+@pytest.mark.parametrize("zero", [0, 2])
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_what_waits_on_hosts_takes_about_what_its_plan_takes(offload: str, error: float, zero: int, num_ranks: int) -> None:
+    graph = GPT(layers=3, hidden=1024, heads=16, sequence=512, vocabulary=30_000).graph()
+    cluster = parse_cluster("hosts: [{name: a, devices: 2 x V100-32GB}]")
+    forms = ClosedForms(seater_of(graph, cluster, Config({"memory.offload": offload, "memory.zero": str(zero)}), 16))
+    ranks = (RankSpec(cluster.devices[0].kind),) * num_ranks
+    for number in (1, 4):
+        replica = ReplicaSpec(ranks, 2 // num_ranks, schedule="1f1b", num_chunks=1, num_micro_batch=number, recompute="none")
+        strategy = Strategy((replica,), near=True)
+        planned = forms.planner.realize(forms.places.named(strategy)).plan.step_seconds
+        assert forms.of(strategy).seconds == pytest.approx(planned, rel=error)
+
+
 def test_each_rank_sums_over_the_links_between_its_own_devices() -> None:
     cluster = made([[(1e9, GIB)] * 2, [(1e9, GIB)], [(1e9, GIB)], [(1e9, GIB)] * 2], network=1e6)
     places = Places(seater_of(layers([64]), cluster, Config(), 8).prices)

@@ -103,9 +103,9 @@ def test_what_fits_no_other_way_is_kept_on_hosts() -> None:
     plan, step = planned(on, memory={"offload": "auto"})
     assert forms(plan) == ("owners", "owners", "host"), "of two hosts' steps, or one that each has half of, the faster"
     whole, step = planned(of_memories(2.4, 2.4), memory={"offload": "auto", "zero": 0})
-    assert forms(whole) == ("stage", "stage", "host") and {each.on_host for each in step.devices} == {3 * WEIGHTS}
+    assert forms(whole) == ("stage", "stage", "host") and {each.on_host for each in step.devices} == {4 * WEIGHTS}
     shared, small = planned(on, memory={"offload": "auto", "zero": 1})
-    assert forms(shared) == ("stage", "owners", "host") and sum(each.on_host * len(each.devices) for each in small.devices) == 3 * WEIGHTS
+    assert forms(shared) == ("stage", "owners", "host") and sum(each.on_host * len(each.devices) for each in small.devices) == 4 * WEIGHTS
 
 
 @pytest.mark.parametrize(("memories", "zero", "expected"), [((3.0, 9), 0, [3, 3]), ((3.4, 9), 0, [2, 2]), ((3.5, 3.5), 1, [1, 1])])
@@ -113,7 +113,7 @@ def test_no_more_is_kept_on_hosts_than_does_not_fit(memories: tuple[float, float
     on, asked = of_memories(*memories), {"zero": zero, "offload": "auto"}
     plan, step = planned(on, memory=asked)
     layer, told = WEIGHTS / NUM_LAYERS, [step.of(device) for device in plan.devices]
-    assert [each.on_host / (3 * layer) for each in told] == expected
+    assert [each.on_host / (4 * layer) for each in told] == expected
     assert all(each.peak.total <= each.capacity for each in told)
     assert told[0].peak.total + 2 * layer > told[0].capacity, "one more would fit"
     homes = [plan.state_of(f"layer{index}.weight").kept.home for index in range(NUM_LAYERS)]
@@ -131,13 +131,35 @@ def test_what_fits_in_other_stages_stays_on_devices() -> None:
 def test_a_written_plan_keeps_no_more_on_hosts_than_does_not_fit() -> None:
     written = {"stages": [{"devices": ["h/0"], "ops": ["layer0 .. loss"]}]}
     plan, step = decide(None, layers(), of_memories(3.2), Config(REPLICAS | {"memory.offload": "auto", "replicas": [written]}), rows=4)
-    assert [each.on_host for each in step.devices] == [1.5 * WEIGHTS] and "everything" in {each.subject for each in plan.choices}
+    assert [each.on_host for each in step.devices] == [2 * WEIGHTS] and "everything" in {each.subject for each in plan.choices}
 
 
 def test_a_host_without_the_memory_is_an_error() -> None:
-    planned(of_memories(9, 9, host=6), memory={"zero": 0, "offload": "optimizer"})
-    with pytest.raises(PlanError, match=r"out of memory on host h: a plan keeps 384.00 KiB there, 377.60 KiB usable"):
-        planned(of_memories(9, 9, host=5.9), memory={"zero": 0, "offload": "optimizer"})
+    planned(of_memories(9, 9, host=8), memory={"zero": 0, "offload": "optimizer"})
+    with pytest.raises(PlanError, match=r"out of memory on host h: a plan keeps 512.00 KiB there, 505.60 KiB usable"):
+        planned(of_memories(9, 9, host=7.9), memory={"zero": 0, "offload": "optimizer"})
+
+
+def test_weights_live_on_hosts_where_what_the_optimizer_keeps_is_not_all() -> None:
+    on = of_memories(1.8)
+    with pytest.raises(MemoryShortage):
+        planned(on, memory={"offload": "optimizer"}, **SMALL_BUCKETS)
+    whole, all_there = planned(on, memory={"offload": "optimizer+parameters"}, **SMALL_BUCKETS)
+    assert "compute and optimizer form: float32, sharding stage, home host" in str(whole) and all_there.devices[0].on_host == 4 * WEIGHTS
+    plan, step = planned(on, memory={"offload": "auto"}, **SMALL_BUCKETS)
+    homes = [plan.state_of(f"layer{index}.weight").compute.home for index in range(NUM_LAYERS)]
+    assert 0 < homes.count("host") < NUM_LAYERS, "no more than does not fit"
+    assert f"(4 of 4 parameters on hosts, {homes.count('host')} as ops read them)" in plan.choices[0].decision
+    assert step.devices[0].peak.total <= step.devices[0].capacity and step.step_seconds < all_there.step_seconds
+    with pytest.raises(PlanError, match=r"out of memory on host h: a plan keeps 256.00 KiB there, 249.60 KiB usable"):
+        planned(of_memories(1.8, host=3.9), memory={"offload": "optimizer+parameters"}, **SMALL_BUCKETS)
+
+
+def test_auto_takes_activations_to_hosts_where_they_do_not_fit() -> None:
+    settings = REPLICAS | {"memory.offload": "auto", "recompute.policy": "none"}
+    plan, step = decide(None, layers(), of_memories(17), Config(settings), rows=1024)
+    assert plan.replicas[0].stages[0].offloads and "memory.offload: activations (of 1 of 1 stage)" in plan.choices[0].decision
+    assert all(each.peak.total <= each.capacity for each in step.devices)
 
 
 def test_activations_wait_on_hosts_where_that_is_asked() -> None:

@@ -126,6 +126,11 @@ def host_step_seconds(device: Device, bandwidth: float, stepped: float, moved: f
     return 2 * stepped / bandwidth + moved / device.host_link
 
 
+def copy_seconds(device: Device, num_bytes: float) -> float:
+    """Seconds of bringing so many bytes to the memory of a device's host, or back; where it is the host, of a copy."""
+    return num_bytes / (device.host_link or device.bandwidth * device.traffic / 2)
+
+
 def rounding_seconds(device: Device, gradients: float, sent: float, *, feeds_back: bool) -> float:
     """Seconds in which gradients are rounded to what is sent, and taken back from what has come.
 

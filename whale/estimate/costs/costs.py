@@ -12,6 +12,8 @@ from whale.ir.cluster import Cluster, Device
 from whale.ir.graph import ModelGraph
 from whale.ir.profile import read_profile
 
+_ON_HOST = {"optimizer": ("optimizer",), "auto": ("optimizer",), "optimizer+parameters": ("optimizer", "compute")}
+
 
 @dataclass(frozen=True, slots=True)
 class Costs:
@@ -30,8 +32,9 @@ class Costs:
             written by hand; they do not where ops run one by one.
         allows_tf32: whether float32 matrix products run in TensorFloat-32 where the device has it.
         zero: stage of ZeRO: from 1 on the optimizer form of parameters is shared out among their owners, from 2 on the gradient form too.
-        offload: ``optimizer`` where the optimizer form of parameters lives on the host, ``auto`` where that of as few of them does as fits,
-            ``activations`` where what is kept for backward passes does.
+        offload: ``optimizer`` where the optimizer form of parameters lives on the host, ``optimizer+parameters`` where what ops read
+            does too, ``auto`` where the optimizer form of as few of them does as fits, ``activations`` where what is kept for backward
+            passes does.
         host_bandwidth: bytes per second of the memory of a host, which its devices share; a starting value, 40 % of eight channels of
             DDR4-3200.
         sum_dtype: type in which gradients are summed; None for their own.
@@ -97,6 +100,11 @@ class Costs:
         """
         costs, file = Costs.of(config), config.cluster.profile
         return costs if file is None else replace(costs, measured=measured(read_profile(file), graph, cluster))
+
+    @property
+    def on_host(self) -> tuple[str, ...]:
+        """The forms of parameters that live on hosts, by name."""
+        return _ON_HOST.get(self.offload, ())
 
     @property
     def offloads_activations(self) -> bool:

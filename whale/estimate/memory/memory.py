@@ -94,7 +94,7 @@ def kept_for_weights(graph: ModelGraph, ops: Iterable[str]) -> dict[str, None]:
 class StateBytes:
     """Bytes of a parameter on each device that holds it: what ops read, its gradient, and what the optimizer keeps beside these.
 
-    ``on_host`` is what the optimizer keeps in the memory of the host.
+    ``on_host`` is what lives in the memory of the host.
     """
 
     compute: int
@@ -122,10 +122,13 @@ def state_bytes(parameter: Parameter, state: ParameterState, *, training: bool =
     def num_bytes(form: Form) -> int:
         return num_elements(form) * DTYPE_BYTES[form.dtype]
 
+    read, is_read_there = num_bytes(state.compute), state.compute.home == "host"
+    at_home = 0 if is_read_there else read, read if is_read_there else 0
     if not training or state.gradient is None:
-        return StateBytes(num_bytes(state.compute), 0, 0)
+        return StateBytes(at_home[0], 0, 0, at_home[1])
     stepped, is_there = optimizer_bytes(state, num_elements(state.kept)), state.kept.home == "host"
-    return StateBytes(num_bytes(state.compute), num_bytes(state.gradient), 0 if is_there else stepped, stepped if is_there else 0)
+    on_host = at_home[1] + (stepped if is_there else 0)
+    return StateBytes(at_home[0], num_bytes(state.gradient), 0 if is_there else stepped, on_host)
 
 
 def optimizer_bytes(state: ParameterState, num_elements: int) -> int:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from whale.axes import Axes, discover
 from whale.axes.labels import Labels, label
-from whale.estimate.costs.compute import OpSeconds, op_seconds
+from whale.estimate.costs.compute import OpSeconds, copy_seconds, host_step_seconds, op_seconds, optimizer_seconds
 from whale.estimate.costs.costs import Costs
 from whale.estimate.costs.line import Floats, Line, Started
 from whale.estimate.costs.op_table import OpTable, op_table, output_line, output_lines
@@ -35,7 +35,7 @@ from whale.ir.cluster import Cluster, Device, Link
 from whale.ir.graph import DTYPE_BYTES, ModelGraph, Op
 from whale.ir.plan import ParameterState, Shard, states_of
 from whale.sharding.bridges import Bridge, find_bridges
-from whale.sharding.buckets import Buckets
+from whale.sharding.buckets import NUM_AT_ONCE, Buckets
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +95,7 @@ class Prices:
         costs: what beside their figures prices are made of.
         spared: per kind of device, bytes that are left free.
         num_keepers: among how many devices state is shared out, for closed forms, which have no plan to ask; None: all of the cluster.
+        sums_at_once: whether there is one micro-batch, so that gradients may go to keepers as they are made.
     """
 
     graph: ModelGraph
@@ -102,6 +103,7 @@ class Prices:
     costs: Costs
     spared: Mapping[Device, int] = field(default_factory=dict)
     num_keepers: int | None = None
+    sums_at_once: bool = False
     _seconds: dict[tuple[Device, float], OpSeconds] = field(default_factory=dict, init=False)
     _held: dict[str, StateBytes] = field(default_factory=dict, init=False)
     _parts: dict[tuple[Part, Recompute], PartCost] = field(default_factory=dict, init=False)
@@ -154,7 +156,40 @@ class Prices:
 
     def copying(self, device: Device, num_bytes: Line) -> Started:
         """Seconds of bringing so many bytes to the memory of a device's host, or back."""
-        return Started(num_bytes * (1 / (device.host_link or device.bandwidth * device.traffic / 2)))
+        return Started(num_bytes * copy_seconds(device, 1.0))
+
+    @cached_property
+    def first_kept(self) -> Floats:
+        """Bytes on the host that each op is the first to keep, as lines by rows, in the order of `positions`: ``[2, ops]``."""
+        found, seen = np.zeros((2, len(self.graph.ops))), set[str]()
+        for place, op in enumerate(self.graph.ops) if self.costs.offloads_activations and self.training else ():
+            names = [name for name in self.kept.get(op.name, ()) if name not in seen]
+            seen.update(names)
+            line = size_line(self.outputs, names)
+            if op.kind == "call":
+                line = line + places_line(self.graph, self.outputs, [op.name])
+            found[:, place] = line.fixed, line.per_row
+        return found
+
+    def bringing(self, device: Device, num_bytes: Floats) -> tuple[Floats, Floats]:
+        """Seconds in which a device brings so many bytes of its weights in a pass, and seconds of that while it computes."""
+        own = num_bytes * self._kept_share if "compute" in self.costs.on_host else np.zeros_like(num_bytes)
+        seconds: Floats = copy_seconds(device, 1.0) * own
+        none = np.zeros_like(seconds)
+        return (none, seconds) if device.host_link and not self.costs.zero else (seconds, none)
+
+    def update_seconds(self, device: Device, num_bytes: float) -> float:
+        """Seconds of the optimizer's step of so many bytes of trained weights, of which others step their parts."""
+        states, own = self.costs.optimizer_states, num_bytes * self._kept_share
+        if "optimizer" not in self.costs.on_host:
+            return optimizer_seconds(device, own, own, own * states)
+        shared = self.costs.host_bandwidth * len(self.cluster.hosts) / len(self.cluster.devices)
+        return host_step_seconds(device, shared, own * (2 + states), own * (1 if "compute" in self.costs.on_host else 2))
+
+    @property
+    def _kept_share(self) -> float:
+        """About this share of the state of each parameter is on each device."""
+        return 1 / (self.num_keepers or len(self.cluster.devices)) if self.costs.zero else 1.0
 
     @cached_property
     def weight_shares(self) -> Floats:
@@ -194,7 +229,7 @@ class Prices:
         if key not in self._locals:
             labels = self.labels(ops, cuts)
             named = {shard.axis: part for shard, part in zip(shards, parts, strict=True)}
-            local = Prices(local_graph(labels, named), self.cluster, self.costs, self.spared, self.num_keepers)
+            local = Prices(local_graph(labels, named), self.cluster, self.costs, self.spared, self.num_keepers, self.sums_at_once)
             local._links, local.kept, local.weight_shares = self._links, self.kept, self.weight_shares
             unlike = (own for own, whole in zip(local.graph.ops, self.graph.ops, strict=True) if own is not whole)
             local.outputs = self.outputs | {own.name: output_line(own, self.graph.num_rows) for own in unlike}
@@ -228,11 +263,16 @@ class Prices:
         other._locals = {}
         return other
 
-    def kept_by(self, num_keepers: int) -> Prices:
-        """The same prices, where so many devices share out the state of each parameter."""
-        if not self.costs.zero or num_keepers == self.num_keepers:
+    def kept_by(self, num_keepers: int, *, sums_at_once: bool = False) -> Prices:
+        """The same prices, where so many devices share out the state of each parameter.
+
+        Args:
+            sums_at_once: whether all of them have one micro-batch.
+        """
+        if not self.costs.zero or (num_keepers, sums_at_once) == (self.num_keepers, self.sums_at_once):
             return self
         other = copy(self)
+        other.sums_at_once = sums_at_once
         other.num_keepers, other._locals, other._held, other._parts = num_keepers, {}, {}, {}
         return other
 
@@ -279,8 +319,10 @@ class Prices:
         found = 0.0
         for parameter in self.graph.parameters_among(op.inputs) if op.kind == "call" else ():
             if parameter.kind == "parameter":
-                held = state_bytes(parameter, self.state_of[parameter.name])
-                found += (held.compute + 2 * held.gradient) * (held.gradient > 0)
+                state = self.state_of[parameter.name]
+                if state.gradient is not None:
+                    read, summed = (parameter.spec.num_elements * DTYPE_BYTES[form.dtype] for form in (state.compute, state.gradient))
+                    found += read + 2 * summed
         return found
 
     @cached_property
@@ -291,7 +333,7 @@ class Prices:
             self.graph.parameters,
             costs.optimizer_states,
             zero=costs.zero,
-            offloads=costs.offload in ("optimizer", "auto"),
+            on_host=costs.on_host,
             sum_dtype=costs.sum_dtype,
             feeds_back=costs.feeds_back,
         )
@@ -325,6 +367,13 @@ class Prices:
             self._held[name] = replace(kept, gradient=whole.gradient)
         return self._held[name]
 
+    def let_go(self, num_bytes: float) -> int:
+        """Bytes of so many of gradients that are never there together with the others, where one micro-batch makes them."""
+        if self.costs.zero != 2 or "compute" in self.costs.on_host:  # else they start when the pass is done
+            return 0
+        on_their_way = (NUM_AT_ONCE + 1) * self.costs.bucket_bytes
+        return max(0, round(num_bytes * (1 - self._kept_share)) - on_their_way)
+
     def part(self, part: Part, recompute: Recompute = NOTHING) -> PartCost:
         """What a part needs anywhere."""
         key = part, recompute
@@ -343,7 +392,8 @@ class Prices:
             activation, again = size_line(self.outputs, crossing), activation * recompute.num_alive
         apart = kept_for_weights(self.graph, part.ops) if self.training and not recompute.num_alive else ()
         return PartCost(
-            parameter_bytes=sum(self.parameter_bytes(name) for name in part.parameters),
+            parameter_bytes=sum(self.parameter_bytes(name) for name in part.parameters)
+            - (self.let_go(sum(self.held(name).gradient for name in part.parameters)) if self.sums_at_once else 0),
             activation=activation,
             for_weights=size_line(self.outputs, apart),
             working=working_line(self.outputs, part.ops) + again + self._on_the_way(part),

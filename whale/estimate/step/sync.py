@@ -1,4 +1,4 @@
-"""When the runtime sums gradients, and gathers weights: the buckets of a plan, when each is ready, and what these take of time and memory.
+"""When the runtime sums gradients, and brings weights: the buckets of a plan, when each is ready, and what these take of time and memory.
 
 gradients      made in the first backward pass |##########|     in the last: |########  |#####   |##  |   what keepers keep stays
 on their way                                                                 | +bucket            |       until the optimizer's step
@@ -13,7 +13,7 @@ from functools import cached_property
 from itertools import accumulate
 
 from whale.estimate.costs.communication import fabric, fastest_way, ring_volume
-from whale.estimate.costs.compute import rounding_seconds
+from whale.estimate.costs.compute import copy_seconds, rounding_seconds
 from whale.estimate.costs.line import Floats, Line
 from whale.estimate.prices.prices import Prices
 from whale.estimate.step.work import Work
@@ -156,7 +156,7 @@ class SummedHere:
     def spared(self, replica: int, stage: int) -> float:
         """Bytes of gradients that are never there together with the others, where the first backward pass of a stage is the last."""
         own = self._of_stage(replica, stage)
-        if any(self.plan.state_of(name).is_gathered for bucket in own for name in bucket.names):  # these start when the pass is done
+        if any(self.plan.state_of(name).is_shared_out for bucket in own for name in bucket.names):  # these start when the pass is done
             return 0.0
         made, kept = ([0, *accumulate(count(bucket) for bucket in own)] for count in (self._made, self._keeps))
         num = NUM_AT_ONCE + 1
@@ -202,11 +202,13 @@ class Brought:
 
     Attributes:
         forward, backward: seconds.
+        beside: seconds over the link of the host, while ops compute.
         num_bytes: at most: weights that are there, and those on their way.
     """
 
     forward: float = 0.0
     backward: float = 0.0
+    beside: float = 0.0
     num_bytes: float = 0.0
 
     def __call__(self, work: Work) -> Work:
@@ -217,11 +219,12 @@ class Brought:
         first, later = (replace(each, working=each.working + more) for each in (beside.first, beside.later))
         again = beside.again + more if beside.again else 0.0
         beside = replace(beside, forward=beside.forward + more, again=again, first=first, later=later)
-        return replace(work, forward=work.forward + self.forward, backward_input=work.backward_input + self.backward, beside=beside)
+        backward = work.backward_input + max(0.0, self.beside - work.backward_input - work.backward_weight) + self.backward
+        return replace(work, forward=max(work.forward, self.beside) + self.forward, backward_input=backward, beside=beside)
 
 
 class Gathering:
-    """What the devices of a plan gather.
+    """What the devices of a plan gather, or bring from their hosts.
 
     Args:
         plan: the plan.
@@ -231,9 +234,9 @@ class Gathering:
     """
 
     def __init__(self, plan: Plan, prices: Prices, buckets: Sequence[Bucket], schedules: Sequence[Schedule]) -> None:
-        self._plan, self._buckets, self._graph = plan, buckets, prices.graph
-        self._seconds = [giving_seconds(plan, prices, bucket) for bucket in buckets]
-        self._visits = visits_of(buckets, prices.graph, schedules) if buckets else {}
+        self._plan, self._buckets, self._graph, self._cluster = plan, buckets, prices.graph, prices.cluster
+        self._seconds = [_bringing_seconds(plan, prices, bucket) for bucket in buckets]
+        self._visits = visits_of(buckets, prices.graph, plan, schedules) if buckets else {}
 
     def throughout(self, device: str) -> float:
         """Seconds of what a device gathers before a step."""
@@ -245,21 +248,41 @@ class Gathering:
         visits = self._visits.get(self._plan.rank_of[device])
         if visits is None:
             return Brought()
+        forward, backward = (self._exposed(device, own.get(stage, ())) for own in (visits.forward, visits.backward))
         order = visits.forward.get(stage, ())
-        seconds = sum(self._seconds[number][device] for number in order)
+        beside = sum(self._seconds[number][device] for number in order) - forward
         there = sum(self._buckets[number].num_bytes for number in visits.throughout)
-        return Brought(seconds, seconds, there + self._most(order))
+        return Brought(forward, backward, beside, there + self._most(order))
+
+    def _exposed(self, device: str, order: Sequence[int]) -> float:
+        """Seconds that nothing hides: of the first bucket, and of those that do not come over a link of the device alone."""
+        is_alone = bool(self._cluster.by_name[device].host_link)
+        hidden = (number for number in order[1:] if is_alone and not self._buckets[number].is_shared_out)
+        return sum(self._seconds[number][device] for number in order) - sum(self._seconds[number][device] for number in hidden)
 
     def _most(self, order: Sequence[int]) -> float:
-        """Bytes of the buckets that are there at once: until the last op that reads them, with the copy that came, and the next."""
+        """Bytes of the buckets that are there at once: until the last op that reads them, with the copy that came where it came from
+        others, and the next.
+        """
         reads, last_reads, most = self._graph.first_reads, self._graph.last_reads, 0
         sizes = [self._buckets[number].num_bytes for number in order]
         first = [min((reads[name] for name in self._buckets[number].names if name in reads), default=0) for number in order]
         last = [max((last_reads[name] for name in self._buckets[number].names if name in last_reads), default=0) for number in order]
         for index, size in enumerate(sizes):
             there = sum(other for other, end in zip(sizes[: index + 1], last, strict=False) if end >= first[index])
-            most = max(most, there + size + sum(sizes[index + 1 : index + 2]))
+            came = size if self._buckets[order[index]].is_shared_out else 0
+            most = max(most, there + came + sum(sizes[index + 1 : index + 2]))
         return float(most)
+
+
+def _bringing_seconds(plan: Plan, prices: Prices, bucket: Bucket) -> Mapping[str, float]:
+    """Per device, the seconds in which a bucket comes: its own part from its host, where that is there, and the rest from others."""
+    found = dict(giving_seconds(plan, prices, bucket)) if bucket.is_shared_out else {}
+    for owner in bucket.owners if bucket.form.home == "host" else ():
+        device, size = plan.devices[owner], DTYPE_BYTES[bucket.form.dtype]
+        own = sum(dict(slot.keepers).get(owner, 0) if slot.keepers else slot.stop - slot.start for slot in bucket.slots)
+        found[device] = found.get(device, 0.0) + copy_seconds(prices.cluster.by_name[device], own * size)
+    return found
 
 
 def giving_seconds(plan: Plan, prices: Prices, bucket: Bucket) -> Mapping[str, float]:

@@ -327,7 +327,7 @@ class _Roles:
             before: dict[int | None, float] = {look: self._ready[look].share_before(bucket.names) for look in looks}
             given = [(own.stages, before.get(own.look, 0.0), False) for own in unlike]
             return tuple(given[number] for number in owners)
-        waits = any(self._plan.state_of(name).is_gathered for name in bucket.names)  # then sums start when the whole pass is done
+        waits = any(self._plan.state_of(name).is_shared_out for name in bucket.names)  # then sums start when the whole pass is done
         shares: dict[int | None, float] = {look: 1.0 if waits else self._ready[look].share(bucket.names) for look in looks}
         roles = [(own.stages, shares.get(own.look, 1.0), not bucket.is_at_one_place) for own in unlike]
         return tuple(roles[number] for number in owners)

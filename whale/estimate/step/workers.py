@@ -14,7 +14,7 @@ from whale.estimate.prices.prices import Prices
 from whale.estimate.step.step import MemoryUse
 from whale.estimate.step.sync import Gathering, SummedHere, deferred, giving_seconds, most_at_once, summed_by_rank
 from whale.estimate.step.work import StageKey, Work, Works, first_alike
-from whale.ir.cluster import NO_HANDLING, Handling
+from whale.ir.cluster import NO_HANDLING, Device, Handling
 from whale.ir.graph import DTYPE_BYTES, Parameter
 from whale.ir.plan import Plan, Replica, Stage
 from whale.ir.schedule import Kind, Schedule
@@ -110,6 +110,7 @@ class Workers:
         self._plan, self._prices, self._kept = plan, prices, buckets.kept
         bucketed = frozenset(name for bucket in buckets.summed if bucket.form.sharding == "stage" for name in bucket.names)
         self._uses_hosts = any(state.kept.home == "host" for state in plan.parameter_states)
+        self._gathers = any(state.is_shared_out for state in plan.parameter_states)  # then sums start when all passes are done
         self._num_on_host = Counter(prices.cluster.by_name[device].host for device in plan.devices)
         self._gathering = Gathering(plan, prices, buckets.gathered, schedules)
         self._publishing: dict[str, float] = {}
@@ -188,12 +189,15 @@ class Workers:
         held = self._held.of([place.key for place in own], positions, kept)
         known, costs = self._prices.cluster.by_name[device], self._prices.costs
         shared = costs.host_bandwidth / self._num_on_host[known.host]
-        on_host = host_step_seconds(known, shared, held.stepped_there, held.moved) if held.stepped_there else 0.0
         at = self._plan.rank_of[device]
         summed = self._summed.get(at, SummedHere(self._plan, at))
         freed = tuple(summed.freed(replica, place.stage.index) for place in own)
         works = tuple(self._work(replica, own, index, device, summed if len(rows) == 1 else None))
         away = self._in_flight[number][rank] * max((work.away for _, work in works), default=0.0)
+        last = dict(works)[own[0].stage.index, rows[-1]]
+        hides = 0.0 if self._gathers or own[0].key.defers_weights else last.backward_input + last.backward_weight
+        moved = held.returning + self._exposed(known, held.leaving, hides)
+        on_host = host_step_seconds(known, shared, held.stepped_there, moved) if held.stepped_there else 0.0
         return SimulatedWorker(
             number,
             rank,
@@ -221,6 +225,10 @@ class Workers:
             published=float(most_at_once(self._published.get(at, ()))),
             num_given=self._num_given[device],
         )
+
+    def _exposed(self, device: Device, num_bytes: float, hides: float) -> float:
+        """Bytes of gradients that are still on their way to the host when the last backward pass is done: of a bucket at least."""
+        return max(num_bytes - hides * device.host_link, min(num_bytes, float(self._prices.costs.bucket_bytes)))
 
     def _given(self, device: str) -> float:
         """Seconds in which a device gives and takes what ops read, outside of passes."""
@@ -261,8 +269,8 @@ class _State:
         apart: of the gradients that are in no bucket.
         casts: of the gradients in the type that the optimizer takes, where that is another.
         stepped_there: of weights, gradients and what is kept beside, that a step on the host reads and writes.
-        moved: of gradients to the host, and of weights back.
-        on_host: that the optimizer keeps on the host.
+        leaving, returning: of gradients to the host, and of weights back.
+        on_host: of what lives on the host, and of the gradients that come there.
     """
 
     use: MemoryUse
@@ -270,7 +278,8 @@ class _State:
     apart: float
     casts: float
     stepped_there: float
-    moved: float
+    leaving: float
+    returning: float
     on_host: float
 
 
@@ -299,7 +308,7 @@ class _Held:
 
     def _add(self, parameters: Mapping[str, Parameter], kept: Mapping[str, int] | None) -> _State:
         rows = [self._row(name, known, kept) for name, known in parameters.items()]
-        sums = [float(sum(column)) for column in zip(*rows, strict=True)] or [0.0] * 11
+        sums = [float(sum(column)) for column in zip(*rows, strict=True)] or [0.0] * 12
         return _State(MemoryUse(*sums[:3]), (sums[3], sums[4], sums[5]), *sums[6:])
 
     def _row(self, name: str, known: Parameter, kept: Mapping[str, int] | None) -> tuple[int, ...]:
@@ -310,17 +319,18 @@ class _Held:
         if own is not None:
             held = state_bytes(known, state, training=training, kept=own)
         if state.gradient is None or not made.gradient:
-            return held.compute, made.gradient, held.optimizer, 0, 0, 0, made.gradient, 0, 0, 0, 0
+            return held.compute, made.gradient, held.optimizer, 0, 0, 0, made.gradient, 0, 0, 0, 0, held.on_host
         is_bucketed, num_kept = name in self._bucketed, known.spec.num_elements if own is None else own
         num_bytes = num_kept * DTYPE_BYTES[state.kept.dtype]
         gradient = filled_up(made.gradient) if is_bucketed else made.gradient
         uses, apart = (held.compute, gradient, held.optimizer), 0 if is_bucketed else made.gradient
         if state.kept.home == "host":
-            moved = held.gradient + num_kept * DTYPE_BYTES[state.compute.dtype]
-            return *uses, 0, 0, 0, apart, 0, num_bytes * (2 + state.num_optimizer_tensors), moved, held.on_host
+            returns = state.compute.home == "device"  # else it comes in each pass
+            moved = held.gradient, returns * num_kept * DTYPE_BYTES[state.compute.dtype]
+            return *uses, 0, 0, 0, apart, 0, num_bytes * (2 + state.num_optimizer_tensors), *moved, held.on_host + num_bytes
         weights = num_bytes + (held.compute if state.is_copied else 0)
         casts = state.gradient.dtype != state.kept.dtype and name not in self._let_go
-        return *uses, weights, held.gradient, num_bytes * state.num_optimizer_tensors, apart, num_bytes * casts, 0, 0, 0
+        return *uses, weights, held.gradient, num_bytes * state.num_optimizer_tensors, apart, num_bytes * casts, 0, 0, 0, 0
 
 
 def _padding_of_pieces(buckets: Iterable[Bucket]) -> dict[int, int]:

@@ -7,7 +7,7 @@ frozen, and buffers    the weight  -                       -
 
 Where the compute and the optimizer form have one type and home, elements lie in memory once. Else, and where only *keepers* among the
 owners step a weight, the gradient is *collected* into the optimizer form when it is final, and after the step the weight is *published*
-into the compute form; or, where that is shared out too, gathered before ops read it, and let go after.
+into the compute form; or, where that is shared out too or lives on the host, brought before ops read it, and let go after.
 """
 
 from __future__ import annotations
@@ -84,7 +84,12 @@ class ParameterState:
 
     @property
     def is_gathered(self) -> bool:
-        """Whether what ops read is shared out, and there while they read it alone."""
+        """Whether what ops read is there while they read it alone: it is shared out, or lives on the host."""
+        return not self.compute.is_plain
+
+    @property
+    def is_shared_out(self) -> bool:
+        """Whether each owner has a part alone of what ops read."""
         return self.compute.sharding == "owners"
 
     @property
@@ -101,7 +106,7 @@ def states_of(
     gradient: Form | None = None,
     optimizer: Form | None = None,
     zero: int = 0,
-    offloads: bool = False,
+    on_host: Collection[str] = (),
     sum_dtype: str | None = None,
     feeds_back: bool = False,
 ) -> tuple[ParameterState, ...]:
@@ -113,19 +118,25 @@ def states_of(
         gradient, optimizer: forms of all trained parameters; None where they are as the model has the parameter.
         zero: stage of ZeRO: from 1 on the optimizer form is shared out among owners, from 2 on the gradient form too, from 3 on what ops
             read.
-        offloads: whether the optimizer form lives on the host.
+        on_host: the forms that live on the host, by name: ``optimizer``, or that and ``compute``, which is shared out then where the
+            optimizer form is.
         sum_dtype: type in which gradients of real numbers are summed; None for their own.
         feeds_back: whether what rounding to a type that is no wider loses is added to the next gradient.
     """
-    found = _states(parameters, num_optimizer_tensors, gradient, optimizer, zero, offloads=offloads)
+    found = _states(parameters, num_optimizer_tensors, gradient, optimizer, zero, on_host)
     return _grouped((name, _summed_in(state, sum_dtype, feeds_back=feeds_back)) for name, state in found)
 
 
-def brought_back(states: Iterable[ParameterState], names: Collection[str]) -> tuple[ParameterState, ...]:
-    """The states, with what the optimizer steps of these parameters on devices."""
+def brought_back(states: Iterable[ParameterState], names: Collection[str], *, compute_only: bool = False) -> tuple[ParameterState, ...]:
+    """The states, with these parameters on devices: all of their forms, or what ops read alone."""
 
     def back(state: ParameterState, name: str) -> ParameterState:
-        return replace(state, optimizer=replace(state.kept, home="device")) if name in names else state
+        if name not in names:
+            return state
+        found = replace(state, compute=replace(state.compute, home="device"))
+        if compute_only or state.optimizer is None:
+            return found
+        return replace(found, optimizer=replace(state.optimizer, home="device"))
 
     return _grouped((name, back(state, name)) for state in states for name in state.parameters)
 
@@ -147,14 +158,23 @@ def _grouped(states: Iterable[tuple[str, ParameterState]]) -> tuple[ParameterSta
 
 
 def _states(
-    parameters: Iterable[Parameter], num_optimizer_tensors: int, gradient: Form | None, optimizer: Form | None, zero: int, *, offloads: bool
+    parameters: Iterable[Parameter],
+    num_optimizer_tensors: int,
+    gradient: Form | None,
+    optimizer: Form | None,
+    zero: int,
+    on_host: Collection[str],
 ) -> Iterator[tuple[str, ParameterState]]:
     """That of each; the arguments are those of `states_of`."""
-    read_by, summed, stepped = ({"sharding": "owners"} if zero >= level else {} for level in (3, 2, 1))
-    stepped |= {"home": "host"} if offloads else {}
+    reads_there = "compute" in on_host
+    levels = 1 if reads_there else 3, 2, 1
+    read_by, summed, stepped = ({"sharding": "owners"} if zero >= level else {} for level in levels)
+    stepped |= {"home": "host"} if "optimizer" in on_host else {}
     for parameter in parameters:
         own, read = Form(parameter.spec.dtype), Form(parameter.read_as or parameter.spec.dtype)
         trains = parameter.kind == "parameter" and parameter.trainable
+        if reads_there and parameter.kind == "parameter":
+            read = replace(read, home="host")
         state = ParameterState((), read)
         if trains:
             forms = replace(gradient or own, **summed), replace(optimizer or own, **stepped)  # type: ignore[arg-type]

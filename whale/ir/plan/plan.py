@@ -319,7 +319,7 @@ class Plan:
     def _describe_states(self) -> Iterator[str]:
         """What is shared out among owners, and what is kept on hosts."""
         found: dict[Form, dict[str, None]] = {}
-        for name, form in (each for state in self.parameter_states for each in state.forms[1:]):
+        for name, form in (each for state in self.parameter_states for each in state.forms):
             if not form.is_plain:
                 found.setdefault(form, {})[name] = None
         yield from (f"  {' and '.join(names)} form: {form}" for form, names in found.items())

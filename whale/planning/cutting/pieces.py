@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from whale.errors import WhaleError
 from whale.estimate import OpTable, op_seconds, size_line
+from whale.estimate.costs.compute import copy_seconds
 from whale.estimate.costs.line import Floats
 from whale.estimate.prices.again import Again
 from whale.estimate.prices.prices import Prices
@@ -48,6 +49,7 @@ class PrefixSums:
         started_forward, started_backward: of the host that starts the kernels: ``[places]``.
         waiting: ops whose weight gradients may wait, likewise.
         weights: the part of `backward` that these are, likewise as lines.
+        away: the part of `forward`, and of `backward`, in which what is kept goes to the host, likewise as lines.
     """
 
     forward: Floats
@@ -56,6 +58,7 @@ class PrefixSums:
     started_forward: Floats
     started_backward: Floats
     waiting: Floats
+    away: Floats
 
 
 @dataclass(eq=False)
@@ -97,12 +100,18 @@ class _Columns:
                 found.forward_host,
                 found.backward_host * training,
                 (share > 0) * training,
+                *(copy_seconds(kind, 1.0) * prices.first_kept[:, self.firsts]),
             ],
             axis=1,
         )
         sums = (self.before @ own).T
-        forward, back = sums[:2] + self.tolls[0], sums[2:4] + self.tolls[1]
-        return PrefixSums(forward, back, sums[4:6], sums[6] + self.started[0], sums[7] + self.started[1], sums[8])
+        away = sums[9:11]
+        forward, back = sums[:2] + self.tolls[0] + away, sums[2:4] + self.tolls[1] + away
+        brought, beside = prices.bringing(kind, self.trained)
+        forward[0] += brought
+        back[0] += brought * training
+        started = [np.maximum(own, beside) for own in (sums[6] + self.started[0], sums[7] + self.started[1])]
+        return PrefixSums(forward, back, sums[4:6], started[0], started[1], sums[8], away)
 
 
 @dataclass(frozen=True, slots=True)

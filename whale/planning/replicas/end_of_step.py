@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from whale.estimate import Line, all_reduce_seconds, exposed_sync, optimizer_seconds, state_bytes
+from whale.estimate import Line, all_reduce_seconds, exposed_sync, state_bytes
 from whale.estimate.costs.communication import all_reduce_volume
 from whale.estimate.prices.prices import Prices
 from whale.planning.replicas.replica import ReplicaModel
@@ -63,13 +63,7 @@ def end_of_step(prices: Prices, replicas: Sequence[ReplicaModel], rows: Sequence
             moved[device] = moved.get(device, 0) + (sent if len(owners) > 1 else 0)
             weights[device] = weights.get(device, 0) + num_bytes
     slowest = max(reduced, key=lambda device: reduced[device], default=None)
-    optimizer = max(
-        (
-            optimizer_seconds(prices.cluster.by_name[device], held, held, held * prices.costs.optimizer_states)
-            for device, held in weights.items()
-        ),
-        default=0.0,
-    )
+    optimizer = max((prices.update_seconds(prices.cluster.by_name[device], held) for device, held in weights.items()), default=0.0)
     sync = reduced[slowest] if slowest else 0.0
     exposed, pipeline = sync, replicas[0].pipeline
     if all(replica.pipeline is pipeline for replica in replicas):

@@ -24,6 +24,12 @@ from whale.planning.strategy import Placed
 from whale.planning.structure.stages import Assignment
 
 
+def kept_by(prices: Prices, pipelines: Sequence[PipelineShape], count: int = 1) -> Prices:
+    """The prices where so many replicas of each of these share out the state of each parameter."""
+    num_keepers = count * sum(pipeline.num_keepers for pipeline in pipelines)
+    return prices.kept_by(num_keepers, sums_at_once=all(pipeline.num_micro_batch == 1 for pipeline in pipelines))
+
+
 @dataclass(frozen=True)
 class PricedStage:
     """A stage on its devices.
@@ -69,9 +75,9 @@ class StagePricing:
         """
         return StagePricing(prices, Sharder(prices), Overlapper(prices, overlap))
 
-    def kept_by(self, num_keepers: int) -> StagePricing:
-        """Where so many devices share out the state of each parameter."""
-        prices = self.prices.kept_by(num_keepers)
+    def kept_by(self, pipelines: Sequence[PipelineShape], count: int = 1) -> StagePricing:
+        """Where so many replicas of each of these share out the state of each parameter."""
+        prices = kept_by(self.prices, pipelines, count)
         return self if prices is self.prices else StagePricing.of(prices, self.overlapper.wanted)
 
     def price(

@@ -12,7 +12,7 @@ from whale.axes import Axes
 from whale.axes.labels import label
 from whale.errors import PlanError, first_few
 from whale.ir.graph import ModelGraph
-from whale.ir.plan import BATCH, Form, ParameterState, Plan, Replica, Shard, Stage
+from whale.ir.plan import BATCH, ParameterState, Plan, Replica, Shard, Stage
 from whale.ir.writes import MemoryWrites
 
 
@@ -170,6 +170,7 @@ def state_faults(plan: Plan, graph: ModelGraph) -> Iterator[PlanError]:
         fixed = [name for name in state.parameters if name not in set(trained)]
         yield from _trained_faults(state, trained) if trained else ()
         yield from _fixed_faults(state, fixed) if fixed else ()
+        yield from _buffer_faults(state, [name for name in state.parameters if named[name].kind != "parameter"])
         yield from _form_faults(state, {named[name].read_as or named[name].spec.dtype for name in state.parameters})
 
 
@@ -187,17 +188,26 @@ def _fixed_faults(state: ParameterState, fixed: list[str]) -> Iterator[PlanError
         yield PlanError(f"what is not trained has no gradient and no optimizer state ({first_few(fixed)}: {', '.join(dict(state.forms))})")
 
 
+def _buffer_faults(state: ParameterState, buffers: list[str]) -> Iterator[PlanError]:
+    if buffers and state.is_gathered:
+        yield PlanError(f"buffers lie as the stages say, on devices ({first_few(buffers)}, compute: {state.compute})")
+
+
 def _form_faults(state: ParameterState, dtypes: set[str]) -> Iterator[PlanError]:
-    """Ops read a type that the graph says, on the device; what is summed and stepped may be of another."""
+    """Ops read a type that the graph says; what is summed and stepped may be of another."""
     named, own = first_few(list(state.parameters)), state.compute
-    if dtypes != {own.dtype} or own not in (Form(own.dtype), Form(own.dtype, "owners")):
+    if dtypes != {own.dtype} or own.sharding not in ("stage", "owners") or own.home not in ("device", "host"):
         yield PlanError(
-            f"ops read parameters on the device, in the types of the graph ({named}, compute: {own}; the graph's: "
-            f"{', '.join(sorted(dtypes))})"
+            "ops read parameters in the types of the graph, of sharding stage or owners, from home device or host "
+            f"({named}, compute: {own}; the graph's: {', '.join(sorted(dtypes))})"
         )
-    if state.is_gathered and (state.optimizer is None or state.kept.sharding != "owners"):
+    if own.sharding == "owners" and (state.optimizer is None or state.kept.sharding != "owners"):
         yield PlanError(
             f"what ops read is shared out among owners with what the optimizer steps ({named}, compute: {own}; kept: {state.kept})"
+        )
+    if own.home == "host" and (state.kept.home, state.kept.sharding) != (own.home, own.sharding):
+        yield PlanError(
+            f"what ops read lives on the host with what the optimizer steps, in one sharding ({named}, compute: {own}; kept: {state.kept})"
         )
     types = next((kind for kind in _KINDS if own.dtype in kind), (own.dtype,))
     for name, form in state.forms[1:]:

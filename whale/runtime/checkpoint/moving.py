@@ -100,15 +100,15 @@ def move_state(
         if new.state.is_copied:
             value = _brought(parameter, given, stored, old.kept, new.kept, world, device, lasting)
             made |= {} if value is None else {name: value}
-            value = _brought(parameter, value, lasting, new.kept, new.held, world, world.device, read)
+            value = _brought(parameter, value, lasting, new.kept, new.held, world, home(new.state.compute, world.device), read)
             value = value.clone() if value is made.get(name) and value is not None else value
         else:
-            value = _brought(parameter, given, stored, old.kept, new.held, world, world.device, read)
+            value = _brought(parameter, given, stored, old.kept, new.held, world, home(new.state.compute, world.device), read)
         if value is not None:
             as_it_was = own if value is given else None
             new_one = nn.Parameter(value, requires_grad=parameter.trainable) if parameter.kind == "parameter" else value
             tensors[name] = new_one if as_it_was is None else as_it_was
-    forms = in_forms(new_holdings, new_roster.rank, tensors, made)
+    forms = in_forms(new_holdings, new_roster.rank, tensors, world.device, made)
     found = EngineState(*forms, step_number=state.step_number, position=state.position, loss_scale=state.loss_scale, decay=state.decay)
     return found, Kept(OptimizerState(moved, options), schedulers)
 

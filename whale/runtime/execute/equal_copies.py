@@ -83,7 +83,7 @@ class EqualCopies:
             if name in state.kept:
                 self._weights[name] = self._factor(roster.in_world(holdings.shardings.kept(name).mesh)) * _digest(name)
             for number, (piece, owners) in enumerate(zip(pieces, owned, strict=True)):
-                if self._world.rank in owners and len(owners) > 1 and not own_state.is_gathered:
+                if self._world.rank in owners and len(owners) > 1 and not own_state.is_shared_out:
                     self._copies[name, number] = _Copy(holdings.index(name, piece.region, held), owners)
 
     def told(self) -> tuple[float, ...]:

@@ -139,6 +139,7 @@ class Executor:
         visits: Visits,
     ) -> None:
         self._weights, self._visits = weights, visits
+        self._gathers = weights is not None and weights.speaks  # then sums start at the SYNC, in one order with what is gathered
         self._order, self._stages, self._exchange, self._model = order, stages, exchange, model
         self._counted = counted
         self._gates = [stage.gate for stage in stages.values() if stage.gate is not None]
@@ -185,7 +186,7 @@ class Executor:
         agreed = _Once(agree)
         for gate in self._gates:
             gate.close(agreed)
-        if self._exchange.hands_over_at_once or self._weights is not None:
+        if self._exchange.hands_over_at_once or self._gathers:
             agreed()
         with nullcontext() if self._weights is None else self._weights.run(self._visits):
             self._walk(state, agreed, reduce)
@@ -266,7 +267,7 @@ class Executor:
 
     def _backward(self, state: StepState, stage: int, micro_batch: int) -> None:
         weights_wait = Kind.BACKWARD_WEIGHT in self._order.after_forward[stage]
-        sums_early = not weights_wait and self._weights is None  # sums and gathering start in one order: at the SYNC
+        sums_early = not weights_wait and not self._gathers
         if self._sync is not None and sums_early and self._order.last_backward[stage] == Action(Kind.BACKWARD, stage, micro_batch):
             self._sync.arm(stage)
         self._differentiate(state, stage, micro_batch)
@@ -282,7 +283,7 @@ class Executor:
         queue, is_final = self._flights[stage, micro_batch].weights, None
         if (
             self._sync is not None
-            and self._weights is None
+            and not self._gathers
             and self._order.last_backward[stage] == Action(Kind.BACKWARD_WEIGHT, stage, micro_batch)
         ):
             self._sync.settle(stage, queue.parameters())

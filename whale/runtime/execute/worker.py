@@ -98,7 +98,7 @@ class Worker:
                 weights,
                 publishing,
             )
-            visits = {} if weights is None else visits_of(weights.buckets, captured.graph, schedules)
+            visits = {} if weights is None else visits_of(weights.buckets, captured.graph, plan, schedules)
             exchange = self._make_exchange(schedule, axes, connections)
             self._executor = Executor(
                 order,

@@ -1,4 +1,4 @@
-"""Weights that owners share out, each with its part: gathered bucket by bucket before ops read them, and let go after.
+"""Weights that owners share out, each with its part, or have on hosts: brought bucket by bucket before ops read them, and let go after.
 
 A visit is one pass through a stage: F or R forward, B backward. All owners run equal schedules, so they make the same visits in the same
 order, and in each of them every bucket of the stage is gathered once, in one order: of first use forward, of last use backward. Who needs a
@@ -8,6 +8,7 @@ bucket starts all that come before it, and the next; whatever was not needed sta
     B   gather 2, 1 | ops of 2 | let 2 go, gather 0 | ...           a segment that is computed again needs all of its buckets at once
 
 Buckets whose owners make unlike visits are gathered before a run and let go after it; so are those of stages whose weight gradients wait.
+What an owner has on its host, and nobody else a part of, is copied to where ops read it; what is shared out goes through a flat buffer.
 """
 
 from __future__ import annotations
@@ -22,12 +23,13 @@ from torch import Tensor
 from whale.comm import Groups, Launched, Waits
 from whale.runtime.program.shard.pieces import on_device
 from whale.runtime.state.holdings import Holdings
-from whale.runtime.state.publishing import Parcel, Place, parcel_of
+from whale.runtime.state.host_copies import HostCopies, Mark, pinned
+from whale.runtime.state.publishing import Parcel, Place, home, parcel_of
 from whale.sharding.buckets import NUM_AT_ONCE, Bucket, Visits
 
 
 class GatheredWeights:
-    """The weights of a rank that are shared out.
+    """The weights of a rank that are there while ops read them alone.
 
     Args:
         buckets: of the whole plan.
@@ -38,11 +40,13 @@ class GatheredWeights:
         kept: what the optimizer steps.
         groups: one per owner set.
         waits: how communication is waited for.
+        copies: from the host.
 
     Attributes:
         buckets: as given.
-        parts: what this rank keeps, as ops read it.
+        parts: what this rank keeps, as ops read it, in the memory where it waits.
         numbers: per parameter, the buckets that bring it.
+        speaks: whether some come from other ranks.
     """
 
     def __init__(
@@ -55,27 +59,29 @@ class GatheredWeights:
         kept: Mapping[str, Tensor],
         groups: Groups,
         waits: Waits,
+        copies: HostCopies,
     ) -> None:
-        self.buckets, self._groups, self._waits = buckets, groups, waits
+        self.buckets, self._groups, self._waits, self._copies = buckets, groups, waits, copies
         self.parts: dict[str, Tensor] = {}
         for name, own in kept.items():
             state = holdings.plan.state_of(name)
-            if state.is_gathered and holdings.kept_index(name, rank) is None:
+            if state.is_gathered and state.compute.home == "device" and holdings.kept_index(name, rank) is None:
                 self.parts[name] = tensors[name].data
             elif state.is_gathered:
-                dtype = getattr(torch, state.compute.dtype)
-                self.parts[name] = own.data.to(tensors[name].device, dtype) if state.is_copied else own.data
+                dtype, there = getattr(torch, state.compute.dtype), home(state.compute, tensors[name].device)
+                self.parts[name] = pinned(own.data.to(there, dtype), copies.device) if state.is_copied else own.data
         self.numbers: dict[str, tuple[int, ...]] = {}
         self._parcels: dict[int, Parcel] = {}
         for number, bucket in enumerate(buckets):
             if rank in bucket.owners:
                 self._parcels[number] = self._parcel(bucket, holdings, rank, world_ranks, tensors)
                 self.numbers |= {name: (*self.numbers.get(name, ()), number) for name in bucket.names}
+        self.speaks = any(parcel.plan.is_shared_out for parcel in self._parcels.values())
         self._users: Counter[int] = Counter()  # per memory of a weight, the buckets of it that are here
         self._order: tuple[int, ...] = ()
         self._num_started = 0
         self._is_backward = False
-        self._under_way: dict[int, tuple[Tensor, list[Launched | None]]] = {}
+        self._under_way: dict[int, tuple[Tensor | None, list[Launched | None], Mark]] = {}
         self._here: set[int] = set()
         self._throughout: frozenset[int] = frozenset()
 
@@ -84,7 +90,7 @@ class GatheredWeights:
         given = []
         for slot in bucket.slots:
             start = slot.start
-            for keeper, num_elements in slot.keepers:
+            for keeper, num_elements in slot.keepers or ((rank, slot.stop - slot.start),):
                 if keeper == rank:
                     own, region = self.parts[slot.name], holdings.kept(slot.name, rank)
                     assert region is not None, "a keeper keeps some of it"
@@ -107,6 +113,7 @@ class GatheredWeights:
         yield
         self._throughout = frozenset()
         self._drop(visits.throughout)
+        self._copies.finish()  # what they read is written by whoever has it
 
     @contextmanager
     def visit(self, order: Sequence[int], *, backward: bool) -> Iterator[None]:
@@ -141,20 +148,41 @@ class GatheredWeights:
         self._num_started += 1
 
     def _start(self, number: int) -> None:
-        self._under_way[number] = self._parcels[number].start(self._groups)
+        parcel = self._parcels[number]
+        if parcel.plan.form.home == "device":
+            self._under_way[number] = (*parcel.start(self._groups), None)
+        elif parcel.plan.is_shared_out:
+            with self._copies.beside():
+                self._under_way[number] = (*parcel.start(self._groups), self._copies.mark())
+        else:
+            for place in parcel.taken:
+                self._make_room(place)
+            with self._copies.beside(), torch.no_grad():
+                for source, place in zip(parcel.given, parcel.taken, strict=True):
+                    place.take(source.value)
+                self._under_way[number] = None, [], self._copies.mark()
 
     def _arrive(self, number: int) -> None:
-        parcel, (flat, works) = self._parcels[number], self._under_way.pop(number)
+        parcel, (flat, works, mark) = self._parcels[number], self._under_way.pop(number)
+        self._here.add(number)
+        self._copies.arrive(mark)
+        if flat is None:
+            return
         for work in works:
             self._waits.wait(work, "gathering weights", parcel.ranks)
-        self._here.add(number)
         for place in parcel.taken:
-            memory = place.held.untyped_storage()
-            if not self._users[memory._cdata]:
-                memory.resize_(place.held.numel() * place.held.element_size())
-            self._users[memory._cdata] += 1
+            self._make_room(place)
             with torch.no_grad():
                 place.write(flat)
+        if mark is not None:
+            self._copies.is_read(flat)
+
+    def _make_room(self, place: Place) -> None:
+        """Memory for a weight, unless another bucket of it is here."""
+        memory = place.held.untyped_storage()
+        if not self._users[memory._cdata]:
+            memory.resize_(place.held.numel() * place.held.element_size())
+        self._users[memory._cdata] += 1
 
     def _drop(self, numbers: Iterable[int]) -> None:
         for number in numbers:

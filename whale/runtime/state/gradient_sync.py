@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -32,6 +33,7 @@ from whale.comm import Groups, Launched, Waits
 from whale.runtime.program.shard.pieces import Index, on_device, part, write_part
 from whale.runtime.program.watch import NOBODY, Watch
 from whale.runtime.state.holdings import Holdings
+from whale.runtime.state.host_copies import HostCopies
 from whale.sharding.buckets import NUM_AT_ONCE, Bucket
 
 
@@ -87,12 +89,18 @@ class _Collected:
     index: tuple[Index, ...] | None
     copies: bool
 
-    def collect(self) -> None:
+    @property
+    def leaves_device(self) -> bool:
+        """Whether it goes to the memory of the host from that of another device."""
+        return self.kept is not None and self.kept.device != self.parameter.device
+
+    def collect(self, to_host: HostCopies) -> None:
         """Gives the gradient to what the optimizer steps."""
         gradient, self.parameter.grad = self.parameter.grad, None
-        if self.kept is not None and gradient is not None:
-            own = gradient if self.index is None else part(gradient, self.index)
-            self.kept.grad = own.to(self.kept, copy=self.copies)
+        if self.kept is None or gradient is None:
+            return
+        own = gradient if self.index is None else part(gradient, self.index)
+        self.kept.grad = to_host.on_host(own, self.kept.dtype) if self.leaves_device else own.to(self.kept, copy=self.copies)
 
 
 @dataclass
@@ -114,6 +122,8 @@ class _Bucket:
     is_ready: bool = False
     is_started: bool = False
     is_taken: bool = False
+    is_collected: bool = False
+    leaves_device: bool = False
     works: list[Launched | None] = field(default_factory=list)
 
     def room(self) -> torch.Tensor:
@@ -169,6 +179,7 @@ class GradientSync:
         kept: what the optimizer steps of these.
         groups: one per owner set.
         waits: how communication is waited for.
+        copies: to the host, of what the optimizer steps there.
         watch: told when each bucket begins and ends.
     """
 
@@ -183,10 +194,14 @@ class GradientSync:
         kept: Mapping[str, torch.nn.Parameter],
         groups: Groups,
         waits: Waits,
+        copies: HostCopies,
         watch: Watch = NOBODY,
     ) -> None:
-        self._groups, self._waits, self._watch = groups, waits, watch
+        self._groups, self._waits, self._copies, self._watch = groups, waits, copies, watch
+        self._armed: set[int] = set()
+        self._hooks: list[RemovableHandle] = []
         let_go = {name for plan in buckets if rank in plan.owners and plan.form.sharding == "owners" for name in plan.names}
+        bucketed = {name for plan in buckets if rank in plan.owners for name in plan.names}
         self._collected: dict[torch.Tensor, _Collected] = {}  # when their last bucket has come
         self._collected_last: list[_Collected] = []
         for name, parameter in parameters.items():
@@ -194,14 +209,16 @@ class GradientSync:
             if own is not parameter or not stays:
                 index = None if own is None else holdings.kept_index(name, rank)
                 collected = _Collected(parameter, own, index, not stays and (name in let_go or index is not None))
-                if name in let_go:
+                if name in let_go or (name in bucketed and collected.leaves_device):
                     self._collected[parameter] = collected
-                else:
-                    self._collected_last.append(collected)
+                    continue
+                self._collected_last.append(collected)
+                if collected.leaves_device and parameter.requires_grad:
+                    places = frozenset(stage for replica, stage in holdings.shardings.places(name) if (replica, stage) in stages)
+                    hook = self._leaver(collected, places)
+                    self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
         self._buckets: list[_Bucket] = []
         self._buckets_of: dict[torch.Tensor, list[_Bucket]] = {}  # tensors are keys by identity
-        self._armed: set[int] = set()
-        self._hooks: list[RemovableHandle] = []
         self._under_way: list[_Bucket] = []  # of those that have memory of their own for as long
         self._num_coming: Counter[torch.Tensor] = Counter()
         self._scale = 1.0
@@ -209,6 +226,9 @@ class GradientSync:
             if rank not in plan.owners:
                 continue
             bucket = _make_bucket(plan, holdings, rank, stages, world_ranks, parameters, len(self._buckets))
+            going = [self._collected[parameter] for parameter in bucket.parameters if parameter in self._collected]
+            bucket.is_collected = bool(going)
+            bucket.leaves_device = all(each.leaves_device for each in going) and len(going) == len(bucket.parameters)
             self._buckets.append(bucket)
             for parameter in bucket.parameters if plan.is_at_one_place else ():
                 self._buckets_of.setdefault(parameter, []).append(bucket)
@@ -224,7 +244,7 @@ class GradientSync:
         """Forgets the last step, and makes zeros in the buckets the gradients of their parameters, which are to come times a scale."""
         self._armed.clear()
         self._under_way.clear()
-        self._num_coming = Counter(parameter for bucket in self._buckets if bucket.is_let_go for parameter in bucket.parameters)
+        self._num_coming = Counter(parameter for bucket in self._buckets if bucket.is_collected for parameter in bucket.parameters)
         for bucket in self._buckets if scale != self._scale else ():
             if bucket.lost is not None:
                 bucket.lost.mul_(scale / self._scale)
@@ -275,26 +295,33 @@ class GradientSync:
             if not bucket.is_taken:
                 self._take(bucket)
         for each in self._collected_last:
-            each.collect()
+            each.collect(self._copies)
+        self._copies.finish()
 
     def _take(self, bucket: _Bucket) -> None:
         """Waits for a sum, takes it from the type in which it has come, and lets the bucket go where keepers have what is theirs."""
+        with self._copies.beside() if bucket.leaves_device else nullcontext():  # then the device's own work does not wait for it
+            self._receive(bucket)
+
+    def _receive(self, bucket: _Bucket) -> None:
         assert bucket.flat is not None, "a bucket that has started has memory"
         bucket.is_taken = True
         self._wait(bucket)
         self._watch.summed(bucket.number)
         if bucket.sent is not None:
             bucket.flat.copy_(bucket.sent)
+            self._copies.still_read(bucket.sent)
             bucket.sent = None
         for slot in bucket.apart:
             if slot.index is not None:
                 assert slot.parameter.grad is not None
                 write_part(slot.parameter.grad, slot.index, slot.view(bucket.flat))
+        for parameter in bucket.parameters if bucket.is_collected else ():
+            self._num_coming[parameter] -= 1
+            if not self._num_coming[parameter] and parameter in self._collected:
+                self._collected[parameter].collect(self._copies)
         if bucket.is_let_go:
-            for parameter in bucket.parameters:
-                self._num_coming[parameter] -= 1
-                if not self._num_coming[parameter]:
-                    self._collected[parameter].collect()
+            self._copies.still_read(bucket.flat)
             bucket.flat = None
 
     def abandon(self) -> None:
@@ -330,6 +357,15 @@ class GradientSync:
 
         return on_gradient
 
+    def _leaver(self, collected: _Collected, places: frozenset[int]) -> Callable[[torch.Tensor], None]:
+        """Called at every gradient of a parameter that nobody else has, and that is stepped on the host."""
+
+        def on_gradient(_: torch.Tensor) -> None:
+            if places <= self._armed:
+                collected.collect(self._copies)
+
+        return on_gradient
+
     def _count(self, buckets: Sequence[_Bucket]) -> None:
         for bucket in buckets:
             bucket.num_final += 1
@@ -347,7 +383,7 @@ class GradientSync:
 
     def _start(self, bucket: _Bucket) -> None:
         bucket.is_started = True
-        if bucket.is_let_go or bucket.plan.sum_dtype is not None:
+        if bucket.is_let_go or bucket.is_collected or bucket.plan.sum_dtype is not None:
             if len(self._under_way) == NUM_AT_ONCE:
                 self._take(self._under_way.pop(0))
             self._under_way.append(bucket)

@@ -1,7 +1,7 @@
 """From the form that ops read to the one that the optimizer steps, when a state is made; and back, after each step.
 
-in_forms   one tensor where both are equal; a view of it where they differ only in who has it; else a copy. What is gathered before ops
-           read it has no memory, but for the part that its keeper has
+in_forms   one tensor where both are equal; a view of it where they differ only in who has it; else a copy. What comes to the device before
+           ops read it has no memory there, but for the part that its keeper has
 publish    optimizer form --> compute form    cast, copied to the device, given to the other owners bucket by bucket
 
 What owners hold all of lies in the buckets themselves, and what is on its way is waited for late: by the first op of the next step that
@@ -26,11 +26,16 @@ from whale.ir.plan import Form
 from whale.runtime.program.shard.pieces import Index, on_device, part, write_part
 from whale.runtime.program.watch import NOBODY, Watch
 from whale.runtime.state.holdings import Holdings
+from whale.runtime.state.host_copies import HostCopies, pinned
 from whale.sharding.buckets import NUM_AT_ONCE, Bucket
 
 
 def in_forms(
-    holdings: Holdings, rank: int | None, tensors: Mapping[str, Tensor], made: Mapping[str, Tensor] = MappingProxyType({})
+    holdings: Holdings,
+    rank: int | None,
+    tensors: Mapping[str, Tensor],
+    device: torch.device,
+    made: Mapping[str, Tensor] = MappingProxyType({}),
 ) -> tuple[dict[str, Tensor], dict[str, nn.Parameter]]:
     """What ops of a rank read, and what its optimizer steps, by name.
 
@@ -39,6 +44,7 @@ def in_forms(
         rank: of the plan; None if idle.
         tensors: that the rank holds, as ops read them or in the model's own types; gradients of parameters are accumulated in their
             gradient form from now on.
+        device: that the rank computes on.
         made: of what the optimizer steps in memory of its own, what is there already.
     """
     read, found = dict(tensors), dict[str, nn.Parameter]()
@@ -47,12 +53,17 @@ def in_forms(
             continue
         if holdings.kept(name, rank) is not None:
             known = made.get(name)
-            found[name] = _kept(holdings, rank, name, held) if known is None else nn.Parameter(known, requires_grad=held.requires_grad)
+            if known is not None:
+                found[name] = nn.Parameter(pinned(known, device), requires_grad=held.requires_grad)
+            else:
+                found[name] = _kept(holdings, rank, name, held, device)
         state = holdings.plan.state_of(name)
         dtype = getattr(torch, state.compute.dtype)
         own = held if held.dtype is dtype else nn.Parameter(held.detach().to(dtype), requires_grad=held.requires_grad)
-        if state.is_gathered and not (name in found and holdings.kept_index(name, rank) is None):
-            own = nn.Parameter(torch.empty_like(held, dtype=dtype, memory_format=torch.contiguous_format), requires_grad=held.requires_grad)
+        is_here = state.compute.home == "device" and name in found and holdings.kept_index(name, rank) is None
+        if state.is_gathered and not is_here:
+            empty = torch.empty_like(held, dtype=dtype, device=device, memory_format=torch.contiguous_format)
+            own = nn.Parameter(empty, requires_grad=held.requires_grad)
             own.untyped_storage().resize_(0)
         if state.gradient is not None:
             own.grad_dtype = getattr(torch, state.gradient.dtype)
@@ -60,15 +71,16 @@ def in_forms(
     return read, found
 
 
-def _kept(holdings: Holdings, rank: int, name: str, held: nn.Parameter) -> nn.Parameter:
+def _kept(holdings: Holdings, rank: int, name: str, held: nn.Parameter, device: torch.device) -> nn.Parameter:
     """Made of what the rank holds."""
     state, index = holdings.plan.state_of(name), holdings.kept_index(name, rank)
-    if index is None and not state.is_copied:
+    stays = state.compute.home == "device"
+    if index is None and not state.is_copied and stays:
         return held
     own = held.detach() if index is None else part(held.detach(), index)
     if state.is_copied or state.is_gathered:
-        copies = index is not None or held.dtype is getattr(torch, state.compute.dtype)  # else ops read another tensor anyway
-        own = own.to(home(state.kept, held.device), getattr(torch, state.kept.dtype), copy=copies).contiguous()
+        copies = index is not None or (stays and held.dtype is getattr(torch, state.compute.dtype))  # else ops read another tensor anyway
+        own = pinned(own.to(home(state.kept, device), getattr(torch, state.kept.dtype), copy=copies).contiguous(), device)
     return nn.Parameter(own, requires_grad=held.requires_grad)
 
 
@@ -86,18 +98,26 @@ class Place:
     start: int
     stop: int
 
+    @property
+    def value(self) -> Tensor:
+        """What is there."""
+        return self.held if self.index is None else part(self.held, self.index)
+
     def read(self, flat: Tensor) -> None:
         """Fills the slot."""
-        own = self.held if self.index is None else part(self.held, self.index)
-        flat[self.start : self.stop].view(own.shape).copy_(own)
+        own = self.value
+        flat[self.start : self.stop].view(own.shape).copy_(own, non_blocking=True)
 
     def write(self, flat: Tensor) -> None:
         """Takes what came."""
+        self.take(flat[self.start : self.stop].view(self.value.shape))
+
+    def take(self, value: Tensor) -> None:
+        """Takes a value."""
         if self.index is None:
-            self.held.copy_(flat[self.start : self.stop].view(self.held.shape))
+            self.held.copy_(value, non_blocking=True)
         else:
-            shape = part(self.held, self.index).shape
-            write_part(self.held, self.index, flat[self.start : self.stop].view(shape))
+            write_part(self.held, self.index, value.to(self.held.device, non_blocking=True))
 
 
 @dataclass(frozen=True)
@@ -112,7 +132,7 @@ class Parcel:
 
     def room(self) -> Tensor:
         """The flat buffer."""
-        own = (*self.given, *self.taken)[0].held
+        own = (*self.taken, *self.given)[0].held  # what is given may lie on the host
         return torch.empty(self.plan.num_elements, dtype=own.dtype, device=own.device)
 
     def start(self, groups: Groups) -> tuple[Tensor, list[Launched | None]]:
@@ -160,6 +180,7 @@ class Publishing:
         parts: of what is gathered before ops read it, what this rank keeps, as ops read it.
         groups: one per owner set.
         waits: how communication is waited for.
+        copies: from the host.
         defers: whether what is on its way when `publish` ends is waited for by who reads it.
         watch: told when each bucket of those begins and ends.
 
@@ -178,11 +199,12 @@ class Publishing:
         parts: Mapping[str, Tensor],
         groups: Groups,
         waits: Waits,
+        copies: HostCopies,
         *,
         defers: bool = False,
         watch: Watch = NOBODY,
     ) -> None:
-        self._groups, self._waits, self._defers, self._watch = groups, waits, defers, watch
+        self._groups, self._waits, self._copies, self._defers, self._watch = groups, waits, copies, defers, watch
         own_buckets = [bucket for bucket in buckets if rank in bucket.owners]
         self._flats = [_read_in_place(bucket, holdings, rank, tensors, kept) for bucket in own_buckets]
         self._under_way: dict[int, list[Launched | None]] = {}  # of those in which ops read
@@ -196,10 +218,13 @@ class Publishing:
         for number, parcel in enumerate(self._parcels):
             if self._flats[number] is not None and parcel.taken:
                 self.numbers |= dict.fromkeys(parcel.plan.names, (number,))
-        shared = {name for each in self._parcels for name in each.plan.names}.union(parts)
-        copied = {name for name in kept if holdings.plan.state_of(name).is_copied}
-        self._watched = [(name, own) for name in sorted(copied | shared) for own in (tensors[name], kept.get(name)) if own is not None]
-        self._whole = [(tensors[name], kept[name]) for name in sorted(copied - shared)]
+        state_of = holdings.plan.state_of
+        shared = {name for each in self._parcels for name in each.plan.names}
+        shared |= {name for name in parts if state_of(name).is_shared_out}
+        copied = {name for name in kept if state_of(name).is_copied}
+        reads = {name: tensors[name] if name in shared else parts.get(name, tensors[name]) for name in copied | shared}
+        self._watched = [(name, own) for name in sorted(reads) for own in (reads[name], kept.get(name)) if own is not None]
+        self._whole = [(reads[name], kept[name]) for name in sorted(copied - shared)]
         self._versions = self._read_versions()
 
     def check(self) -> None:
@@ -225,8 +250,10 @@ class Publishing:
     def publish(self) -> None:
         """Makes what ops read equal to what the optimizer has made, on all owners; what is deferred is on its way then."""
         self.arrive()
-        for held, own in self._copied:
-            held.copy_(own)
+        with self._copies.beside():
+            for held, own in self._copied:
+                held.copy_(own, non_blocking=True)
+        self._copies.finish()
         under_way: list[tuple[Parcel, Tensor, list[Launched | None]]] = []
         for number, (parcel, flat) in enumerate(zip(self._parcels, self._flats, strict=True)):
             if flat is not None:
@@ -277,6 +304,6 @@ def parcel_of(bucket: Bucket, holdings: Holdings, rank: int, world_ranks: Sequen
         place = Place(held, None if index is None else on_device(index, held.device), slot.start, slot.stop)
         keepers = {keeper for keeper, _ in slot.keepers}
         given += [place] if rank in keepers else []
-        taken += [place] if keepers != {rank} else []
+        taken += [place] if keepers != {rank} or bucket.form.home == "host" else []
     runs = tuple((world_ranks[keeper], start, stop) for keeper, start, stop in bucket.runs)
     return Parcel(bucket, tuple(sorted(world_ranks[owner] for owner in bucket.owners)), runs, tuple(given), tuple(taken))

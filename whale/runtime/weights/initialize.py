@@ -34,7 +34,7 @@ def initial_tensors(
     *,
     seed: int,
     initialize: Callable[[nn.Module], None] | None = None,
-    device: torch.device,
+    device: Callable[[str], torch.device],
     shard: Callable[[str, Tensor], Tensor] = lambda _, whole: whole,
 ) -> dict[str, Tensor]:
     """The tensors that a rank starts from; the model is not modified.
@@ -45,7 +45,7 @@ def initial_tensors(
             its first place in ``state_dict`` order is given.
         seed: of the initial values of meta tensors.
         initialize: fills a module's own tensors in place, as one passes to ``nn.Module.apply``.
-        device: where the tensors go.
+        device: where a tensor goes, by its name.
         shard: the part of a whole tensor to keep, by its name (the first of those asked for, where it has several); a view may do.
 
     Returns:
@@ -65,7 +65,7 @@ def initial_tensors(
             original = originals[name]
             if id(original) in made:
                 continue
-            value = _kept(original, name, builder, shard, device)
+            value = _kept(original, name, builder, shard, device(name))
             if value is not None:
                 made[id(original)] = value
     if builder is not None:

@@ -21,8 +21,11 @@ from whale.planning import make_plan
 from whale.runtime.execute.roster import find_seat
 from whale.runtime.state.gradient_sync import GradientSync
 from whale.runtime.state.holdings import Holdings
+from whale.runtime.state.host_copies import HostCopies
 from whale.schedules import alike_schedules, schedules_of
 from whale.sharding.buckets import Bucket, plan_buckets
+
+COPIES = HostCopies(torch.device("cpu"))
 
 GRAPH = chain(8, width=16)
 NAMES = [parameter.name for parameter in GRAPH.parameters]
@@ -66,7 +69,7 @@ def launches_of(plan: Plan, rank: int, holdings: Holdings, buckets: Sequence[Buc
     launches = Launches()
     own = {(replica.index, stage) for stage in stages}
     world = range(len(plan.devices))
-    sync = GradientSync(buckets, holdings, rank, own, world, parameters, parameters, launches, timedelta(seconds=1))  # type: ignore[arg-type]
+    sync = GradientSync(buckets, holdings, rank, own, world, parameters, parameters, launches, timedelta(seconds=1), COPIES)  # type: ignore[arg-type]
     sync.begin()
     actions = schedules_of(plan)[replica.index].ranks[seat.pipeline_rank]
     last = {action.stage: index for index, action in enumerate(actions) if action.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)}

@@ -24,7 +24,7 @@ FAMILIES = ("gpt2", "bert", "t5", "vit", "resnet", "llama", "mixtral")
 
 
 def fill(model: nn.Module, names: list[str] | None = None, seed: int = 0, **options: object) -> dict[str, Tensor]:
-    return initial_tensors(model, list(named_tensors(model)) if names is None else names, seed=seed, device=CPU, **options)  # type: ignore[arg-type]
+    return initial_tensors(model, list(named_tensors(model)) if names is None else names, seed=seed, device=lambda _: CPU, **options)  # type: ignore[arg-type]
 
 
 def on_meta(build: object, *arguments: object) -> nn.Module:
