@@ -43,11 +43,11 @@ bench: $(VENV)/installed
 $(VENV)/installed: setup.cfg pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet "$(TORCH)"
-	$(BIN)/python -m pip install --quiet -e .
+	$(BIN)/python -m pip install --quiet --config-settings editable_mode=compat -e .
 	touch $@
 
 $(VENV)/installed_tests: $(VENV)/installed
-	$(BIN)/python -m pip install --quiet -e ".[test]"
+	$(BIN)/python -m pip install --quiet --config-settings editable_mode=compat -e ".[test]"
 	touch $@
 
 clean:

@@ -47,9 +47,42 @@ def local_profile(local_rank: int, ranks_on_host: int) -> DeviceProfile:
     Args:
         local_rank: from 0, on this host.
         ranks_on_host: how many ranks share this host.
+
+    Raises:
+        ClusterError: NVML is there but a GPU does not answer; or the torch that is installed has no kernels for this one.
     """
     found = _usable_gpus()
-    return _profile(in_cuda_order(found) if found else (), local_rank, ranks_on_host)
+    found = in_cuda_order(found) if found else ()
+    if found:
+        check_kernels(found[local_rank % len(found)])
+    return _profile(found, local_rank, ranks_on_host)
+
+
+def check_kernels(gpu: Gpu) -> None:
+    """Finds that the torch that is installed cannot run on a GPU: it was built for newer ones, or for older ones without PTX.
+
+    Raises:
+        ClusterError: so it is.
+    """
+    import torch
+
+    built_for = torch.cuda.get_arch_list()
+    if gpu.capability is None or not built_for or any(_runs_on(each, gpu.capability) for each in built_for):
+        return
+    major, minor = gpu.capability
+    raise ClusterError(
+        f"torch {torch.__version__} has no kernels for {gpu.name} (compute capability {major}.{minor}; built for {', '.join(built_for)})",
+        hint="install a build of torch for this GPU: for V100 (7.0) one for CUDA 12.6; or hide the GPU with CUDA_VISIBLE_DEVICES",
+    )
+
+
+def _runs_on(built_for: str, capability: tuple[int, int]) -> bool:
+    """Whether kernels run on a GPU: machine code (``sm_75``) within its generation, PTX (``compute_75``) on all later ones too."""
+    form, _, number = built_for.partition("_")
+    if not number.isdecimal():  # sm_90a: of that GPU alone
+        return number[:-1] == f"{capability[0]}{capability[1]}"
+    built = divmod(int(number), 10)
+    return built <= capability and (form == "compute" or built[0] == capability[0])
 
 
 def _usable_gpus() -> tuple[Gpu, ...]:
@@ -97,6 +130,7 @@ class Gpu:
         memory: bytes in all.
         flops: peak float32 FLOP/s, from cores and clock; 0 if NVML does not tell.
         bandwidth: bytes per second of its memory, from bus width and clock; 0 if NVML does not tell.
+        capability: CUDA's compute capability; None if NVML does not tell.
     """
 
     uuid: str
@@ -104,6 +138,7 @@ class Gpu:
     memory: int
     flops: float = 0.0
     bandwidth: float = 0.0
+    capability: tuple[int, int] | None = None
 
 
 def gpus(environment: Mapping[str, str] = os.environ) -> tuple[Gpu, ...]:
@@ -170,15 +205,18 @@ def _named(nvml: Any, handles: list[Any], entry: str) -> Any:
 def _read(nvml: Any, handle: Any) -> Gpu:
     memory = int(nvml.nvmlDeviceGetMemoryInfo(handle).total)
     uuid, name = _text(nvml.nvmlDeviceGetUUID(handle)), name_of(nvml, handle)
+    capability = None
     try:
+        major, minor = nvml.nvmlDeviceGetCudaComputeCapability(handle)
+        capability = int(major), int(minor)
         cores = nvml.nvmlDeviceGetNumGpuCores(handle)
         core_clock = nvml.nvmlDeviceGetMaxClockInfo(handle, nvml.NVML_CLOCK_SM) * MEGAHERTZ
         bus_bytes = nvml.nvmlDeviceGetMemoryBusWidth(handle) / 8
         memory_clock = nvml.nvmlDeviceGetMaxClockInfo(handle, nvml.NVML_CLOCK_MEM) * MEGAHERTZ
     except nvml.NVMLError:  # an old driver, or a slice of a GPU
-        return Gpu(uuid, name, memory)
+        return Gpu(uuid, name, memory, capability=capability)
     # A multiply-add per core and cycle; two transfers per cycle of the memory's clock.
-    return Gpu(uuid, name, memory, 2 * cores * core_clock, 2 * bus_bytes * memory_clock)
+    return Gpu(uuid, name, memory, 2 * cores * core_clock, 2 * bus_bytes * memory_clock, capability)
 
 
 def name_of(nvml: Any, handle: Any) -> str:

@@ -58,6 +58,9 @@ class Nvml:
     def nvmlDeviceGetMemoryInfo(self, handle: int) -> SimpleNamespace:
         return SimpleNamespace(total=(handle + 1) * 2**30)
 
+    def nvmlDeviceGetCudaComputeCapability(self, handle: int) -> list[int]:
+        return [7, 0] if "V100" in self.names[handle] else [7, 5]
+
     def nvmlDeviceGetNumGpuCores(self, handle: int) -> int:
         if not self.details:
             raise NVMLError("not supported")
@@ -135,6 +138,30 @@ def test_an_unknown_gpu_that_nvml_cannot_describe(monkeypatch: pytest.MonkeyPatc
     with pytest.raises(ClusterError, match="nothing is known of device model 'Brand New'") as caught:
         devices_at_hand(1)
     assert "cluster file" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("built_for", "runs"),
+    [
+        (["sm_75", "sm_80"], False),
+        (["sm_70", "sm_80"], True),
+        (["sm_60"], False),
+        (["compute_60"], True),
+        (["compute_75"], False),
+        (["sm_70a"], True),
+        (["sm_90a"], False),
+        ([], True),
+    ],
+)
+def test_a_gpu_for_which_torch_has_no_kernels(monkeypatch: pytest.MonkeyPatch, built_for: list[str], runs: bool) -> None:
+    play(monkeypatch, Nvml(["Tesla V100-SXM2-32GB"]))
+    monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: built_for)
+    if runs:
+        assert local_profile(0, 1).model == "V100-32GB"
+        return
+    with pytest.raises(ClusterError, match=r"no kernels for Tesla V100-SXM2-32GB \(compute capability 7\.0; built for ") as caught:
+        local_profile(0, 1)
+    assert "CUDA 12.6" in str(caught.value) and devices_at_hand().devices[0].model == "V100-32GB", "it can be planned for"
 
 
 @pytest.mark.parametrize("why", ["no driver", "no library", "hidden", "torch without CUDA"])
