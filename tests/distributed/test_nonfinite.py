@@ -57,6 +57,6 @@ def spoil(rank: int, num_ranks: int, scopes: Scopes, num_micro_batch: int) -> tu
 def test_the_ranks_are_named(world: World, scopes: Scopes, num_micro_batch: int) -> None:
     who = "0" if scopes == "split" else "1"  # of a split group one rank counts the loss
     for rank, (said, is_kept, told) in enumerate(world.run(spoil, scopes, num_micro_batch, num_ranks=2)):
-        assert said == f"the loss of a step is a finite number (step 2: nan, on rank {who}; the weights are those before it)"
+        assert said == f"the loss is nan at step 2 on rank {who}; the update was not applied"
         assert is_kept
         assert told == ([f"step 2 is left out: its loss is nan on rank {who}, the norm of its gradients nan"] if rank == 0 else [])

@@ -309,7 +309,7 @@ class Runtime:
             RuntimeFault: it has.
         """
         if not self._workers:
-            raise RuntimeFault("an engine steps, evaluates and predicts until it is closed (close() was called)")
+            raise RuntimeFault("the engine is closed")
 
     def close(self) -> None:
         """Gives back process groups and lets go of the state; no step can follow. Other runtimes are not touched."""

@@ -6,6 +6,7 @@ Of the user's settings, and their division of the model, each is taken out in tu
 from __future__ import annotations
 
 import math
+import re
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -65,8 +66,8 @@ def failure(
     if not remedies.missing:
         return _nothing(free, remedies.lineups)
     return PlanError(
-        f"a plan fits in memory (weights, gradients and optimizer state alone are {format_bytes(remedies.missing)} more than "
-        "the devices of any replica hold)",
+        f"out of memory: weights, gradients and optimizer state alone are {format_bytes(remedies.missing)} more than "
+        "the devices of any replica hold",
         hint=hint,
     )
 
@@ -80,7 +81,7 @@ def commonest(faults: Sequence[WhaleError]) -> WhaleError:
 
 def _rule(fault: WhaleError) -> str:
     """A message without its values."""
-    return fault.message.partition(" (")[0]
+    return re.split(r" \(|: | on ", fault.message)[0]
 
 
 def _missing(strategy: Strategy, nearest: MemoryShortage, space: OpenSpace) -> int:

@@ -23,7 +23,7 @@ _GRAIN = 25
 
 Found = dict[int, tuple[Plan, StepEstimate]]
 
-_STATES = (("0", "none"), ("2", "none"), ("3", "none"), ("3", "optimizer"))
+_STATES = (("0", "none"), ("2", "none"), ("3", "none"), ("3", "optimizer"), ("3", "optimizer+parameters"))
 """``memory.zero`` and ``memory.offload``, from what takes the most memory of devices to what takes the least."""
 
 

@@ -138,7 +138,7 @@ def test_advice_from_measured_times(tmp_path: Path) -> None:
 
 def test_where_nothing_fits_it_says_what_would() -> None:
     found = advised(made([[(1e9, 100_000)]], network=1e9))
-    assert found.found is None and "fits in memory" in found.fault
+    assert found.found is None and "out of memory" in found.fault
     more, memory = found.advice
     assert more.says.startswith("one more 1e+09 in host h0: ")
     assert memory.value is not None and memory.beside == 100_000 < memory.value

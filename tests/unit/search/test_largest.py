@@ -36,8 +36,8 @@ def test_the_deepest_is_within_one_part_in_25(limit: int) -> None:
 
 
 def test_states_that_settings_leave_open() -> None:
-    assert open_states(Config()) == (("0", "none"), ("2", "none"), ("3", "none"), ("3", "optimizer"))
-    assert open_states(Config({"memory.zero": "2"})) == (("2", "none"), ("2", "optimizer"))
+    assert open_states(Config()) == (("0", "none"), ("2", "none"), ("3", "none"), ("3", "optimizer"), ("3", "optimizer+parameters"))
+    assert open_states(Config({"memory.zero": "2"})) == (("2", "none"), ("2", "optimizer"), ("2", "optimizer+parameters"))
     assert open_states(Config({"memory.offload": "none"})) == (("0", "none"), ("2", "none"), ("3", "none"))
     assert open_states(Config({"memory.zero": "0", "memory.offload": "optimizer"})) == (("0", "optimizer"),)
 

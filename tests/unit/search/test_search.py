@@ -259,7 +259,7 @@ def test_effort_is_a_limit_where_nothing_fits(monkeypatch: pytest.MonkeyPatch) -
 
     def refused(self: Seater, strategy: Strategy) -> Draft:
         seen.append(strategy)
-        raise shortage("a plan fits in memory", 1, ())
+        raise shortage("out of memory", 1, ())
 
     monkeypatch.setattr(Seater, "realize", refused)
     with pytest.raises(MemoryShortage):

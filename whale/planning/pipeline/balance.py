@@ -106,7 +106,7 @@ def divide_units(num_units: int, curves: Sequence[Curve]) -> tuple[int, ...]:
         worst = max(range(len(curves)), key=lambda i: float(curves[i].excess[sizes[i]]))
         short = int(np.ceil(curves[worst].excess[sizes[worst]]))
         place = curves[worst].place or f"worker {worst}"
-        raise shortage(f"a division fits in memory ({format_bytes(short)}, {short} bytes, short on {place})", short, sizes)
+        raise shortage(f"out of memory: no division fits, {place} is {format_bytes(short)} ({short} bytes) short", short, sizes)
     return _give_out(num_units, [curve.seconds for curve in curves], minimums, bounds)
 
 

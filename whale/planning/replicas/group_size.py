@@ -77,7 +77,7 @@ def _explain(size: int, wanted: int, exposed: dict[int, float], best: Solution, 
     if size == wanted:
         bound = "gradient synchronisation" if size > min(exposed) else "the pipeline's depth"
     else:
-        bound = "memory" if any("fits in memory" in remark for remark in remarks) else "the step's time"
+        bound = "memory" if any("out of memory" in remark for remark in remarks) else "the step's time"
     others = remarks or [f"{other}: {format_seconds(exposed[other])} exposed" for other in exposed if other != size][:1]
     return Choice(
         "scheduling",

@@ -230,7 +230,7 @@ def check_room(placement: Placement, solvers: Sequence[Solver], num_rows: int) -
             known[key] = most_rows(solver.prices, solver.pipeline, placed)
         most += known[key]
     if most < num_rows:
-        raise shortage(f"a plan fits in memory (rows without recomputation: {most} at most, the batch has {num_rows})", 0, ())
+        raise shortage(f"out of memory: without recomputation {most} rows fit at most, the batch has {num_rows}", 0, ())
 
 
 def solve_together(
@@ -342,7 +342,7 @@ def _divide(num_rows: int, models: Sequence[ReplicaModel], weights: Sequence[int
     sizes = divide(num_rows, weights, [curve.minimum for curve in curves])
     short, place = max((float(curve.excess[size]), curve.place) for curve, size in zip(curves, sizes, strict=True))
     if short > 0:
-        raise shortage(f"rows by weight fit in memory ({format_bytes(int(np.ceil(short)))} short on {place})", int(np.ceil(short)), sizes)
+        raise shortage(f"out of memory: rows by weight leave {place} {format_bytes(int(np.ceil(short)))} short", int(np.ceil(short)), sizes)
     return sizes
 
 
@@ -371,10 +371,10 @@ def _name_shortages(prices: Prices, models: Sequence[ReplicaModel], error: Memor
         has = prices.capacity(names[0])
         place = f"stage {', '.join(map(str, stages))} on {names[0]}" + (f" and {len(names) - 1} like it" if len(names) > 1 else "")
         lines.append(
-            f"{place} needs {format_bytes(has + short)} for {counted(num_rows, 'row')} and may use {format_bytes(has)}: "
+            f"{place} needs {format_bytes(has + short)} for {counted(num_rows, 'row')}, {format_bytes(has)} usable: "
             f"{format_bytes(short)} ({short} bytes) short"
         )
-    return shortage("a plan fits in memory: " + "; ".join(lines), error.num_bytes, error.sizes) if lines else error
+    return shortage("out of memory: " + "; ".join(lines), error.num_bytes, error.sizes) if lines else error
 
 
 def _solution(

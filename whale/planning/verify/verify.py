@@ -334,8 +334,8 @@ def host_faults(step: StepEstimate, cluster: Cluster) -> Iterator[PlanError]:
 def memory_fault(each: DeviceEstimate, short: int) -> PlanError:
     """What is said of a device that is so many bytes short."""
     return PlanError(
-        f"a plan fits in memory ({each.name} needs {format_bytes(each.capacity + short)} and may use {format_bytes(each.capacity)}: "
-        f"{format_bytes(short)} short; {each.peak})",
+        f"out of memory on {each.name}: the plan needs {format_bytes(each.capacity + short)}, {format_bytes(each.capacity)} usable: "
+        f"{format_bytes(short)} short ({each.peak})",
         hint="more micro-batches (pipeline.num_micro_batch), fewer rows, or other devices",
     )
 

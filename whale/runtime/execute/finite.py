@@ -69,7 +69,7 @@ class LossWatch:
             RuntimeFault: it is infinite or no number.
         """
         if loss.device.type == "cpu":
-            self._check(step_number, account, float(loss), "the weights are those before it")
+            self._check(step_number, account, float(loss), "the update was not applied")
         elif loss.device.type == "cuda":
             self._copied.append((step_number, account, HostCopy.of(loss)))
             self.settle(NUM_STEPS_AHEAD)
@@ -82,7 +82,7 @@ class LossWatch:
         """
         while len(self._copied) > num_left:
             step_number, account, loss = self._copied.popleft()
-            self._check(step_number, account, loss.read(), "it has gone into the weights since: load a checkpoint")
+            self._check(step_number, account, loss.read(), "it has gone into the weights since, load a checkpoint")
 
     def forget(self) -> None:
         """Looks no more at the losses of weights that have been replaced."""
@@ -97,6 +97,6 @@ class LossWatch:
     def _check(self, step_number: int, account: LossAccount, loss: float, kept: str) -> None:
         if not math.isfinite(loss):
             raise RuntimeFault(
-                f"the loss of a step is a finite number (step {step_number + 1}: {loss}, {self.ranks_of(account)}; {kept})",
+                f"the loss is {loss} at step {step_number + 1} {self.ranks_of(account)}; {kept}",
                 hint="lower the learning rate, or set gradient.clip_norm; gradient.skip_nonfinite leaves out such steps, with a warning",
             )

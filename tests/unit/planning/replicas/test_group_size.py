@@ -68,7 +68,7 @@ def test_memory_bounds_the_group() -> None:
     plan = make_plan(chain(8, width=128), two_hosts(1e6, memory=max(by_device.values())), config, rows=4096)
     assert plan.pipelines[0].group_size is not None and plan.pipelines[0].group_size < 16
     choice = next(choice for choice in plan.choices if choice.subject == "group size")
-    assert choice.bound == "memory" and "fits in memory" in choice.runner_up
+    assert choice.bound == "memory" and "out of memory" in choice.runner_up
 
 
 def test_a_given_size_is_kept() -> None:

@@ -68,12 +68,12 @@ def test_a_plan_that_does_not_fit_joined_stays_apart(monkeypatch: pytest.MonkeyP
     def refuse(step: object, cluster: object) -> None:
         asked.append(step)
         if len(asked) == 1:
-            raise PlanError("a plan fits in memory")
+            raise PlanError("out of memory")
 
     monkeypatch.setattr("whale.planning.plan.refuse_overfull", refuse)
     plan = plan_of(graph_of("softmax"))
     assert len(plan.replicas) == 2 and mixed_apart(plan, graph_of("softmax"))
-    assert said_apart(plan) == "a plan fits in memory"
+    assert said_apart(plan) == "out of memory"
 
 
 def said_apart(plan: Plan) -> str:

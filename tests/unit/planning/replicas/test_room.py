@@ -47,7 +47,7 @@ def test_no_plan_without_recomputation_holds_more_rows(memory: list[int], num_st
 def test_where_the_estimate_finds_more_than_the_closed_form_the_plan_computes_more_again() -> None:
     graph, there = chain(6), tight([6_000, 6_000])
     config = Config({"pipeline.num_stages": 2, "pipeline.num_micro_batch": 4})
-    with pytest.raises(Refused, match=r"h/0 needs 5.50 KiB and may use 5.27 KiB: 232 B short"):
+    with pytest.raises(Refused, match=r"h/0: the plan needs 5.50 KiB, 5.27 KiB usable: 232 B short"):
         make_plan(graph, there, config, rows=32)
     plan = make_plan(graph, there, config.with_values({"recompute.policy": "auto"}), rows=32)
     assert any(stage.recomputed for replica in plan.replicas for stage in replica.stages)

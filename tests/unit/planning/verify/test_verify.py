@@ -132,6 +132,6 @@ def test_no_plan_is_over_its_share_of_a_device() -> None:
 
 def test_a_plan_for_larger_memories_is_refused() -> None:
     small = cluster((1e9, 1e9), memory=1024)
-    with pytest.raises(PlanError, match=r"(?s)fits in memory \(h0/0 needs .* and may use 921 B: .* short; .*optimizer"):
+    with pytest.raises(PlanError, match=r"(?s)out of memory on h0/0: the plan needs .*, 921 B usable: .* short \(.*optimizer"):
         verify(PLAN, GRAPH, small)
     verify(PLAN, GRAPH, small, costs=Costs(memory_fraction=100.0))
