@@ -316,10 +316,12 @@ class Engine:
             if sys.exception() is None:  # else the others may be elsewhere
                 self._finish_saving()
         finally:
-            self.runtime.close()
-            self._log.close()
-            if self._tracing is not None:
-                self._tracing.close()
+            try:
+                self.runtime.close()
+            finally:
+                self._log.close()
+                if self._tracing is not None:
+                    self._tracing.close()
 
     # ---- state -----------------------------------------------------------------------------------------------
 

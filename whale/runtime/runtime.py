@@ -214,7 +214,7 @@ class Runtime:
         With ``communication.defer_weights`` it ends when that is on its way: the next step waits for each bucket where it reads it.
         """
         if self._publishing is not None:
-            with self.status.reporting(), self.watch.waiting("weights"):
+            with self.status.reporting():
                 self._publishing.publish()
 
     def arrive(self) -> None:
@@ -313,8 +313,13 @@ class Runtime:
 
     def close(self) -> None:
         """Gives back process groups and lets go of the state; no step can follow. Other runtimes are not touched."""
-        if sys.exception() is None:  # else the others may be elsewhere
-            self.arrive()
+        try:
+            if sys.exception() is None:  # else the others may be elsewhere
+                self.arrive()
+        finally:
+            self._let_go()
+
+    def _let_go(self) -> None:
         for worker in self._workers.values():
             worker.close()
         self._workers.clear()

@@ -102,26 +102,35 @@ class GatheredWeights:
 
     @contextmanager
     def run(self, visits: Visits) -> Iterator[None]:
-        """Inside of it what no visit gathers is there."""
-        for number in visits.throughout:
-            self._start(number)
-            if len(self._under_way) == NUM_AT_ONCE:
-                self._arrive(next(iter(self._under_way)))
-        for number in [*self._under_way]:
-            self._arrive(number)
-        self._throughout = frozenset(visits.throughout)
-        yield
-        self._throughout = frozenset()
-        self._drop(visits.throughout)
-        self._copies.finish()  # what they read is written by whoever has it
+        """Inside of it what no visit gathers is there. After an error nothing is: the next run may be with other weights."""
+        try:
+            for number in visits.throughout:
+                self._start(number)
+                if len(self._under_way) == NUM_AT_ONCE:
+                    self._arrive(next(iter(self._under_way)))
+            for number in [*self._under_way]:
+                self._arrive(number)
+            self._throughout = frozenset(visits.throughout)
+            yield
+            self._drop(visits.throughout)
+        except BaseException:
+            for place in (place for parcel in self._parcels.values() for place in parcel.taken):
+                place.held.untyped_storage().resize_(0)
+            for left in (self._under_way, self._here, self._users):
+                left.clear()
+            raise
+        finally:
+            self._order, self._throughout = (), frozenset()
+            self._copies.finish()  # what they read is written by whoever has it
 
     @contextmanager
     def visit(self, order: Sequence[int], *, backward: bool) -> Iterator[None]:
         """One pass through a stage that gathers these buckets, in this order."""
         self._order, self._num_started, self._is_backward = tuple(order), 0, backward
         yield
-        while self._num_started < len(self._order):
-            self._start_next()
+        for number in self._order[self._num_started :]:
+            if self._parcels[number].plan.is_shared_out:  # others wait for this rank's part
+                self._start(number)
         for number in [*self._under_way]:
             self._arrive(number)
         self._drop(self._order)

@@ -310,7 +310,8 @@ class GradientSync:
         self._watch.summed(bucket.number)
         if bucket.sent is not None:
             bucket.flat.copy_(bucket.sent)
-            self._copies.still_read(bucket.sent)
+            if bucket.leaves_device:
+                self._copies.still_read(bucket.sent)
             bucket.sent = None
         for slot in bucket.apart:
             if slot.index is not None:
@@ -321,7 +322,8 @@ class GradientSync:
             if not self._num_coming[parameter] and parameter in self._collected:
                 self._collected[parameter].collect(self._copies)
         if bucket.is_let_go:
-            self._copies.still_read(bucket.flat)
+            if bucket.leaves_device:
+                self._copies.still_read(bucket.flat)
             bucket.flat = None
 
     def abandon(self) -> None:

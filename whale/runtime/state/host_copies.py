@@ -81,4 +81,4 @@ class HostCopies:
 def pinned(tensor: Tensor, device: torch.device) -> Tensor:
     """A tensor of the host's memory, where a GPU copies from it in memory that stays where it is."""
     is_read_by_gpu = device.type == "cuda" and tensor.device.type == "cpu"
-    return tensor.pin_memory(device) if is_read_by_gpu and not tensor.is_pinned() else tensor
+    return tensor.pin_memory() if is_read_by_gpu and not tensor.is_pinned() else tensor

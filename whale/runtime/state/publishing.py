@@ -185,7 +185,7 @@ class Publishing:
         watch: told when each bucket of those begins and ends.
 
     Attributes:
-        numbers: per parameter that others keep, the buckets of those that bring it.
+        numbers: per parameter that others keep, and that is waited for by who reads it, the buckets that bring it.
     """
 
     def __init__(
@@ -216,7 +216,7 @@ class Publishing:
         self._parcels = [parcel_of(bucket, holdings, rank, world_ranks, tensors) for bucket in own_buckets]
         self.numbers: dict[str, tuple[int, ...]] = {}
         for number, parcel in enumerate(self._parcels):
-            if self._flats[number] is not None and parcel.taken:
+            if defers and self._flats[number] is not None and parcel.taken:
                 self.numbers |= dict.fromkeys(parcel.plan.names, (number,))
         state_of = holdings.plan.state_of
         shared = {name for each in self._parcels for name in each.plan.names}
@@ -250,10 +250,15 @@ class Publishing:
     def publish(self) -> None:
         """Makes what ops read equal to what the optimizer has made, on all owners; what is deferred is on its way then."""
         self.arrive()
-        with self._copies.beside():
-            for held, own in self._copied:
-                held.copy_(own, non_blocking=True)
-        self._copies.finish()
+        for held, own in self._copied:
+            if held.device == own.device:
+                held.copy_(own)
+        if any(held.device != own.device for held, own in self._copied):
+            with self._copies.beside():
+                for held, own in self._copied:
+                    if held.device != own.device:
+                        held.copy_(own, non_blocking=True)
+            self._copies.arrive(self._copies.mark())
         under_way: list[tuple[Parcel, Tensor, list[Launched | None]]] = []
         for number, (parcel, flat) in enumerate(zip(self._parcels, self._flats, strict=True)):
             if flat is not None:
@@ -283,10 +288,12 @@ class Publishing:
     def arrive(self) -> None:
         """Waits for all that is on its way: somebody is about to read weights, or to write them."""
         self.need([*self._under_way])
+        self._copies.finish()
 
     def _take(self, parcel: Parcel, flat: Tensor, works: Sequence[Launched | None]) -> None:
-        for work in works:
-            self._waits.wait(work, "publishing weights", parcel.ranks)
+        with self._watch.waiting("weights"):
+            for work in works:
+                self._waits.wait(work, "publishing weights", parcel.ranks)
         for place in parcel.taken:
             place.write(flat)
 
