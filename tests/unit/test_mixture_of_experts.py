@@ -141,6 +141,6 @@ def test_the_page_shows_the_plan_of_the_example(capsys: pytest.CaptureFixture[st
     shown = " ".join(capsys.readouterr().out.split())
     figures = [*re.findall(r"%einsum_\d.*?(forward all-to-all \S+ MiB, backward all-to-all \S+ MiB)", page)]
     figures += re.findall(r"\S+ MiB per device and micro-batch|through whole tensors: \S+ MiB|(?<=`)cut batch [^`]+(?=`)", page)
-    assert len(figures) == 5
+    assert len(figures) == 4
     for figure in (*figures, *re.findall(r"stage \d -> stage \d: .*? \(\S+ MiB\)", page)):
         assert figure in shown, figure
