@@ -114,6 +114,7 @@ class GatheredWeights:
             yield
             self._drop(visits.throughout)
         except BaseException:
+            self._copies.finish()  # they write to what is let go
             for place in (place for parcel in self._parcels.values() for place in parcel.taken):
                 place.held.untyped_storage().resize_(0)
             for left in (self._under_way, self._here, self._users):

@@ -208,11 +208,13 @@ class Publishing:
         own_buckets = [bucket for bucket in buckets if rank in bucket.owners]
         self._flats = [_read_in_place(bucket, holdings, rank, tensors, kept) for bucket in own_buckets]
         self._under_way: dict[int, list[Launched | None]] = {}  # of those in which ops read
-        self._copied: list[tuple[Tensor, Tensor]] = []
+        self._cast: list[tuple[Tensor, Tensor]] = []
+        self._brought: list[tuple[Tensor, Tensor]] = []  # from the host
         for name, own in kept.items():
             if holdings.plan.state_of(name).is_copied:
                 held, index = tensors[name].detach(), holdings.kept_index(name, rank)
-                self._copied.append((parts[name] if name in parts else held if index is None else part(held, index), own.detach()))
+                read = parts[name] if name in parts else held if index is None else part(held, index)
+                (self._cast if read.device == own.device else self._brought).append((read, own.detach()))
         self._parcels = [parcel_of(bucket, holdings, rank, world_ranks, tensors) for bucket in own_buckets]
         self.numbers: dict[str, tuple[int, ...]] = {}
         for number, parcel in enumerate(self._parcels):
@@ -250,14 +252,12 @@ class Publishing:
     def publish(self) -> None:
         """Makes what ops read equal to what the optimizer has made, on all owners; what is deferred is on its way then."""
         self.arrive()
-        for held, own in self._copied:
-            if held.device == own.device:
-                held.copy_(own)
-        if any(held.device != own.device for held, own in self._copied):
+        for held, own in self._cast:
+            held.copy_(own)
+        if self._brought:
             with self._copies.beside():
-                for held, own in self._copied:
-                    if held.device != own.device:
-                        held.copy_(own, non_blocking=True)
+                for held, own in self._brought:
+                    held.copy_(own, non_blocking=True)
             self._copies.arrive(self._copies.mark())
         under_way: list[tuple[Parcel, Tensor, list[Launched | None]]] = []
         for number, (parcel, flat) in enumerate(zip(self._parcels, self._flats, strict=True)):
