@@ -145,9 +145,9 @@ class Engine:
         if not math.isfinite(scale):
             raise ConfigError(f"engine.update(scale=) takes a finite number (got {scale})")
         accumulated = self._waiting()
-        update(self.runtime, self.state, accumulated, scale)
+        loss = update(self.runtime, self.state, accumulated, scale)
         self._accumulated = None
-        self._stepped(accumulated.loss * scale, accumulated.num_rows)
+        self._stepped(loss, accumulated.num_rows)
         self._rest()
 
     @all_ranks

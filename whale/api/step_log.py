@@ -12,7 +12,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TextIO
 
@@ -56,8 +56,7 @@ class StepFigures:
     @property
     def json(self) -> str:
         """One line; what is not known is left out."""
-        found = {name: getattr(self, name) for name in self.__slots__}
-        return json.dumps({name: value for name, value in found.items() if name in ("step", "loss") or value not in (None, ())})
+        return json.dumps({name: value for name, value in asdict(self).items() if name == "loss" or value not in (None, ())})
 
     def __str__(self) -> str:
         words = [f"step {self.step}", f"loss {'not finite' if self.loss is None else f'{self.loss:.4g}'}"]

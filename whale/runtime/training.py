@@ -109,7 +109,7 @@ def forward_backward(
     return loss, Accumulated(before.loss + loss, step.account, before.buffers, before.num_batches + 1, batch.num_rows)
 
 
-def update(runtime: Runtime, state: EngineState, accumulated: Accumulated, factor: float = 1.0) -> None:
+def update(runtime: Runtime, state: EngineState, accumulated: Accumulated, factor: float = 1.0) -> torch.Tensor:
     """Scales and clips the gradients that the optimizer's parameters have, and applies them.
 
     Args:
@@ -118,10 +118,15 @@ def update(runtime: Runtime, state: EngineState, accumulated: Accumulated, facto
         accumulated: by `forward_backward`.
         factor: on the gradients.
 
+    Returns:
+        The loss that they are of: the sum over the batches, times the factor.
+
     Raises:
         RuntimeFault: a peer died or a wait outlasted its limit; or loss or gradients are not finite at the least loss scale.
     """
+    loss = accumulated.loss
     if factor != 1.0:
+        loss = loss * factor
         scale(torch.tensor(factor, dtype=torch.float64), state.kept.values())
     with runtime.status.reporting():
         norm = None if runtime.clipping is None else runtime.clipping.clip()
@@ -132,10 +137,11 @@ def update(runtime: Runtime, state: EngineState, accumulated: Accumulated, facto
     runtime.status.set("STEP")
     runtime.watch.begin(Action(Kind.STEP))
     with runtime.status.reporting():
-        state.advance(accumulated.loss * factor if factor != 1.0 else accumulated.loss, applies=applies)
+        state.advance(loss, applies=applies)
         if applies:
             runtime.publish()
     runtime.watch.end()
+    return loss
 
 
 def _is_fit(runtime: Runtime, state: EngineState, accumulated: Accumulated, norm: torch.Tensor | None) -> bool:
