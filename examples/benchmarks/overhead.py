@@ -144,15 +144,15 @@ CASES: dict[str, tuple[int, Callable[[argparse.Namespace], tuple[Step, Step]]]] 
 }
 
 
-def measure(ours: Step, peer: Step, options: argparse.Namespace) -> Result:
+def measure(ours: Step, peer: Step, options: argparse.Namespace, tolerance: float = 1e-3) -> Result:
     """What `compared` says of two sides that have trained alike."""
     for _ in range(options.warmup):
         first, second = ours(), peer()
-    check_equal(first, second)
+    check_equal(first, second, tolerance)
     return compared(ours, peer, options.steps, options.pairs)
 
 
-def check_equal(ours: object, peer: object, tolerance: float = 1e-3) -> None:
+def check_equal(ours: object, peer: object, tolerance: float) -> None:
     """The two sides have trained alike: a comparison of different work would say nothing."""
     shares: list[float | None] = [float(peer) if isinstance(peer, Tensor) else None]
     if dist.is_initialized():

@@ -36,8 +36,8 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from gpt import loss_fn
-from overhead import OPTIMIZER, Step, check_equal, loop_step, make_model, own_rows, whale_step
-from ranks import Result, compared, line, on_ranks
+from overhead import OPTIMIZER, Step, loop_step, make_model, measure, own_rows, whale_step
+from ranks import Result, line, on_ranks
 
 from whale.units import format_bytes
 
@@ -83,10 +83,7 @@ def given_early_or_late(case: str, options: argparse.Namespace) -> Result:
     stages, more = DEFERRED[case][1:]
     config = {"memory.zero": "1", "communication.bucket_bytes": BUCKET_BYTES, **more, **STEADY}
     ours, peer = (whale_step(options, stages, {**config, "communication.defer_weights": defers}) for defers in (True, False))
-    for _ in range(options.warmup):
-        first, second = ours(), peer()
-    check_equal(first, second, 0.0)
-    return compared(ours, peer, options.steps, options.pairs)
+    return measure(ours, peer, options, 0.0)
 
 
 BUCKET_BYTES = 2**19
@@ -109,10 +106,7 @@ CASES: dict[str, tuple[Make, Make]] = {
 def run_case(case: str, options: argparse.Namespace) -> Result:
     """The times of both sides, which have trained alike."""
     ours, peer = (make(options) for make in CASES[case])
-    for _ in range(options.warmup):
-        first, second = ours(), peer()
-    check_equal(first, second, 1e-3 if case.startswith("zero") else 2e-2)
-    return compared(ours, peer, options.steps, options.pairs)
+    return measure(ours, peer, options, 1e-3 if case.startswith("zero") else 2e-2)
 
 
 def peak_bytes(case: str, side: int, options: argparse.Namespace) -> int:
