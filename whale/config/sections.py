@@ -66,6 +66,9 @@ class MemorySettings:
         "passes; auto: of these what does not fit, where nothing fits otherwise",
         choices=("none", "optimizer", "optimizer+parameters", "activations", "auto"),
     )
+    offload_as_needed: bool = key(
+        False, "of what `memory.offload` names only what does not fit on devices is kept on the host, as with auto; false: all of it"
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,25 +24,25 @@ MAX_ROUNDS = 3
 def with_estimate(plan: Plan, prices: Prices) -> tuple[Plan, StepEstimate]:
     """The plan with the time of its step and the figures of its stages, and where they are from.
 
-    Where state is shared out and equal parts do not fit, parts follow free memory. Where what does not fit is kept on hosts, and no more,
-    the plan is for all of that on hosts, and what fits is brought back.
+    Where state is shared out and equal parts do not fit, parts follow free memory. Where no more is kept on hosts than does not fit on
+    devices, the plan is for all of that on hosts, and what fits is brought back.
     """
     step = estimate_with(prices, plan)
     if prices.costs.zero and any(each.peak.total > each.capacity for each in step.devices):
         plan = replace(plan, keeper_shares=_by_free_memory(plan, step))
         step = estimate_with(prices, plan)
-    if prices.costs.offload == "auto":
-        plan, step = with_less_on_hosts(plan, step, prices)
+    if prices.costs.brings_back:
+        plan, step = _with_less_on_hosts(plan, step, prices)
     return with_figures(plan, step), step
 
 
-def with_less_on_hosts(plan: Plan, step: StepEstimate, prices: Prices) -> tuple[Plan, StepEstimate]:
+def _with_less_on_hosts(plan: Plan, step: StepEstimate, prices: Prices) -> tuple[Plan, StepEstimate]:
     """The plan with as much back on devices as fits; as it is where it does not fit itself.
 
     Of parameters what ops read comes back first, then what the optimizer keeps, the largest first; activations stage by stage.
 
     Args:
-        plan: verified, but for memory.
+        plan: nothing but its memory may be wrong.
         step: its estimate.
         prices: of its graph on its cluster.
     """

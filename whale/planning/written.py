@@ -27,10 +27,10 @@ from whale.ir.profile import model_fingerprint
 from whale.planning.annotations.taskgraphs import Annotations, read_scopes, task_graphs
 from whale.planning.explain.choices import explain_step
 from whale.planning.pipeline.scheduling import recomputed_stages, smallest_group
-from whale.planning.pricing import with_figures, with_less_on_hosts
+from whale.planning.pricing import with_estimate
 from whale.planning.structure.stages import find_batch_axes, parts_of
 from whale.planning.structure.structure import analyse
-from whale.planning.verify.verify import needs_axes, shape_faults, verify
+from whale.planning.verify.verify import check, memory_faults, needs_axes, shape_faults
 from whale.schedules import placement
 
 __all__ = ["state_plan", "write_plan"]
@@ -78,14 +78,14 @@ def state_plan(graph: ModelGraph, cluster: Cluster, config: Config, rows: int | 
     )
     plan = bare if shape_faults(bare) else _with_rows(bare, prices)
     try:
-        step = verify(plan, graph, cluster, prices.axes if needs_axes(plan) else None, costs=prices.costs)
+        check(plan, graph, cluster, prices.axes if needs_axes(plan) else None)
+        plan, step = with_estimate(plan, prices)
+        raise_faults(list(memory_faults(step, cluster)))
     except PlanError as fault:  # it may have a line of the model; where that plan is written comes behind it
         where = first.at() if fault.where is None else f"{fault.where}, in the plan at {first.at()}"
         raise PlanError(fault.message, where=where, hint=fault.hint) from None
-    if prices.costs.offload == "auto":
-        plan, step = with_less_on_hosts(plan, step, prices)
     written = Choice("plan", "everything", "as it is written", bound=f"the written plan at {first.at()}")
-    return replace(with_figures(plan, step), choices=(written, *explain_step(step))), step
+    return replace(plan, choices=(written, *explain_step(step))), step
 
 
 def _other_models(graph: ModelGraph, config: Config) -> Iterator[WhaleError]:

@@ -16,7 +16,6 @@ from whale.config import Config, read_plan
 from whale.config.keys import range_of
 from whale.errors import BatchError, ConfigError, PlanError, WhaleError
 from whale.estimate import Costs, StepEstimate
-from whale.estimate.prices.prices import Prices
 from whale.ir.cluster import Cluster
 from whale.ir.graph import ModelGraph
 from whale.ir.plan import Choice, Plan, states_of
@@ -24,7 +23,7 @@ from whale.ir.serialization import decode, read_json
 from whale.planning.explain.choices import explain_step
 from whale.planning.pipeline.balance import MemoryShortage
 from whale.planning.plan import plan_and_estimate
-from whale.planning.pricing import with_figures, with_less_on_hosts
+from whale.planning.pricing import with_figures
 from whale.planning.verify.verify import verify
 from whale.search.failure import with_blame
 from whale.search.freedom import pin_of
@@ -75,11 +74,8 @@ def decide(
                     return plan_and_estimate(graph, cluster, config, rows=rows)
                 return _searched(graph, cluster, config, rows, runner_up, tell)
 
-            def less(found: Planned, config: Config) -> Planned:
-                return _with_less_on_hosts(found, Prices(graph, cluster, Costs.for_model(config, graph, cluster)))
-
             compares = runner_up is None and config.planning.objective == "step_time" and config.planning.batch_rows is None
-            return with_states(config, len(cluster.devices), under, less, may_compare=compares)
+            return with_states(config, len(cluster.devices), under, may_compare=compares)
 
         try:
             return planned(graph, settings)
@@ -151,17 +147,10 @@ def _check_asked(pin: str, config: Config, runner_up: int | None) -> None:
         raise ConfigError(f"{asked} needs a search, and what is set leaves none: {pin}", hint="take it out, or what needs the search")
 
 
-def _with_less_on_hosts(found: Planned, prices: Prices) -> Planned:
-    """The plan with less on hosts, where less fits, and with what its step takes then."""
-    plan, step = with_less_on_hosts(*found, prices)
-    return _explained_anew(plan, step), step
-
-
 def with_states(
     config: Config,
     num_devices: int,
     planned: Callable[[Config], Planned],
-    less: Callable[[Planned, Config], Planned] = lambda found, _: found,
     *,
     may_compare: bool,
 ) -> Planned:
@@ -177,13 +166,13 @@ def with_states(
         config: settings; ``memory.zero`` and ``memory.offload`` may be ``auto``.
         num_devices: of the cluster.
         planned: makes the plan of settings that leave neither open.
-        less: brings back from hosts what fits on devices, under these settings.
         may_compare: whether a plan that fits may give way to a faster one that shares out more.
 
     Raises:
         PlanError: nothing fits; with the figures of the state that takes least.
     """
-    zero, offload = config.memory.zero, config.memory.offload
+    zero, is_open = config.memory.zero, config.memory.offload == "auto"
+    as_needed = is_open or config.memory.offload_as_needed
     levels = ("0", "2", "3") if zero == "auto" and num_devices > 1 else ("0" if zero == "auto" else zero,)
     lacking: PlanError | None = None
 
@@ -194,23 +183,21 @@ def with_states(
         for level in levels:
             if found is not None and level == "3":
                 break
-            own = config.with_values({"memory.zero": level, "memory.offload": home})
+            own = config.with_values({"memory.zero": level, "memory.offload": home, "memory.offload_as_needed": as_needed})
             try:
                 other = planned(own)
             except PlanError as fault:
                 lacking = fault
                 continue
-            if offload == "auto" and home in ("activations", "optimizer+parameters"):
-                other = less(other, own)
             if found is None:
                 found = other if lacking is None else _because(other, level, home, "nothing fits otherwise")
             elif other[1].step_seconds < found[1].step_seconds:
                 found = _because(other, level, home, f"{format_seconds(found[1].step_seconds)} where nothing is shared out")
-            if not may_compare or not (home == "auto" or _computes_again(found[0], config)):
+            if not may_compare or not ((is_open and home == "optimizer") or _computes_again(found[0], config)):
                 break
         return found
 
-    for homes in (("none",), ("auto", "activations"), ("optimizer+parameters",)) if offload == "auto" else ((offload,),):
+    for homes in (("none",), ("optimizer", "activations"), ("optimizer+parameters",)) if is_open else ((config.memory.offload,),):
         best: Planned | None = None
         for home in homes:
             found = at_home(home) if best is None or may_compare else None
@@ -229,7 +216,7 @@ def _because(planned: Planned, zero: str, offload: str, reason: str) -> Planned:
     stages = [stage.offloads for replica in plan.replicas for stage in replica.stages]
     there = f" ({homes.count('host')} of {counted(len(homes), 'parameter')} on hosts"
     part = {
-        "auto": f"{there})",
+        "optimizer": f"{there})",
         "activations": f" (of {sum(stages)} of {counted(len(stages), 'stage')})",
         "optimizer+parameters": f"{there}, {reads.count('host')} as ops read them)",
     }.get(offload, "")

@@ -134,6 +134,17 @@ def test_a_written_plan_keeps_no_more_on_hosts_than_does_not_fit() -> None:
     assert [each.on_host for each in step.devices] == [2 * WEIGHTS] and "everything" in {each.subject for each in plan.choices}
 
 
+@pytest.mark.parametrize("offload", ["optimizer", "auto"])
+def test_a_host_has_room_for_what_is_left_there(offload: str) -> None:
+    written = {"stages": [{"devices": ["h/0"], "ops": ["layer0 .. loss"]}]}
+    asked = {"offload": offload, "offload_as_needed": True}
+    for settings in (REPLICAS, REPLICAS | {"replicas": [written]}):
+        _, step = decide(None, layers(), of_memories(3.2, host=2.1), Config(settings | {"memory": asked}), rows=4)
+        assert [each.on_host for each in step.devices] == [2 * WEIGHTS]
+        with pytest.raises(PlanError, match=r"out of memory on host h: a plan keeps 128.00 KiB there"):
+            decide(None, layers(), of_memories(3.2, host=1.9), Config(settings | {"memory": asked}), rows=4)
+
+
 def test_a_host_without_the_memory_is_an_error() -> None:
     planned(of_memories(9, 9, host=8), memory={"zero": 0, "offload": "optimizer"})
     with pytest.raises(PlanError, match=r"out of memory on host h: a plan keeps 512.00 KiB there, 505.60 KiB usable"):
@@ -146,7 +157,7 @@ def test_weights_live_on_hosts_where_what_the_optimizer_keeps_is_not_all() -> No
         planned(on, memory={"offload": "optimizer"}, **SMALL_BUCKETS)
     whole, all_there = planned(on, memory={"offload": "optimizer+parameters"}, **SMALL_BUCKETS)
     assert "compute and optimizer form: float32, sharding stage, home host" in str(whole) and all_there.devices[0].on_host == 4 * WEIGHTS
-    plan, step = planned(on, memory={"offload": "auto"}, **SMALL_BUCKETS)
+    plan, step = planned(of_memories(1.8), memory={"offload": "auto"}, **SMALL_BUCKETS)
     homes = [plan.state_of(f"layer{index}.weight").compute.home for index in range(NUM_LAYERS)]
     assert 0 < homes.count("host") < NUM_LAYERS, "no more than does not fit"
     assert f"(4 of 4 parameters on hosts, {homes.count('host')} as ops read them)" in plan.choices[0].decision

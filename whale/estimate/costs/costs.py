@@ -12,7 +12,7 @@ from whale.ir.cluster import Cluster, Device
 from whale.ir.graph import ModelGraph
 from whale.ir.profile import read_profile
 
-_ON_HOST = {"optimizer": ("optimizer",), "auto": ("optimizer",), "optimizer+parameters": ("optimizer", "compute")}
+_ON_HOST = {"optimizer": ("optimizer",), "optimizer+parameters": ("optimizer", "compute")}
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +33,8 @@ class Costs:
         allows_tf32: whether float32 matrix products run in TensorFloat-32 where the device has it.
         zero: stage of ZeRO: from 1 on the optimizer form of parameters is shared out among their owners, from 2 on the gradient form too.
         offload: ``optimizer`` where the optimizer form of parameters lives on the host, ``optimizer+parameters`` where what ops read
-            does too, ``auto`` where the optimizer form of as few of them does as fits, ``activations`` where what is kept for backward
-            passes does.
+            does too, ``activations`` where what is kept for backward passes does.
+        brings_back: whether as much of that is back on devices as fits.
         host_bandwidth: bytes per second of the memory of a host, which its devices share; a starting value, 40 % of eight channels of
             DDR4-3200.
         sum_dtype: type in which gradients are summed; None for their own.
@@ -55,6 +55,7 @@ class Costs:
     optimizer_states: int = 2
     zero: int = 0
     offload: str = "none"
+    brings_back: bool = False
     host_bandwidth: float = 80e9
     sum_dtype: str | None = None
     feeds_back: bool = False
@@ -84,6 +85,7 @@ class Costs:
             optimizer_states=config.memory.optimizer_states,
             zero=int(config.memory.zero) if config.memory.zero != "auto" else 0,
             offload=config.memory.offload,
+            brings_back=config.memory.offload_as_needed,
             sum_dtype=None if dtype == "own" else HALVES.get(dtype, dtype),
             feeds_back=config.gradient.error_feedback,
             bucket_bytes=config.communication.bucket_bytes,

@@ -128,6 +128,18 @@ def verify(
     Raises:
         PlanError: naming everything that is wrong with it.
     """
+    axes = check(plan, graph, cluster, axes)
+    found = estimate(plan, graph, cluster, costs, axes=axes) if step is None else step
+    raise_faults(list(memory_faults(found, cluster)))
+    return found
+
+
+def check(plan: Plan, graph: ModelGraph, cluster: Cluster, axes: Axes | None = None) -> Axes | None:
+    """Checks all of a plan but its memory, and returns the axes of the graph where that took them; the arguments are those of `verify`.
+
+    Raises:
+        PlanError: naming everything that is wrong with it.
+    """
     faults: list[WhaleError] = []
     if plan.model != graph.fingerprint:
         faults.append(PlanError(f"a plan is for one model (plan: {plan.model}, model: {graph.fingerprint})"))
@@ -153,9 +165,7 @@ def verify(
     faults += update_faults(graph, plan.replicas)
     faults += crossing_faults(graph, plan.replicas, dict(plan.batch_axes))
     raise_faults(faults)
-    found = estimate(plan, graph, cluster, costs, axes=axes) if step is None else step
-    raise_faults(list(memory_faults(found, cluster)))
-    return found
+    return axes
 
 
 def needs_axes(plan: Plan) -> bool:
