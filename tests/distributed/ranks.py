@@ -203,11 +203,13 @@ def _be_rank(job: Job, number: int, pipe: Connection) -> None:
 
 def _in_group(number: int, job: Job) -> Any:
     """Runs the job's function inside the process group of its ranks."""
+    import torch
     import torch.distributed as dist
 
     from tests.captures import at_hand
     from tests.distributed.rendezvous import launches_wait
 
+    torch.set_num_threads(1)  # makes the pool anew that did not survive the fork, before two threads would at once
     size = str(job.num_ranks)
     os.environ.update(RANK=str(number), WORLD_SIZE=size, LOCAL_RANK=str(number), LOCAL_WORLD_SIZE=size)
     store = dist.FileStore(f"{job.path}.store", job.num_ranks)

@@ -383,7 +383,7 @@ def _line(node: fx.Node) -> SourceLine | None:
     return line_of_stack_trace(node.meta.get("stack_trace"))
 
 
-TESTED = ("2.13",)
+TESTED = ("2.11", "2.13")
 """Minor versions that all tests were run with."""
 
 

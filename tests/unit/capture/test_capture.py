@@ -168,7 +168,8 @@ def test_inner_autocast_is_written_out_as_casts() -> None:
 
 def test_recurrent_module_and_constants() -> None:
     def recurrent(m: Net, x: Tensor) -> Tensor:
-        return m.lstm(x.unsqueeze(1))[0] * torch.tensor([1.0, 2.0, 3.0]) * table
+        output, (last, _) = m.lstm(x.unsqueeze(1))
+        return output * torch.tensor([1.0, 2.0, 3.0]) * table + last.transpose(0, 1)
 
     table = torch.tensor([0.5, 1.0, 2.0])
     graph = check(Net(recurrent, lstm=nn.LSTM(4, 3, batch_first=True)))

@@ -123,11 +123,17 @@ def watched() -> Iterator[None]:
                 stack.enter_context(mock.patch.object(owner, name, value))
 
         patch(torch.autograd.Function, "apply", classmethod(_guarded(apply)))
-        patch(torch.utils.checkpoint, "_checkpoint_without_reentrant_generator", _checkpointing)
+        checkpointing = [name for name in _CHECKPOINTING if hasattr(torch.utils.checkpoint, name)]
+        assert checkpointing, "torch's checkpoints would not be seen"
+        patch(torch.utils.checkpoint, checkpointing[0], _checkpointing)
         patch(nn.Module, "_apply", _converted)
         for name in ("register_hook", "register_post_accumulate_grad_hook"):
             patch(torch.Tensor, name, _refuse_hook)
         yield
+
+
+_CHECKPOINTING = ("_checkpoint_without_reentrant_generator_impl", "_checkpoint_without_reentrant_generator")
+"""What stands around a checkpointed function: the first of those that there are, from torch 2.14 on and before."""
 
 
 @contextlib.contextmanager

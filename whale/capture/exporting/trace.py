@@ -8,14 +8,16 @@ from __future__ import annotations
 import contextlib
 import inspect
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 from unittest import mock
 
 import torch
 import torch.fx.traceback
 from torch import Tensor, nn
+from torch._decomp import decompositions
 from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import Dim, ExportedProgram
@@ -140,6 +142,7 @@ def _surroundings(model: nn.Module, mode: Mode, fake: Faker, fake_mode: FakeTens
 
     with (
         mock.patch.object(TracerBase, "_filter_traceback_frames", frames),  # torch keeps none of a loss function
+        mock.patch.object(decompositions, "one_layer_lstm", _one_layer_lstm),
         training_flags(model, mode),
         fake_tensors(model, fake),
         tracing(TracingContext(fake_mode)),
@@ -154,6 +157,15 @@ def _surroundings(model: nn.Module, mode: Mode, fake: Faker, fake_mode: FakeTens
         mock.patch.object(torch.cuda, "is_bf16_supported", return_value=True),
     ):
         yield
+
+
+_torchs_lstm: Any = decompositions.one_layer_lstm
+
+
+def _one_layer_lstm(inp: Tensor, hidden: Sequence[Tensor], *args: Any, **kwargs: Any) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """What tells the shapes of an LSTM. Up to torch 2.12 its last states have a dimension more than those that it is given."""
+    made, states = _torchs_lstm(inp, hidden, *args, **kwargs)
+    return made, tuple(state.reshape(given.shape) for state, given in zip(states, hidden, strict=True))
 
 
 @contextlib.contextmanager
