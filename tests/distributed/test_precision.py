@@ -85,7 +85,7 @@ class Case:
         zero: which forms are shared out among owners.
         keeps: layer whose parameters are read in float32; "" for none.
         offload: what lives on hosts.
-        sums: ``own``, or ``bf16`` or ``fed back`` where gradients are rounded to be summed.
+        sums: ``own``, or ``bf16`` or ``fed back`` where gradients are rounded to be summed, ``accumulated`` where they are in bf16 at all.
     """
 
     names: tuple[str, ...]
@@ -106,7 +106,9 @@ class Case:
             "communication.bucket_bytes": 200,
             "memory.optimizer_states": 1 if self.optimizer == "sgd" else 2,
         }
-        if self.sums != "own":
+        if self.sums == "accumulated":
+            memory |= {"gradient.dtype": "bf16"}
+        elif self.sums != "own":
             memory |= {"gradient.sum_dtype": "bf16", "gradient.error_feedback": self.sums == "fed back"}
         dtype = {f"{self.keeps}.*": "float32", "*": self.dtype} if self.keeps else self.dtype
         return {"precision.dtype": dtype, **memory, "gradient.clip_norm": self.clip, "planning.search": "off", **PLANS[self.plan]}
@@ -172,6 +174,7 @@ def eager(case: Case, pieces: Any) -> tuple[list[float], dict[str, Tensor]]:
     """The same with autocast and a scaled loss in a plain loop."""
     model, losses, scale = Excluding(case.names, case.keeps), [], 2.0**16 if case.dtype == "fp16" else 1.0
     optimizer = OPTIMIZERS[case.optimizer](model.parameters())
+    accumulated = torch.bfloat16 if case.sums == "accumulated" else torch.float32
     lost: dict[tuple[int, str], Tensor] = {}
     for step in range(3):
         batch, total = make_batch(step), 0.0
@@ -181,6 +184,8 @@ def eager(case: Case, pieces: Any) -> tuple[list[float], dict[str, Tensor]]:
         for place, start, stop, is_last in (
             (place, *rows, rows == replica[-1]) for place, replica in enumerate(pieces) for rows in replica
         ):
+            for parameter in model.parameters():
+                parameter.grad_dtype = accumulated
             with torch.autocast("cpu", DTYPES[case.dtype]):
                 logits = model(batch["x"][start:stop])
                 each = F.cross_entropy(logits.flatten(0, 1), batch["labels"][start:stop].flatten(), reduction="none").float().sum()
@@ -189,7 +194,7 @@ def eager(case: Case, pieces: Any) -> tuple[list[float], dict[str, Tensor]]:
             for name, parameter in model.named_parameters() if is_last else ():  # replicas sum what each has accumulated
                 if parameter.grad is not None:
                     own = parameter.grad
-                    if case.sums != "own" and len(pieces) > 1:
+                    if case.sums in ("bf16", "fed back") and len(pieces) > 1:
                         whole = own + lost.get((place, name), 0.0)
                         own = whole.bfloat16()
                         if case.sums == "fed back":
@@ -197,11 +202,12 @@ def eager(case: Case, pieces: Any) -> tuple[list[float], dict[str, Tensor]]:
                     summed[name] = own if name not in summed else summed[name] + own
                     parameter.grad = None
         for name, parameter in model.named_parameters():
+            parameter.grad_dtype = torch.float32
             parameter.grad = summed[name].float() / scale if name in summed else None
         if case.clip is not None:
             torch.nn.utils.clip_grad_norm_(model.parameters(), case.clip)
         optimizer.step()
-        optimizer.zero_grad()
+        optimizer.zero_grad(set_to_none=True)
         losses.append(total)
     return losses, {name: value.detach() for name, value in model.named_parameters()}
 
@@ -214,7 +220,7 @@ cases = st.builds(
     st.sampled_from(sorted(OPTIMIZERS)),
     st.sampled_from([None, 0.5]),
     st.integers(0, 3),
-    st.sampled_from(["own", "own", "bf16", "fed back"]),
+    st.sampled_from(["own", "own", "bf16", "fed back", "accumulated"]),
     st.sampled_from(["", "", "norm", "linear"]),
     st.sampled_from(["none", "none", "optimizer", "optimizer+parameters"]),
 )
@@ -222,6 +228,7 @@ cases = st.builds(
 
 @at_most(8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(cases)
+@example(Case(("linear", "norm"), "bf16", "1f1b", "adam", sums="accumulated"))
 @example(Case(("einsum", "convolution", "convolution"), "bf16", "micro-batches", "adam", zero=3))  # views of weights, the first by far
 def test_half_precision(world: World, tmp_path: Path, case: Case) -> None:
     world.prepare(prepare, case)

@@ -93,6 +93,12 @@ class GradientSettings:
     skip_nonfinite: bool = key(
         False, "leave out steps whose loss or gradients are infinite or no number, with a warning; waits for the device in each step"
     )
+    dtype: str = key(
+        "own",
+        "type in which each device accumulates the gradients of its micro-batches; own: that of the parameter. The optimizer gets them in "
+        "the parameter's type",
+        choices=("own", "float32", "bf16", "fp16"),
+    )
     sum_dtype: str = key(
         "own",
         "type that gradients are rounded to where several devices sum them; own: that in which each accumulates them",

@@ -9,7 +9,7 @@ from whale.ir.plan import Pipeline, Plan, Replica, Stage, TaskGraph, VirtualDevi
 from whale.planning.structure.stages import assign
 from whale.planning.structure.structure import analyse
 
-DECIDING = ("pipeline.", "replicas", "recompute.", "planning.", "memory.zero", "memory.offload", "cluster.profile")
+DECIDING = ("pipeline.", "replicas", "recompute.", "planning.", "memory.zero", "memory.offload", "gradient.dtype", "cluster.profile")
 """Keys that ask for something, or may be refused, where they are set; they begin so."""
 
 PLENTY = 10

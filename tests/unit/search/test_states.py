@@ -245,14 +245,19 @@ def test_gradients_that_are_rounded_travel_in_fewer_bytes(zero: int) -> None:
         planned(on, memory={"zero": zero}, gradient={"sum_dtype": dtype, "error_feedback": feeds_back})
         for dtype, feeds_back in (("own", False), ("bf16", False), ("bf16", True))
     )
-    sent = [sum(sync.num_bytes for sync in step.devices[0].syncs) for step in (own, rounded, fed)]
+    small, accumulated = planned(on, memory={"zero": zero}, gradient={"dtype": "bf16"}, **{"pipeline.num_micro_batch": 2})
+    assert "gradients are accumulated in bfloat16" in str(small) and "accumulated" not in str(plan)
+    assert all(state.gradient and state.gradient.dtype == "bfloat16" for state in small.parameter_states)
+    sent = [sum(sync.num_bytes for sync in step.devices[0].syncs) for step in (own, rounded, fed, accumulated)]
     given = WEIGHTS if zero else 0  # of weights, after the step
-    assert sent == [WEIGHTS + given, WEIGHTS / 2 + given, WEIGHTS / 2 + given]
+    assert sent == [WEIGHTS + given, *[WEIGHTS / 2 + given] * 3]
     assert own.step_seconds > 1.3 * rounded.step_seconds and rounded.step_seconds < fed.step_seconds
     assert fed.devices[0].peak.gradients == rounded.devices[0].peak.gradients + WEIGHTS
     assert "gradients are summed in bfloat16" in str(plan)
 
 
 def test_error_feedback_of_nothing_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"none are rounded \(gradient.error_feedback: true, gradient.sum_dtype: own\)"):
+    with pytest.raises(ConfigError, match=r"none are rounded \(.*: true, gradient.sum_dtype: own, gradient.dtype: own\)"):
         planned(of_memories(9, 9), gradient={"error_feedback": True})
+    with pytest.raises(ConfigError, match=r"gradient.sum_dtype: bf16, gradient.dtype: bf16\)"):
+        planned(of_memories(9, 9), gradient={"error_feedback": True, "dtype": "bf16", "sum_dtype": "bf16"})

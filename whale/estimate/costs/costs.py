@@ -37,6 +37,7 @@ class Costs:
         brings_back: whether as much of that is back on devices as fits.
         host_bandwidth: bytes per second of the memory of a host, which its devices share; a starting value, 40 % of eight channels of
             DDR4-3200.
+        gradient_dtype: type in which gradients are accumulated; None for that of the parameter.
         sum_dtype: type in which gradients are summed; None for their own.
         feeds_back: whether what rounding to it loses is kept, and added to the next gradient.
         bucket_bytes: gradients are synchronised in buckets of about this size.
@@ -57,6 +58,7 @@ class Costs:
     offload: str = "none"
     brings_back: bool = False
     host_bandwidth: float = 80e9
+    gradient_dtype: str | None = None
     sum_dtype: str | None = None
     feeds_back: bool = False
     bucket_bytes: int = 25 * 2**20
@@ -71,13 +73,14 @@ class Costs:
         Raises:
             ConfigError: settings that contradict each other.
         """
-        dtype = config.gradient.sum_dtype
-        if config.gradient.error_feedback and dtype == "own":
+        wanted = config.gradient
+        if wanted.error_feedback and wanted.sum_dtype in ("own", wanted.dtype):
             raise ConfigError(
-                "error feedback keeps what rounding of gradients loses, and none are rounded (gradient.error_feedback: true, "
-                "gradient.sum_dtype: own)",
+                "error feedback keeps what rounding of gradients to be summed loses, and none are rounded (gradient.error_feedback: true, "
+                f"gradient.sum_dtype: {wanted.sum_dtype}, gradient.dtype: {wanted.dtype})",
                 hint="set gradient.sum_dtype to bf16 or fp16, or leave gradient.error_feedback out",
             )
+        accumulated, summed = (None if dtype == "own" else HALVES.get(dtype, dtype) for dtype in (wanted.dtype, wanted.sum_dtype))
         return Costs(
             message_seconds=config.estimate.message_seconds,
             fuses_pointwise=config.estimate.fuses_pointwise,
@@ -86,8 +89,9 @@ class Costs:
             zero=int(config.memory.zero) if config.memory.zero != "auto" else 0,
             offload=config.memory.offload,
             brings_back=config.memory.offload_as_needed,
-            sum_dtype=None if dtype == "own" else HALVES.get(dtype, dtype),
-            feeds_back=config.gradient.error_feedback,
+            gradient_dtype=accumulated,
+            sum_dtype=summed,
+            feeds_back=wanted.error_feedback,
             bucket_bytes=config.communication.bucket_bytes,
             defers_weights=config.communication.defer_weights,
             memory_fraction=config.memory.fraction,

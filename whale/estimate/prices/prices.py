@@ -334,6 +334,7 @@ class Prices:
             costs.optimizer_states,
             zero=costs.zero,
             on_host=costs.on_host,
+            gradient_dtype=costs.gradient_dtype,
             sum_dtype=costs.sum_dtype,
             feeds_back=costs.feeds_back,
         )

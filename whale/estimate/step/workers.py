@@ -267,7 +267,7 @@ class _State:
         use: of what it holds of them while gradients are there.
         stepped: of weights, of gradients, and of what the optimizer keeps beside, that a step of the optimizer reads and writes.
         apart: of the gradients that are in no bucket.
-        casts: of the gradients in the type that the optimizer takes, where that is another.
+        casts: of the gradients in the type that the optimizer takes, where that is another, beyond those in no bucket.
         stepped_there: of weights, gradients and what is kept beside, that a step on the host reads and writes.
         leaving, returning: of gradients to the host, and of weights back.
         on_host: of what lives on the host, and of the gradients that come there.
@@ -329,8 +329,9 @@ class _Held:
             moved = held.gradient, returns * num_kept * DTYPE_BYTES[state.compute.dtype]
             return *uses, 0, 0, 0, apart, 0, num_bytes * (2 + state.num_optimizer_tensors), *moved, held.on_host + num_bytes
         weights = num_bytes + (held.compute if state.is_copied else 0)
-        casts = state.gradient.dtype != state.kept.dtype and name not in self._let_go
-        return *uses, weights, held.gradient, num_bytes * state.num_optimizer_tensors, apart, num_bytes * casts, 0, 0, 0, 0
+        is_cast = state.casts_gradient and name not in self._let_go
+        casts = max(0, num_bytes - apart) if is_cast else 0  # what is apart is let go as it is cast
+        return *uses, weights, held.gradient, num_bytes * state.num_optimizer_tensors, apart, casts, 0, 0, 0, 0
 
 
 def _padding_of_pieces(buckets: Iterable[Bucket]) -> dict[int, int]:

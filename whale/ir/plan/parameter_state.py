@@ -5,7 +5,8 @@ trained                the weight  its sum                 the weight that is st
 cast by every reader   its cast    its sum, uncast         the same
 frozen, and buffers    the weight  -                       -
 
-Where the compute and the optimizer form have one type and home, elements lie in memory once. Else, and where only *keepers* among the
+Where the compute and the optimizer form have one type and home, elements lie in memory once. Else, where gradients are accumulated in
+another type than the optimizer takes, and where only *keepers* among the
 owners step a weight, the gradient is *collected* into the optimizer form when it is final, and after the step the weight is *published*
 into the compute form; or, where that is shared out too or lives on the host, brought before ops read it, and let go after.
 """
@@ -83,6 +84,11 @@ class ParameterState:
         return (self.kept.dtype, self.kept.home) != (self.compute.dtype, self.compute.home)
 
     @property
+    def casts_gradient(self) -> bool:
+        """Whether the optimizer takes gradients of another type than they are accumulated in."""
+        return self.gradient is not None and self.gradient.dtype != self.kept.dtype
+
+    @property
     def is_gathered(self) -> bool:
         """Whether what ops read is there while they read it alone: it is shared out, or lives on the host."""
         return not self.compute.is_plain
@@ -107,6 +113,7 @@ def states_of(
     optimizer: Form | None = None,
     zero: int = 0,
     on_host: Collection[str] = (),
+    gradient_dtype: str | None = None,
     sum_dtype: str | None = None,
     feeds_back: bool = False,
 ) -> tuple[ParameterState, ...]:
@@ -120,11 +127,13 @@ def states_of(
             read.
         on_host: the forms that live on the host, by name: ``optimizer``, or that and ``compute``, which is shared out then where the
             optimizer form is.
+        gradient_dtype: type in which gradients of real numbers are accumulated; None for that of the form.
         sum_dtype: type in which gradients of real numbers are summed; None for their own.
         feeds_back: whether what rounding to a type that is no wider loses is added to the next gradient.
     """
     found = _states(parameters, num_optimizer_tensors, gradient, optimizer, zero, on_host)
-    return _grouped((name, _summed_in(state, sum_dtype, feeds_back=feeds_back)) for name, state in found)
+    made = ((name, _accumulated_in(state, gradient_dtype)) for name, state in found)
+    return _grouped((name, _summed_in(state, sum_dtype, feeds_back=feeds_back)) for name, state in made)
 
 
 def brought_back(states: Iterable[ParameterState], names: Collection[str], *, compute_only: bool = False) -> tuple[ParameterState, ...]:
@@ -139,6 +148,13 @@ def brought_back(states: Iterable[ParameterState], names: Collection[str], *, co
         return replace(found, optimizer=replace(state.optimizer, home="device"))
 
     return _grouped((name, back(state, name)) for state in states for name in state.parameters)
+
+
+def _accumulated_in(state: ParameterState, dtype: str | None) -> ParameterState:
+    """The state with gradients of another type, where they are real numbers."""
+    if dtype is None or state.gradient is None or state.gradient.dtype.startswith("complex"):
+        return state
+    return replace(state, gradient=replace(state.gradient, dtype=dtype))
 
 
 def _summed_in(state: ParameterState, dtype: str | None, *, feeds_back: bool) -> ParameterState:

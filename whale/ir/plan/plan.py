@@ -323,6 +323,8 @@ class Plan:
             if not form.is_plain:
                 found.setdefault(form, {})[name] = None
         yield from (f"  {' and '.join(names)} form: {form}" for form, names in found.items())
+        for own in dict.fromkeys(state.gradient.dtype for state in self.parameter_states if state.casts_gradient and state.gradient):
+            yield f"  gradients are accumulated in {own}"
         for dtype, feeds_back in dict.fromkeys((state.sum_dtype, state.feeds_back) for state in self.parameter_states):
             if dtype is not None:
                 yield f"  gradients are summed in {dtype}" + (", with error feedback" if feeds_back else "")

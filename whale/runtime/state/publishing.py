@@ -1,7 +1,7 @@
 """From the form that ops read to the one that the optimizer steps, when a state is made; and back, after each step.
 
-in_forms   one tensor where both are equal; a view of it where they differ only in who has it; else a copy. What comes to the device before
-           ops read it has no memory there, but for the part that its keeper has
+in_forms   one tensor where both are equal; a view of it where they differ only in who has it, or in the type of their gradients; else a
+           copy. What comes to the device before ops read it has no memory there, but for the part that its keeper has
 publish    optimizer form --> compute form    cast, copied to the device, given to the other owners bucket by bucket
 
 What owners hold all of lies in the buckets themselves, and what is on its way is waited for late: by the first op of the next step that
@@ -65,6 +65,8 @@ def in_forms(
             empty = torch.empty_like(held, dtype=dtype, device=device, memory_format=torch.contiguous_format)
             own = nn.Parameter(empty, requires_grad=held.requires_grad)
             own.untyped_storage().resize_(0)
+        elif state.casts_gradient and own is found.get(name):
+            own = nn.Parameter(held.detach(), requires_grad=held.requires_grad)
         if state.gradient is not None:
             own.grad_dtype = getattr(torch, state.gradient.dtype)
         read[name] = own
@@ -162,8 +164,7 @@ def _read_in_place(
         own.data = place
         if stepped is not None and stepped is not own and not holdings.plan.state_of(slot.name).is_copied:
             index = holdings.kept_index(slot.name, rank)
-            assert index is not None, "who keeps all of what ops read steps that"
-            stepped.data = part(place, index)
+            stepped.data = place if index is None else part(place, index)
     return flat
 
 
