@@ -128,7 +128,7 @@ class DryRank:
             holdings=self.holdings,
             captured=captured,
             state=state,
-            config=self.config,
+            config=self.config.with_values({"runtime.compile": False}),
             watch=watch,
         )
         return runtime, state

@@ -177,7 +177,9 @@ class Engine:
             self._warns_of_no_optimizer = False
             warn("step computes gradients and applies none: parallelize was given no optimizer=")
         if self.state.step_number == self._first_step and self._accumulated is None:
-            with progress("taking the first step", on_first=self.runtime.roster.world.rank == 0):
+            with progress("taking the first step", on_first=self.runtime.roster.world.rank == 0) as note:
+                if self.runtime.compilation is not None:
+                    self.runtime.compilation.note = note
                 return self._train(batch, call)
         return self._train(batch, call)
 
@@ -686,3 +688,5 @@ class Engine:
     def _rest(self) -> None:
         """States that the script goes on, so that what stops it there is not laid to a wait that is over."""
         self.runtime.status.set(f"the script after step {self.state.step_number}")
+        if self.runtime.compilation is not None and self.runtime.roster.world.rank == 0 and (news := self.runtime.compilation.news()):
+            print(f"whale: {news}", file=sys.stderr, flush=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from contextvars import ContextVar
@@ -87,6 +88,7 @@ def parallelize(
 
     world, settings = _join(resolve)
     with world.all_ranks():
+        model, settings = _uncompiled(model, settings, tells=world.rank == 0)
         together(world, lambda: check_types(world.device))
         if world.rank == 0:
             warn_of_hooks(model)
@@ -108,6 +110,19 @@ def parallelize(
             state.loss_scale = LossScale() if precision is not None and precision.dtype == "float16" else None
             runtime, tracing = opening.open(roster, holdings, state)
         return Engine(modes, state, runtime, opening, tracing=tracing)
+
+
+def _uncompiled(model: nn.Module, settings: Config, *, tells: bool) -> tuple[nn.Module, Config]:
+    """The module inside what torch.compile made, and the settings by which its programs are compiled in its place."""
+    inner = getattr(model, "_orig_mod", model)
+    is_compiled = any(hasattr(each, "_orig_mod") or each._compiled_call_impl is not None for each in model.modules())
+    if is_compiled and settings.runtime.compile is None:
+        settings = settings.with_values({"runtime.compile": True})
+        if tells:
+            print("whale: the model was given through torch.compile, so its stages are compiled (runtime.compile)", file=sys.stderr)
+    elif is_compiled and not settings.runtime.compile and tells:
+        warn("the model was given through torch.compile, and runtime.compile is false: nothing is compiled")
+    return inner, settings
 
 
 _SESSION: ContextVar[Config | None] = ContextVar("whale_session", default=None)

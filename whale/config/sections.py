@@ -142,6 +142,10 @@ class RuntimeSettings:
         "steps; always: before each; off: never",
         choices=("doubling", "always", "off"),
     )
+    compile: bool | None = key(
+        None,
+        "torch.compile makes one graph of each run of ops of a stage; null: where the model was given through torch.compile, with a word",
+    )
     progress: bool = key(
         False, "bars of loaders show loss, samples and tokens per second, norm, learning rate, memory; else a line every 10 s"
     )

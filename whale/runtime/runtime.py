@@ -26,6 +26,7 @@ from whale.runtime.execute.roster import Roster
 from whale.runtime.execute.status import StatusBoard
 from whale.runtime.execute.worker import Worker
 from whale.runtime.program.captured import Captured
+from whale.runtime.program.compiled import Compilation
 from whale.runtime.program.watch import NOBODY, Watch
 from whale.runtime.state.clipping import Clipping
 from whale.runtime.state.engine_state import EngineState
@@ -58,6 +59,7 @@ class Runtime:
         roster, schedules, holdings, config, watch: as given.
         clipping: of the gradients, or their norm alone; None where no setting asks for it.
         losses: looks at the loss of each step.
+        compilation: compiles runs of ops; None where none are compiled.
     """
 
     def __init__(
@@ -90,6 +92,7 @@ class Runtime:
         self._borrowers: dict[str, dict[str, tuple[int, ...]]] = {}  # of each mode
         self._kept: dict[str, KeptBuffers] = {}
         self._last_training: Worker | None = None
+        self.compilation = Compilation({op.name: op.where for op in graph.ops}) if config.runtime.compile else None
         self.prepare("train", captured, roster.plan, schedules)
         self.losses = LossWatch(roster.world)
         self.clipping: Clipping | None = None
@@ -131,6 +134,7 @@ class Runtime:
             copies=self._copies if trains else None,
             weights=self._weights,
             publishing=self._publishing if trains else None,
+            compilation=self.compilation,
         )
         self._borrowers[mode] = borrowers
         if trains:

@@ -83,7 +83,7 @@ class Costs:
         accumulated, summed = (None if dtype == "own" else HALVES.get(dtype, dtype) for dtype in (wanted.dtype, wanted.sum_dtype))
         return Costs(
             message_seconds=config.estimate.message_seconds,
-            fuses_pointwise=config.estimate.fuses_pointwise,
+            fuses_pointwise=config.estimate.fuses_pointwise or bool(config.runtime.compile),
             allows_tf32=config.estimate.allows_tf32 or config.precision.dtype == "tf32",
             optimizer_states=config.memory.optimizer_states,
             zero=int(config.memory.zero) if config.memory.zero != "auto" else 0,

@@ -19,6 +19,7 @@ from whale.runtime.execute.roster import Seat
 from whale.runtime.execute.stage import StageRunner
 from whale.runtime.program.away import kept_on_host
 from whale.runtime.program.captured import Captured
+from whale.runtime.program.compiled import Compilation
 from whale.runtime.program.lowering import StageShards
 from whale.runtime.program.shard import Slots
 from whale.runtime.program.stage_source import StageSource
@@ -68,6 +69,7 @@ def make_stages(
     connections: Connections,
     weights: GatheredWeights | None = None,
     publishing: Publishing | None = None,
+    compilation: Compilation | None = None,
 ) -> SeatStages:
     """Makes what a seat runs.
 
@@ -85,6 +87,7 @@ def make_stages(
         connections: to the other ranks.
         weights: what is there while ops read it alone; None where nothing is.
         publishing: brings what others keep; None where nothing is deferred.
+        compilation: compiles runs of ops; None where none are compiled.
     """
     device = connections.roster.world.device
     runners, outputs = {}, {}
@@ -98,7 +101,18 @@ def make_stages(
             {} if each is None else {name: own for name, own in each.numbers.items() if name not in lacks} for each in (weights, publishing)
         )
         source = StageSource(
-            captured.graph, captured.graph_for, replica, stage, set(known), device, splits, shards, brought, awaited, connections.watch
+            captured.graph,
+            captured.graph_for,
+            replica,
+            stage,
+            set(known),
+            device,
+            splits,
+            shards,
+            brought,
+            awaited,
+            connections.watch,
+            compilation,
         )
         group = connections.split_group(stage, seat.position)
         written = written_buffers(captured.graph, frozenset(stage.ops))

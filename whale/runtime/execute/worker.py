@@ -23,6 +23,7 @@ from whale.runtime.execute.loss import LossAccount, weight_program
 from whale.runtime.execute.roll_call import Call
 from whale.runtime.execute.seat_stages import SeatStages, make_stages
 from whale.runtime.program.captured import Captured
+from whale.runtime.program.compiled import Compilation
 from whale.runtime.state.gathered import GatheredWeights
 from whale.runtime.state.gradient_sync import GradientSync
 from whale.runtime.state.holdings import Holdings
@@ -47,6 +48,7 @@ class Worker:
         copies: what this rank holds in common with others; None likewise.
         weights: what is there while ops read it alone; None where nothing is.
         publishing: brings what others keep, while its forward passes run; None where nothing is deferred.
+        compilation: compiles runs of ops; None where none are compiled.
 
     Attributes:
         plan, model: as given.
@@ -69,6 +71,7 @@ class Worker:
         copies: EqualCopies | None,
         weights: GatheredWeights | None = None,
         publishing: Publishing | None = None,
+        compilation: Compilation | None = None,
     ) -> None:
         roster = connections.roster
         self.plan, self.model, self._seat = plan, captured.graph, roster.seat
@@ -97,6 +100,7 @@ class Worker:
                 connections,
                 weights,
                 publishing,
+                compilation,
             )
             visits = {} if weights is None else visits_of(weights.buckets, captured.graph, plan, schedules)
             exchange = self._make_exchange(schedule, axes, connections)

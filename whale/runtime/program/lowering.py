@@ -19,7 +19,7 @@ from whale.runtime.program.bringing import Numbers, await_weights, bring_weights
 from whale.runtime.program.marks import NUM_DIMS, OP, num_dims_of
 from whale.runtime.program.overlap import overlap
 from whale.runtime.program.regather import keep_parts
-from whale.runtime.program.segments import with_segments
+from whale.runtime.program.segments import Rewrite, with_segments
 from whale.runtime.program.shard import GROUP, Slots, lower_shards
 from whale.runtime.program.shared_gradient import divide_gradients
 from whale.runtime.program.watch import NOBODY, Watch
@@ -65,6 +65,7 @@ def lower(
     brought: Mapping[str, Numbers] | None = None,
     awaited: Mapping[str, Numbers] | None = None,
     watch: Watch = NOBODY,
+    rewrite: Rewrite | None = None,
 ) -> StageProgram:
     """Cuts the ops of one stage out of the whole graph.
 
@@ -84,6 +85,7 @@ def lower(
         brought: per parameter that is there while ops read it alone, the buckets that bring it; the program takes first who brings them.
         awaited: per parameter that may be on its way when it is read, likewise; the program takes first who waits for them.
         watch: told when each of these segments is computed.
+        rewrite: compiles runs of its ops; None where none are compiled.
     """
     wanted, handed = set(ops), set(received)
     read = _reads(model, wanted, handed, outputs)
@@ -99,20 +101,17 @@ def lower(
         if halving is not None:
             local = overlap(local, model, halving, outputs)
     if splits_backward:
-        with local.inserting_before(next(iter(local.nodes))):
-            queue = local.placeholder(QUEUE)
+        queue = _first(local, QUEUE)
         defer_weights(local, _trainable(model, read), queue, num_dims_of)
         first = (QUEUE, *first)
     if shards is not None and segments:
         keep_parts(local, model, wanted, {name for segment in segments for name in segment})
     if brought:
-        with local.inserting_before(next(iter(local.nodes))):
-            weights = local.placeholder(BROUGHT)
+        weights = _first(local, BROUGHT)
         bring_weights(local, model, brought, weights)
         first = (BROUGHT, *first)
     if awaited:
-        with local.inserting_before(next(iter(local.nodes))):
-            weights = local.placeholder(AWAITED)
+        weights = _first(local, AWAITED)
         await_weights(local, model, awaited, weights)
         first = (AWAITED, *first)
     if not splits_backward:
@@ -121,7 +120,7 @@ def lower(
     kinds = tuple("received" if name in handed else model.by_name[name].kind for name in read)
     keys = tuple(model.by_name[name].target if kind in ("parameter", "buffer") else name for name, kind in zip(read, kinds, strict=True))
     return StageProgram(
-        module=with_segments(local, segments, random, watch),
+        module=with_segments(local, segments, random, watch, rewrite),
         inputs=(*first, *read),
         outputs=tuple(outputs),
         kinds=(*first, *kinds),
@@ -155,6 +154,12 @@ class StageShards:
     def divides_rows(self) -> bool:
         """Whether the batch is among the axes that are cut: then a program serves one number of rows only."""
         return any(shard.axis == BATCH for shard in self.shards)
+
+
+def _first(graph: fx.Graph, name: str) -> fx.Node:
+    """A new placeholder, before all others."""
+    with graph.inserting_before(next(iter(graph.nodes))):
+        return graph.placeholder(name)
 
 
 def _copy(

@@ -11,7 +11,7 @@ the forward that is computed again.
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from torch import fx, nn
@@ -19,6 +19,9 @@ from torch.utils.checkpoint import checkpoint
 
 from whale.runtime.program.marks import op_of
 from whale.runtime.program.watch import NOBODY, Watch
+
+Rewrite = Callable[[fx.Graph, nn.Module, Collection[str]], None]
+"""Changes a graph in place, and gives its modules to the module that holds them; told which ops draw random numbers."""
 
 
 class Recomputed(nn.Module):
@@ -29,22 +32,29 @@ class Recomputed(nn.Module):
         is_random: whether it draws random numbers, which are then the same both times.
         name: of the segment.
         watch: told each time that it is computed.
+        stops_early: whether it stops where nothing is kept any more, by an exception; compiled runs let none through.
     """
 
-    def __init__(self, module: fx.GraphModule, *, is_random: bool, name: str, watch: Watch) -> None:
+    def __init__(self, module: fx.GraphModule, *, is_random: bool, name: str, watch: Watch, stops_early: bool) -> None:
         super().__init__()
-        self.module, self.is_random = module, is_random
+        self.module, self.is_random, self._stops_early = module, is_random, stops_early
         self._name, self._watch = name, watch
 
     def forward(self, *inputs: Any) -> Any:
-        return checkpoint(self._compute, *inputs, use_reentrant=False, preserve_rng_state=self.is_random)
+        return checkpoint(self._compute, *inputs, use_reentrant=False, preserve_rng_state=self.is_random, early_stop=self._stops_early)
 
     def _compute(self, *inputs: Any) -> Any:
         with self._watch.segment(self._name):
             return self.module(*inputs)
 
 
-def with_segments(graph: fx.Graph, segments: Sequence[Sequence[str]], random: Collection[str], watch: Watch = NOBODY) -> fx.GraphModule:
+def with_segments(
+    graph: fx.Graph,
+    segments: Sequence[Sequence[str]],
+    random: Collection[str],
+    watch: Watch = NOBODY,
+    rewrite: Rewrite | None = None,
+) -> fx.GraphModule:
     """A module that runs a stage's graph with these segments recomputed.
 
     Args:
@@ -52,6 +62,7 @@ def with_segments(graph: fx.Graph, segments: Sequence[Sequence[str]], random: Co
         segments: names of the ops of each run.
         random: ops that draw random numbers.
         watch: told when each of them is computed.
+        rewrite: compiles runs in the graph of each segment, and then of the rest; None where none are compiled.
     """
     root = nn.Module()
     for number, segment in enumerate(segments):
@@ -61,12 +72,18 @@ def with_segments(graph: fx.Graph, segments: Sequence[Sequence[str]], random: Co
         if marked:
             nodes = order[marked[0] : marked[-1] + 1]  # with what lowering put in between
             name = f"segment{number}"
-            inner, is_random = _take_out(graph, nodes, name), not names.isdisjoint(random)
-            root.add_module(name, Recomputed(inner, is_random=is_random, name=f"{segment[0]} .. {segment[-1]}", watch=watch))
+            inner, is_random = take_out(graph, nodes, name), not names.isdisjoint(random)
+            if rewrite is not None:
+                rewrite(inner.graph, inner, random)
+                inner.recompile()
+            title = f"{segment[0]} .. {segment[-1]}"
+            root.add_module(name, Recomputed(inner, is_random=is_random, name=title, watch=watch, stops_early=rewrite is None))
+    if rewrite is not None:
+        rewrite(graph, root, random)
     return fx.GraphModule(root, graph)
 
 
-def _take_out(graph: fx.Graph, nodes: Sequence[fx.Node], name: str) -> fx.GraphModule:
+def take_out(graph: fx.Graph, nodes: Sequence[fx.Node], name: str) -> fx.GraphModule:
     """Moves a run of nodes into a module, in their order, and puts a call of it in their place."""
     own = set(nodes)
     inputs = tuple(dict.fromkeys(source for node in nodes for source in node.all_input_nodes if source not in own))

@@ -1,11 +1,13 @@
 """A stage's program for any number of rows, lowered once per captured graph, and per number where the rows are cut too.
 
-A stage that computes its rows in halves has a second program, for a single row.
+A stage that computes its rows in halves has a second program, for a single row. One that is compiled has a program of fixed sizes for
+the first number of rows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 
 import torch
 from torch import fx
@@ -14,6 +16,7 @@ from whale.axes.batch import MIN_ROWS, halve_stage
 from whale.ir.graph import ModelGraph
 from whale.ir.plan import Replica, Stage
 from whale.runtime.program.bringing import Numbers
+from whale.runtime.program.compiled import Compilation, compile_runs
 from whale.runtime.program.lowering import StageProgram, StageShards, lower
 from whale.runtime.program.watch import NOBODY, Watch
 
@@ -35,6 +38,7 @@ class StageSource:
         shards: of a split stage.
         brought, awaited: as of `lower`.
         watch: told when segments are computed.
+        compilation: compiles runs of ops; None where none are compiled.
 
     Attributes:
         outputs: names that the program returns.
@@ -53,8 +57,10 @@ class StageSource:
         brought: Mapping[str, Numbers] | None = None,
         awaited: Mapping[str, Numbers] | None = None,
         watch: Watch = NOBODY,
+        compilation: Compilation | None = None,
     ) -> None:
         self._shards, self._brought, self._awaited, self._watch = shards, brought, awaited, watch
+        self._compilation, self._first = compilation, dict[fx.Graph, int]()
         self._splits_backward = splits_backward
         self._model, self._graphs, self._stage, self._device = model, graphs, stage, device
         self._received = {name for edge in replica.edges if edge.target == stage.index for name in edge.tensors}
@@ -66,13 +72,15 @@ class StageSource:
         wanted = sent | terms | weights | own_outputs
         self.outputs = tuple(op.name for op in model.ops if op.name in wanted)
         self._halving = halve_stage(model, shards.axes, replica.edges, stage) if shards is not None and stage.overlap else None
-        self._lowered: dict[tuple[fx.Graph, int, bool], StageProgram] = {}
+        self._lowered: dict[tuple[fx.Graph, int, bool, bool], StageProgram] = {}
 
     def __call__(self, num_rows: int) -> StageProgram:
         graph = self._graphs(num_rows)
         rows = num_rows if self._shards is not None and self._shards.divides_rows else 0
         halving = self._halving if num_rows >= MIN_ROWS else None
-        key = graph, rows, halving is not None
+        compilation = self._compilation
+        is_dynamic = compilation is not None and not rows and self._first.setdefault(graph, num_rows) != num_rows
+        key = graph, rows, halving is not None, is_dynamic
         program = self._lowered.get(key)
         if program is None:
             program = lower(
@@ -90,6 +98,7 @@ class StageSource:
                 brought=self._brought,
                 awaited=self._awaited,
                 watch=self._watch,
+                rewrite=None if compilation is None else partial(compile_runs, compilation=compilation, is_dynamic=is_dynamic),
             )
             self._lowered[key] = program
         return program

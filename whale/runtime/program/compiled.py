@@ -1,0 +1,316 @@
+"""Runs of ops of a stage's program that torch.compile makes one graph each; what stands between them is called as it is.
+
+    linear gelu linear | dropout | add layer_norm | exchange | linear ...
+    compiled             eager     compiled         eager      compiled
+
+What stays eager: ops that draw random numbers, whose place in the generator is part of the numbers; what exchanges, brings weights,
+puts weight gradients off or is the user's own function, none of which a graph can hold; and ops around memory that is written in place
+on both sides of one of these.
+
+The first number of rows has graphs of fixed sizes, as torch.compile makes them; all other numbers share graphs of free sizes. So a number
+of rows always runs the same graph, and a segment that is computed again keeps what it kept the first time.
+"""
+
+from __future__ import annotations
+
+import operator
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch._dynamo
+import torch._functorch.config
+from torch import fx, nn
+from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
+from torch._dynamo.utils import counters
+from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+from whale.deferred import deferred
+from whale.errors import first_few, warn
+from whale.ir.scope import SourceLine
+from whale.ir.writes import SILENT_WRITERS
+from whale.runtime.program.bringing import bring, bring_again, let_go, let_go_again
+from whale.runtime.program.marks import op_of
+from whale.runtime.program.segments import take_out
+from whale.units import counted
+
+BACKEND = "inductor"
+FEWEST = 2
+"""Ops that compute, of a run that is worth a graph."""
+
+_BETWEEN = (bring, bring_again, let_go, let_go_again)
+
+_SCALARS = ("_operator", "math")
+"""Where functions of numbers are from."""
+
+
+@dataclass(eq=False)
+class Compilation:
+    """What is compiled on a rank, and what that has taken.
+
+    Attributes:
+        where: per op, the user's line.
+        note: told what is compiled, when that begins.
+        num_runs: runs of ops that are compiled.
+        num_compiled: ops in them.
+        eager: the others, by name.
+        num_graphs: that torch has compiled.
+        num_cached: of these, those that were in its cache on disk.
+        seconds: that it has taken.
+    """
+
+    where: Mapping[str, SourceLine | None] = field(default_factory=dict)
+    note: Callable[[str], None] = lambda _: None
+    num_runs: int = 0
+    num_compiled: int = 0
+    eager: Counter[str] = field(default_factory=Counter)
+    num_graphs: int = 0
+    num_cached: int = 0
+    seconds: float = 0.0
+    _shared: dict[Any, _Graph] = field(default_factory=dict)
+    _num_told: int = 0
+
+    def news(self) -> str | None:
+        """What has been compiled, in words; None where nothing has been since it was asked last."""
+        if self.num_graphs == self._num_told:
+            return None
+        self._num_told = self.num_graphs
+        eager = [f"{count} x {name}" for name, count in self.eager.most_common()]
+        rest = f"; not compiled: {first_few(eager, 4)}" if eager else ""
+        return (
+            f"torch.compile made {counted(self.num_graphs, 'graph')} in {self.seconds:.1f} s, {self.num_cached} of them from its cache "
+            f"({cache_dir()}): {counted(self.num_runs, 'run')} of {counted(self.num_compiled, 'op')}{rest}"
+        )
+
+    def graph_of(self, run: CompiledRun, inputs: Sequence[Any]) -> _Graph:
+        """The graph of a run that is called for the first time: of runs that are alike, and are given alike tensors, there is one."""
+        key = run.is_dynamic, _code(run.module.graph), tuple(_form(value) for value in inputs)
+        if key not in self._shared:
+            self._shared[key] = _Graph(torch.compile(run.module, dynamic=run.is_dynamic, fullgraph=True, backend=self._backend(run.name)))
+        return self._shared[key]
+
+    def _backend(self, name: str) -> Callable[..., Any]:
+        compile_graph = torch._dynamo.lookup_backend(BACKEND)
+
+        def timed(module: fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
+            self.note(f"torch.compile has {name}")
+            start, hits = time.perf_counter(), counters["aot_autograd"]["autograd_cache_hit"]
+            # The backward pass too: a failure is to be found before the graph runs.
+            with torch._functorch.config.patch(force_non_lazy_backward_lowering=True):
+                made = compile_graph(module, inputs)
+            self.seconds += time.perf_counter() - start
+            self.num_graphs += 1
+            self.num_cached += counters["aot_autograd"]["autograd_cache_hit"] > hits
+            return made
+
+        return timed
+
+    def failed(self, run: CompiledRun, error: Exception) -> None:
+        """Warns that the ops of a run stay eager."""
+        first, last = run.ops
+        place = f" ({where})" if (where := self.where.get(first)) else ""
+        reason = next((line for line in str(error).splitlines() if line.strip()), "no message")
+        warn(f"torch.compile fails on %{first} .. %{last}{place}, which run eagerly: {type(error).__name__}: {reason}")
+
+
+@dataclass(eq=False)
+class _Graph:
+    """What torch.compile has made of a run; None where it could not."""
+
+    function: Callable[..., Any] | None
+
+
+class CompiledRun(nn.Module):
+    """A run of ops, compiled when it is first called.
+
+    Args:
+        module: takes the inputs and returns a tuple.
+        ops: the first and the last.
+        compilation: compiles it.
+        is_dynamic: whether sizes of what it is given may change.
+
+    Attributes:
+        module, ops, is_dynamic: as given.
+    """
+
+    def __init__(self, module: fx.GraphModule, ops: tuple[str, str], compilation: Compilation, *, is_dynamic: bool) -> None:
+        super().__init__()
+        self.module, self.ops, self.is_dynamic = module, ops, is_dynamic
+        self._compilation = compilation
+        self._graph: _Graph | None = None
+
+    @property
+    def name(self) -> str:
+        """Of the run."""
+        return f"%{self.ops[0]} .. %{self.ops[1]}"
+
+    def forward(self, *inputs: Any) -> Any:
+        graph = self._graph
+        if graph is None:
+            graph = self._graph = self._compilation.graph_of(self, inputs)
+        if graph.function is None:
+            return self.module(*inputs)
+        try:
+            return graph.function(*inputs)
+        except (torch.OutOfMemoryError, torch.AcceleratorError):
+            raise
+        except (TorchDynamoException, FailOnRecompileLimitHit) as error:
+            graph.function = None
+            found = self.module(*inputs)  # an op that fails by what it is given fails here, too
+            self._compilation.failed(self, error)
+            return found
+        except (RuntimeError, IndexError, AssertionError):
+            self.module(*inputs)  # tells which op it is
+            raise
+
+
+def compile_runs(graph: fx.Graph, root: nn.Module, random: Collection[str], *, compilation: Compilation, is_dynamic: bool) -> None:
+    """Puts calls of `CompiledRun` in place of runs of ops of a graph.
+
+    Args:
+        graph: of a stage or a segment, its nodes marked with their op's name; changed in place.
+        root: gets the runs as modules.
+        random: ops that draw random numbers.
+        compilation: compiles them.
+        is_dynamic: whether the graph serves several numbers of rows.
+    """
+    runs, left = _runs(graph, random)
+    compilation.eager += Counter(_title(node) for node in left)
+    for number, nodes in enumerate(runs):
+        name = f"compiled{number}"
+        ops = [each for node in nodes if (each := op_of(node)) is not None] or [nodes[0].name, nodes[-1].name]
+        root.add_module(name, CompiledRun(take_out(graph, nodes, name), (ops[0], ops[-1]), compilation, is_dynamic=is_dynamic))
+        compilation.num_runs += 1
+        compilation.num_compiled += sum(map(_computes, nodes))
+
+
+def _runs(graph: fx.Graph, random: Collection[str]) -> tuple[list[list[fx.Node]], list[fx.Node]]:
+    """The runs that are compiled, and the other ops that compute."""
+    calls = [node for node in graph.nodes if node.op not in ("placeholder", "output")]
+    fit = set[fx.Node]()
+    for node in calls:
+        if _is_pure(node, random) and not (node.target is operator.getitem and node.args[0] not in fit):
+            fit.add(node)
+    memory = _Memory(graph)
+    while True:
+        runs = list(_unbroken(calls, fit))
+        apart = memory.written_apart(runs)
+        if not apart & fit:
+            break
+        fit -= apart
+    found = [run for run in runs if sum(map(_computes, run)) >= FEWEST]
+    inside = {node for run in found for node in run}
+    return found, [node for node in calls if node not in inside and node.op == "call_function" and _computes(node)]
+
+
+def _unbroken(calls: Iterable[fx.Node], fit: Collection[fx.Node]) -> Iterator[list[fx.Node]]:
+    run: list[fx.Node] = []
+    for node in calls:
+        if node in fit:
+            run.append(node)
+        elif run:
+            yield run
+            run = []
+    if run:
+        yield run
+
+
+def _is_pure(node: fx.Node, random: Collection[str]) -> bool:
+    if node.op != "call_function":
+        return False
+    target, op = node.target, op_of(node)
+    if not isinstance(target, torch._ops.OpOverload):
+        return getattr(target, "__module__", None) in _SCALARS
+    draws = torch.Tag.nondeterministic_seeded in target.tags if op is None else op in random
+    return target.namespace == "aten" and not draws and not target.__name__.startswith("_assert")
+
+
+def _computes(node: fx.Node) -> bool:
+    """Whether a node computes tensors, and does not just look at them."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload):
+        return op_of(node) is not None and target not in _BETWEEN and getattr(target, "__module__", None) not in _SCALARS
+    returns = target._schema.returns
+    return bool(returns) and (returns[0].alias_info is None or returns[0].alias_info.is_write) and "Tensor" in str(returns[0].type)
+
+
+class _Memory:
+    """Whose memory nodes of a graph lie in, touch and write: more rather than less.
+
+    Args:
+        graph: of a stage or a segment.
+    """
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self._touching: dict[fx.Node, list[fx.Node]] = {}
+        self._writers: dict[fx.Node, list[fx.Node]] = {}
+        owner: dict[fx.Node, fx.Node] = {}
+        self._place = {node: place for place, node in enumerate(graph.nodes)}
+        for node in graph.nodes:
+            read = node.all_input_nodes
+            shares = node.op == "call_function" and bool(read) and _may_share(node.target)
+            owner[node] = owner[read[0]] if shares else node
+            if node.op == "output":
+                continue
+            for own in dict.fromkeys((owner[node], *(owner[source] for source in read))):
+                self._touching.setdefault(own, []).append(node)
+            for written in _written(node):
+                self._writers.setdefault(owner[written], []).append(node)
+
+    def written_apart(self, runs: Sequence[Sequence[fx.Node]]) -> set[fx.Node]:
+        """Nodes around memory that is not written in one run alone, or is touched before that."""
+        number = {node: index for index, run in enumerate(runs) for node in run}
+        found = set[fx.Node]()
+        for own, writers in self._writers.items():
+            places = {number.get(node) for node in writers}
+            (place,) = places if len(places) == 1 else (None,)
+            before = [] if place is None else [node for node in self._touching[own] if self._place[node] < self._place[runs[place][0]]]
+            if place is None or any(node.op != "placeholder" for node in before):
+                found.update(self._touching[own])
+        return found
+
+
+def _may_share(target: Any) -> bool:
+    """Whether what a function returns may lie in the memory of its first argument."""
+    if not isinstance(target, torch._ops.OpOverload):
+        return True
+    shares = any(each.alias_info is not None for each in target._schema.returns)
+    return shares or torch.Tag.maybe_aliasing_or_mutating in target.tags
+
+
+def _written(node: fx.Node) -> list[fx.Node]:
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload):
+        return []
+    if target._schema.name.removeprefix("aten::") in SILENT_WRITERS:
+        return [source for source in node.args[3:5] if isinstance(source, fx.Node)]
+    pairs = zip(target._schema.arguments, node.args, strict=False)
+    marked = [value for argument, value in pairs if argument.alias_info is not None and argument.alias_info.is_write]
+    return [source for source in marked if isinstance(source, fx.Node)]
+
+
+def _code(graph: fx.Graph) -> str:
+    """What a graph computes, whatever its nodes are called."""
+    number = {node: f"%{index}" for index, node in enumerate(graph.nodes)}
+    lines = []
+    for node in graph.nodes:
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), number.__getitem__)
+        lines.append("placeholder" if node.op == "placeholder" else f"{node.op} {node.target} {args} {kwargs}")
+    return "\n".join(lines)
+
+
+def _form(value: Any) -> Any:
+    """What a graph is made for, of something that it is given."""
+    if not isinstance(value, torch.Tensor):
+        return type(value), value
+    return value.shape, value.stride(), value.dtype, value.device, value.requires_grad, type(value)
+
+
+def _title(node: fx.Node) -> str:
+    """An op as it is told."""
+    target: Any = node.args[1] if node.target is deferred else node.target
+    name = str(getattr(target, "__name__", target)).partition(".")[0]
+    return f"{name} (weight gradient deferred)" if node.target is deferred else name
