@@ -4,15 +4,21 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 # The version that the tests are run with; where a CPU build is to be had, it must not bring the CUDA libraries.
 TORCH ?= torch==2.13.0
+# The versions of torch that `make versions` tests, each in a virtual environment of its own under VERSIONS_DIR: 5 GB where the builds have CUDA.
+VERSIONS ?= 2.11.0 2.12.0 2.13.0 2.14.0 2.15.0
+VERSIONS_DIR ?= .versions
+# What a version of torch can break.
+OF_VERSIONS := tests/gpu $(addprefix tests/unit/,axes capture runtime integrations) \
+	$(patsubst %,tests/distributed/test_%.py,law precision state_law schedules split_law random_samples)
 # Two at a time, each file by one of them, for its tests share what they capture; the small files are the last.
 SIDE_BY_SIDE := -n 2 --dist loadfile --no-loadscope-reorder
 # What is compiled, the tests too, is kept for the next process.
 export PYTHONDONTWRITEBYTECODE :=
 # One thread for each of those that run side by side, as `.ci/run` has it.
-test quick laws: export OMP_NUM_THREADS := 1
+test quick laws versions: export OMP_NUM_THREADS := 1
 DEMO_RECIPE ?= strategies/recipes/pipeline_data_parallel.yaml
 
-.PHONY: demo test quick laws lint types bench clean
+.PHONY: demo test quick laws versions lint types bench clean
 
 demo: $(VENV)/installed
 	$(BIN)/whale run --ranks 4 --recipe $(DEMO_RECIPE) examples/train_gpt.py --steps 60 --evaluate-every 30 --checkpoint checkpoints/demo
@@ -26,6 +32,18 @@ quick: $(VENV)/installed_tests
 # As many examples of each law as `.ci/run` tries, others each time.
 laws: $(VENV)/installed_tests
 	$(BIN)/python -m pytest $(SIDE_BY_SIDE) --hypothesis-profile thorough tests
+
+# All of them, also where one fails.
+versions: $(VERSIONS:%=$(VERSIONS_DIR)/%/installed)
+	@failed=; for version in $(VERSIONS); do echo "== torch $$version"; \
+		$(VERSIONS_DIR)/$$version/bin/python -m pytest $(SIDE_BY_SIDE) -m "not slow" $(OF_VERSIONS) || failed="$$failed $$version"; \
+	done; test -z "$$failed" || { echo "failed with torch$$failed"; exit 1; }
+
+$(VERSIONS_DIR)/%/installed: setup.cfg
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet "torch==$*"
+	$(@D)/bin/python -m pip install --quiet --config-settings editable_mode=compat -e ".[test]"
+	touch $@
 
 lint: $(VENV)/installed_tests
 	$(BIN)/python -m ruff check
