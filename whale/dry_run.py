@@ -331,6 +331,11 @@ def dry_run(plan: Plan, captured: Captured, config: Config) -> DryRun:
             "let go keep their tensors)",
             hint="leave out the dry run, or take memory.zero: 2 and memory.offload: optimizer",
         )
+    if any(state.gradient is not None and state.gradient.is_sparse for state in plan.parameter_states):
+        raise ConfigError(
+            "a dry run has no values, so it does not know which rows a sparse gradient has (an embedding has sparse=True)",
+            hint="leave out the dry run; the estimate counts these gradients by the lookups of the example's batch",
+        )
     holdings = Holdings.of(plan, captured.graph, discover_if_sharded(plan, captured.graph))
     ranks = DryRank(plan, schedules_of(plan), holdings, captured, config)
     return DryRun(tuple((devices, ranks.peak(plan.rank_of[devices[0]])) for devices in alike_devices(plan)))

@@ -11,6 +11,7 @@ describe   nodes become ops, without torch
 from __future__ import annotations
 
 import operator
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -186,8 +187,7 @@ def _build(
     check_memory(held, changed)
     _check_constants(flat, held, changed)
     _check_trains(graph)
-    _check_dense(graph, flat.graph)
-    return graph, _program(flat, structure, held, first)
+    return _with_sparse(graph, flat.graph), _program(flat, structure, held, first)
 
 
 def _check_patterns(held: TiedTensors, autocast: Autocast | None) -> None:
@@ -342,22 +342,42 @@ def _check_trains(graph: ModelGraph) -> None:
         )
 
 
-def _check_dense(graph: ModelGraph, nodes: fx.Graph) -> None:
-    """Refuses ops that are asked for a sparse gradient: gradients are summed, divided and applied as dense tensors."""
-    faults = []
+def _with_sparse(graph: ModelGraph, nodes: fx.Graph) -> ModelGraph:
+    """The graph with what ops are asked for that give sparse gradients, which are those of parameters that such lookups alone read."""
+    counts, faults, sparse = Counter[str](), list[WhaleError](), set[str]()
     for node in nodes.nodes if graph.mode == "train" else ():
         arguments = node.target._schema.arguments if isinstance(node.target, torch._ops.OpOverload) else ()
         given = dict(zip((each.name for each in arguments), node.args, strict=False)) | node.kwargs
         word = next((name for name in ("sparse", "sparse_grad") if given.get(name) is True), None)
-        if word is not None and (op := graph.by_name[node.name]).requires_grad:
+        if word is None or not (op := graph.by_name[node.name]).requires_grad:
+            continue
+        sparse.add(op.name)
+        table = given.get("weight")
+        read = list(graph.parameters_among([table.name])) if word == "sparse" and isinstance(table, fx.Node) else []
+        for parameter in read:
+            counts[parameter.name] += max(1, graph.by_name[given["indices"].name].outputs[0].num_elements)
+        if not read:
             faults.append(
                 CaptureError(
-                    f"gradients are dense ({op.module or op.target} asks for a sparse one: {word}=True)",
+                    "sparse gradients are of parameters that an embedding looks up "
+                    f"({op.module or op.target} asks for another: {word}=True)",
                     where=op.where,
                     hint=f"{word}=False, and an optimizer for dense gradients: torch.optim.AdamW, not SparseAdam",
                 )
             )
+    for op in graph.ops if counts else ():
+        for parameter in graph.parameters_among(op.inputs) if op.name not in sparse else ():
+            if parameter.name in counts:
+                faults.append(
+                    CaptureError(
+                        "a gradient is sparse where lookups with sparse=True alone read the parameter "
+                        f"({parameter.name}: {op.target} reads it too)",
+                        where=op.where,
+                        hint="sparse=False in the lookup, and an optimizer for dense gradients: torch.optim.AdamW, not SparseAdam",
+                    )
+                )
     raise_faults(faults)
+    return replace(graph, parameters=tuple(replace(own, num_lookups=counts[own.name]) for own in graph.parameters)) if counts else graph
 
 
 def _program(flat: Flat, structure: BatchStructure, held: TiedTensors, traced: Traced) -> CapturedProgram:

@@ -291,7 +291,11 @@ EPL_KEYS = (
     EplKey("amp.loss_scale", False, "the scale of `precision.dtype: fp16` is dynamic; `bf16` needs none"),
     EplKey("optimizer.num_apply_group", False, "PyTorch's optimizers group parameters themselves (`foreach`, `fused`)"),
     EplKey("communication.num_communicators", False, "the plan makes one communicator for each set of ranks that needs one"),
-    EplKey("communication.sparse_as_dense", False, "gradients are dense; sparse gradients are not supported"),
+    EplKey(
+        "communication.sparse_as_dense",
+        False,
+        "sparse gradients are summed as values and indices; `sparse=False` in the embedding makes them dense",
+    ),
     EplKey("communication.max_splits", False, "replaced by `communication.bucket_bytes`, the size of a gradient bucket"),
     EplKey("communication.fp16", False, "replaced by `gradient.sum_dtype: fp16`"),
     EplKey("communication.fp16_scale", False, "`precision.dtype: fp16` scales the loss, and with it what `gradient.sum_dtype` rounds"),

@@ -190,6 +190,8 @@ class Parameter:
         ties: its other names, where one tensor has several.
         scope: of one that no op reads, the scopes under which it was made.
         read_as: the type that ops read it in, where that is another: it is cast once per step, beside the program.
+        num_lookups: where its gradient is values and indices of rows, the rows that ops look up for the example's batch; 0 where it is
+            dense.
     """
 
     name: str
@@ -199,6 +201,14 @@ class Parameter:
     ties: tuple[str, ...] = ()
     scope: ScopePath = ()
     read_as: str | None = None
+    num_lookups: int = 0
+
+    @property
+    def gradient_elements(self) -> int:
+        """Of its gradient, an index of a row counted as so many elements."""
+        if not self.num_lookups:
+            return self.spec.num_elements
+        return self.num_lookups * (self.spec.num_elements // self.spec.shape[0] + -(-8 // DTYPE_BYTES[self.spec.dtype]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -343,7 +353,8 @@ class ModelGraph:
             ties = f" = {' = '.join(parameter.ties)}" if parameter.ties else ""
             frozen = "" if parameter.trainable or parameter.kind == "buffer" else " frozen"
             read_as = f" read as {parameter.read_as}" if parameter.read_as else ""
-            lines.append(f"  {parameter.kind} {parameter.name}{ties}: {parameter.spec}{frozen}{read_as}")
+            sparse = f", gradient of {counted(parameter.num_lookups, 'row')}" if parameter.num_lookups else ""
+            lines.append(f"  {parameter.kind} {parameter.name}{ties}: {parameter.spec}{frozen}{read_as}{sparse}")
         lines += [f"  {op}" for op in self.ops]
         lines += [f"  loss {t.coefficient:g} * %{t.sum}" + (f" / %{t.weight}" if t.weight else "") for t in self.loss]
         lines += [f"  output %{name}" for name in self.outputs]

@@ -42,8 +42,8 @@ Places = tuple[tuple[int, int], ...]
 """(Replica, stage) pairs."""
 
 _Key = tuple[Places, tuple[int, ...], Form, str | None, bool, str | None]
-"""Who uses slots, who owns them, their form, how they are summed, and the parameter that keepers divide; "" where they divide none, None
-where all keep all.
+"""Who uses slots, who owns them, their form, how they are summed, and the parameter that keepers divide, or whose gradient is sparse; ""
+where they divide none, None where all keep all.
 """
 
 
@@ -83,7 +83,8 @@ class Bucket:
         form: of the elements.
         owners: ranks of the plan that hold them.
         stages: that use them, by replica.
-        is_at_one_place: whether all who hold it come to it at the same place of equal schedules; else it starts when all else is done.
+        is_at_one_place: whether all who hold it come to it at the same place of equal schedules; else, and where gradients are sparse, it
+            starts when all else is done.
         sum_dtype: type that elements are rounded to to be summed; None for their own.
         feeds_back: whether each owner keeps what that loses, and adds it to what it sums next.
         is_read_in_place: whether each slot is all that its owners hold of the parameter, of a bucket that is published: ops read it there.
@@ -203,7 +204,8 @@ def plan_buckets(plan: Plan, shardings: ParameterShardings, model: ModelGraph, a
         return not bucket.is_at_one_place, -max(stage for _, stage in bucket.stages), *first
 
     def placed(bucket: Bucket) -> Bucket:
-        return replace(bucket, is_at_one_place=len({(alike[replica], stage) for replica, stage in bucket.stages}) == 1)
+        places = {(alike[replica], stage) for replica, stage in bucket.stages}
+        return replace(bucket, is_at_one_place=len(places) == 1 and not bucket.form.is_sparse)
 
     shared = [slot for name in shardings.parameters if name in shardings.keeping for slot in _slots(shardings, model, name)]
     reads = {name: state.compute for state in plan.parameter_states for name in state.parameters}
@@ -251,9 +253,11 @@ def _filled(
     growing: dict[_Key, list[BucketSlot]] = {}
     held: dict[_Key, int] = {}
     for slot, form, sum_dtype, feeds_back in slots:
-        divided = slot.name if len(slot.keepers) > 1 else "" if slot.keepers else None
+        divided = slot.name if len(slot.keepers) > 1 or form.is_sparse else "" if slot.keepers else None
         key = shardings.places(slot.name), slot.piece.owners, form, sum_dtype, feeds_back, divided
         num_elements = shardings.num_elements(model, slot.name, slot.piece.region)
+        if form.is_sparse:
+            num_elements = model.parameter_by_name[slot.name].gradient_elements
         growing.setdefault(key, []).append(replace(slot, stop=num_elements))
         held[key] = held.get(key, 0) + num_elements * DTYPE_BYTES[form.dtype]
         if held[key] >= bucket_bytes:

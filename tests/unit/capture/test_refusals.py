@@ -268,21 +268,35 @@ def sparse_gather(table: Tensor, ids: Tensor) -> Tensor:
     return torch.gather(table, 0, ids, sparse_grad=True)
 
 
+def sparse_rows_of_another(table: Tensor, ids: Tensor) -> Tensor:
+    return F.embedding(ids, table * 2, sparse=True)
+
+
+def sparse_and_dense(table: Tensor, ids: Tensor) -> Tensor:
+    return F.embedding(ids, table, sparse=True) * table.mean()
+
+
 @pytest.mark.parametrize(
-    ("look_up", "word"), [(sparse_rows, "sparse=True"), (sparse_bags, "sparse=True"), (sparse_gather, "sparse_grad=True")]
+    ("look_up", "message"),
+    [
+        (sparse_gather, r"that an embedding looks up \(.* asks for another: sparse_grad=True\)"),
+        (sparse_rows_of_another, r"that an embedding looks up \(.* asks for another: sparse=True\)"),
+        (sparse_and_dense, r"alone read the parameter \(table: aten.mean.default reads it too\)"),
+    ],
 )
-def test_a_sparse_gradient_is_refused_with_its_line(look_up: Callable[[Tensor, Tensor], Tensor], word: str) -> None:
+def test_a_sparse_gradient_is_refused_with_its_line(look_up: Callable[[Tensor, Tensor], Tensor], message: str) -> None:
     batch = {"ids": torch.randint(0, 8, (6, 4))}
     line = look_up.__code__.co_firstlineno + 1
-    with pytest.raises(CaptureError, match=rf"gradients are dense \(.* asks for a sparse one: {word}\)\n  at .*test_refusals\.py:{line}"):
+    with pytest.raises(CaptureError, match=rf"sparse .*{message}\n  at .*test_refusals\.py:{line}"):
         capture(Table(look_up), batch, lambda output, batch: output.mean())
     capture(Table(look_up, is_trained=False), batch, lambda output, batch: output.mean())
 
 
-def test_a_module_with_sparse_gradients_is_told_by_its_name() -> None:
-    model = nn.Sequential(nn.Embedding(8, 4, sparse=True), nn.Linear(4, 1))
-    with pytest.raises(CaptureError, match=r"gradients are dense \(0 asks for a sparse one: sparse=True\)"):
-        capture(model, {"input": torch.randint(0, 8, (6,))}, lambda output, batch: output.mean())
+@pytest.mark.parametrize("look_up", [sparse_rows, sparse_bags])
+def test_a_sparse_gradient_takes_what_is_looked_up(look_up: Callable[[Tensor, Tensor], Tensor]) -> None:
+    graph = capture(Table(look_up), {"ids": torch.randint(0, 8, (6, 4))}, lambda output, batch: output.mean())[0]
+    table = graph.parameter_by_name["table"]
+    assert (table.num_lookups, table.gradient_elements) == (24, 24 * (table.spec.shape[1] + 2)), "an index is as long as two elements"
 
 
 class Sharing(nn.Module):

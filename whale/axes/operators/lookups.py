@@ -72,14 +72,18 @@ def part_written(op: Op, reading: Reading) -> str:
 
 
 def embedding(op: Op, reading: Reading) -> str:
-    """``embedding``: rows of a table, looked up. Gradients scaled by frequency need all the indices."""
+    """``embedding``: rows of a table, looked up. Gradients scaled by frequency need all the indices, sparse ones are of whole tables."""
+    if argument(op, 4, "sparse", False) is True:
+        return "weight[vocabulary! hidden!] indices[...] -> [... hidden!]"
     mark = "!" if argument(op, 3, "scale_grad_by_freq", False) is True else ""
     return f"weight[(vocabulary:lookup) hidden] indices[...{mark}] -> [...{mark} hidden]"
 
 
 def bags(op: Op, reading: Reading) -> str:
-    """``embedding_bag``: where a bag ends, values in tensors tell, so bags are whole; columns are kept, but for their maximum."""
-    hidden = "hidden!" if number(argument(op, 4, "mode", 0)) == 2 else "hidden"
+    """``embedding_bag``: where a bag ends, values in tensors tell, so bags are whole; columns are kept, but for their maximum and
+    sparse gradients.
+    """
+    hidden = "hidden!" if number(argument(op, 4, "mode", 0)) == 2 or argument(op, 5, "sparse", False) is True else "hidden"
     weights = [] if reading.tensor(argument(op, 6, "per_sample_weights")) is None else [("per_sample_weights", ["words!"])]
     operands = [("weight", ["vocabulary!", hidden]), ("indices", ["words!"]), ("offsets", ["_offsets!"]), *weights]
     others = [[f"_p{index}_{place}!" for place in range(len(spec.shape))] for index, spec in enumerate(op.outputs[1:])]

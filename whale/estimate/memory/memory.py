@@ -128,7 +128,8 @@ def state_bytes(parameter: Parameter, state: ParameterState, *, training: bool =
         return StateBytes(at_home[0], 0, 0, at_home[1])
     stepped, is_there = optimizer_bytes(state, num_elements(state.kept)), state.kept.home == "host"
     on_host = at_home[1] + (stepped if is_there else 0)
-    return StateBytes(at_home[0], num_bytes(state.gradient), 0 if is_there else stepped, on_host)
+    made = parameter.gradient_elements * DTYPE_BYTES[state.gradient.dtype] if state.gradient.is_sparse else num_bytes(state.gradient)
+    return StateBytes(at_home[0], made, 0 if is_there else stepped, on_host)
 
 
 def optimizer_bytes(state: ParameterState, num_elements: int) -> int:

@@ -321,7 +321,8 @@ class Prices:
             if parameter.kind == "parameter":
                 state = self.state_of[parameter.name]
                 if state.gradient is not None:
-                    read, summed = (parameter.spec.num_elements * DTYPE_BYTES[form.dtype] for form in (state.compute, state.gradient))
+                    num_elements = parameter.gradient_elements
+                    read, summed = (num_elements * DTYPE_BYTES[form.dtype] for form in (state.compute, state.gradient))
                     found += read + 2 * summed
         return found
 
@@ -345,7 +346,7 @@ class Prices:
         own, sent = 0, 0
         for name, state in self.state_of.items():
             if state.gradient is not None and state.sent_dtype is not None:
-                num_elements = self.graph.parameter_by_name[name].spec.num_elements
+                num_elements = self.graph.parameter_by_name[name].gradient_elements
                 own += num_elements * DTYPE_BYTES[state.gradient.dtype]
                 sent += num_elements * DTYPE_BYTES[state.sent_dtype]
         return sent / own if own else 1.0

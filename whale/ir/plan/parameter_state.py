@@ -31,11 +31,13 @@ class Form:
         dtype: of its elements.
         sharding: where they lie: ``stage``: as the stages say that hold the parameter; ``owners``: shared out among all who hold it.
         home: the memory that they lie in, of the device or of its host.
+        is_sparse: of a gradient, whether it is values and indices of rows.
     """
 
     dtype: str
     sharding: Layout = "stage"
     home: Home = "device"
+    is_sparse: bool = False
 
     @property
     def is_plain(self) -> bool:
@@ -43,7 +45,7 @@ class Form:
         return self.sharding == "stage" and self.home == "device"
 
     def __str__(self) -> str:
-        return f"{self.dtype}, sharding {self.sharding}, home {self.home}"
+        return f"{self.dtype}, sharding {self.sharding}, home {self.home}" + (", sparse" if self.is_sparse else "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +126,7 @@ def states_of(
         num_optimizer_tensors: that the optimizer keeps for each trained parameter.
         gradient, optimizer: forms of all trained parameters; None where they are as the model has the parameter.
         zero: stage of ZeRO: from 1 on the optimizer form is shared out among owners, from 2 on the gradient form too, from 3 on what ops
-            read.
+            read. Parameters whose gradient is sparse are whole on each device.
         on_host: the forms that live on the host, by name: ``optimizer``, or that and ``compute``, which is shared out then where the
             optimizer form is.
         gradient_dtype: type in which gradients of real numbers are accumulated; None for that of the form.
@@ -152,14 +154,14 @@ def brought_back(states: Iterable[ParameterState], names: Collection[str], *, co
 
 def _accumulated_in(state: ParameterState, dtype: str | None) -> ParameterState:
     """The state with gradients of another type, where they are real numbers."""
-    if dtype is None or state.gradient is None or state.gradient.dtype.startswith("complex"):
+    if dtype is None or state.gradient is None or state.gradient.dtype.startswith("complex") or state.gradient.is_sparse:
         return state
     return replace(state, gradient=replace(state.gradient, dtype=dtype))
 
 
 def _summed_in(state: ParameterState, dtype: str | None, *, feeds_back: bool) -> ParameterState:
     """The state with the type that its gradients are summed in, where they are real numbers of another."""
-    own = None if state.gradient is None else state.gradient.dtype
+    own = None if state.gradient is None or state.gradient.is_sparse else state.gradient.dtype
     if dtype is None or own is None or own.startswith("complex") or own == dtype:
         return state
     return replace(state, sum_dtype=dtype, feeds_back=feeds_back and DTYPE_BYTES[dtype] <= DTYPE_BYTES[own])
@@ -189,6 +191,9 @@ def _states(
     for parameter in parameters:
         own, read = Form(parameter.spec.dtype), Form(parameter.read_as or parameter.spec.dtype)
         trains = parameter.kind == "parameter" and parameter.trainable
+        if trains and parameter.num_lookups:
+            yield parameter.name, ParameterState((), read, replace(own, is_sparse=True), own, num_optimizer_tensors)
+            continue
         if reads_there and parameter.kind == "parameter":
             read = replace(read, home="host")
         state = ParameterState((), read)

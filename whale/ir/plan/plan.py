@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from whale.errors import first_few
 from whale.ir.division import divide, divide_evenly, intervals
 from whale.ir.plan.parameter_state import Form, ParameterState
 from whale.ir.plan.stage import Stage, describe_shards
@@ -323,6 +324,8 @@ class Plan:
             if not form.is_plain:
                 found.setdefault(form, {})[name] = None
         yield from (f"  {' and '.join(names)} form: {form}" for form, names in found.items())
+        if sparse := [name for state in self.parameter_states if state.gradient and state.gradient.is_sparse for name in state.parameters]:
+            yield f"  gradients are values and indices: {first_few(sparse)}"
         for own in dict.fromkeys(state.gradient.dtype for state in self.parameter_states if state.casts_gradient and state.gradient):
             yield f"  gradients are accumulated in {own}"
         for dtype, feeds_back in dict.fromkeys((state.sum_dtype, state.feeds_back) for state in self.parameter_states):

@@ -12,7 +12,7 @@ from whale.axes import Axes
 from whale.axes.labels import label
 from whale.errors import PlanError, first_few
 from whale.ir.graph import ModelGraph
-from whale.ir.plan import BATCH, ParameterState, Plan, Replica, Shard, Stage
+from whale.ir.plan import BATCH, Form, ParameterState, Plan, Replica, Shard, Stage
 from whale.ir.writes import MemoryWrites
 
 
@@ -171,6 +171,7 @@ def state_faults(plan: Plan, graph: ModelGraph) -> Iterator[PlanError]:
         yield from _trained_faults(state, trained) if trained else ()
         yield from _fixed_faults(state, fixed) if fixed else ()
         yield from _buffer_faults(state, [name for name in state.parameters if named[name].kind != "parameter"])
+        yield from _sparse_faults(state, [name for name in trained if named[name].num_lookups], len(trained))
         yield from _form_faults(state, {named[name].read_as or named[name].spec.dtype for name in state.parameters})
 
 
@@ -180,6 +181,19 @@ def _trained_faults(state: ParameterState, trained: list[str]) -> Iterator[PlanE
         yield PlanError(
             f"what is trained has a gradient, and a form that the optimizer steps ({first_few(trained)}: {', '.join(forms)}; "
             f"{state.num_optimizer_tensors} tensors)"
+        )
+
+
+def _sparse_faults(state: ParameterState, sparse: list[str], num_trained: int) -> Iterator[PlanError]:
+    """Values and indices of rows are summed and stepped as they are, by all who hold the parameter."""
+    gradient, own = state.gradient, Form(state.compute.dtype)
+    is_whole = (state.compute, gradient, state.optimizer, state.sum_dtype) == (own, Form(own.dtype, is_sparse=True), own, None)
+    if (sparse or (gradient is not None and gradient.is_sparse)) and not (is_whole and len(sparse) == num_trained):
+        yield PlanError(
+            "a parameter whose gradient is sparse, and no other, has one that is summed and stepped as values and indices, in the "
+            f"parameter's type, whole on each device that holds it ({first_few(list(state.parameters))}, gradient: {state.gradient}, "
+            f"optimizer: {state.optimizer})",
+            hint="plan again; or sparse=False in its lookup",
         )
 
 

@@ -9,6 +9,7 @@ import torch
 from whale.runtime.program.shard.pieces import Index, on_device, part
 from whale.runtime.state.holdings import Holdings
 from whale.runtime.state.scaling import by_type, scale
+from whale.runtime.state.sparse_sums import dense_part
 from whale.runtime.state.wide import as_real
 
 
@@ -49,7 +50,8 @@ class Clipping:
 
     def norm(self) -> torch.Tensor:
         """The 2-norm over all gradients of the model, equal on every rank: 0-dim float64."""
-        counted = (as_real(p.grad if index is None else part(p.grad, index)) for p, index in self._counted if p.grad is not None)
+        own = ((dense_part(p.grad), index) for p, index in self._counted if p.grad is not None)
+        counted = (as_real(gradient if index is None else part(gradient, index)) for gradient, index in own)
         norms = [torch.zeros((), dtype=torch.float64, device=self._device)]
         for (gradients,) in by_type((gradient,) for gradient in counted):
             norms += [norm.to(self._device) for norm in torch._foreach_norm(gradients, 2, dtype=torch.float64)]

@@ -19,6 +19,7 @@ from whale.errors import ConfigError, warn
 from whale.runtime.state.joint import members_of, reads_metric
 from whale.runtime.state.optimizer_state import OptimizerState, plain_settings, read_optimizer, write_optimizer
 from whale.runtime.state.scaling import LossScale, by_type
+from whale.runtime.state.sparse_sums import added
 
 _AVERAGE = "whale_average"
 """The entry of a parameter's average beside what the optimizer keeps for it."""
@@ -108,13 +109,10 @@ class EngineState:
             self.kept[name].grad = gradient
 
     def add_gradients(self, gradients: Mapping[str, torch.Tensor]) -> None:
-        """Adds these gradients, by name, to those that the optimizer has, in place."""
+        """Adds these gradients, by name, to those that the optimizer has."""
         for name, gradient in gradients.items():
             parameter = self.kept[name]
-            if parameter.grad is None:
-                parameter.grad = gradient
-            else:
-                parameter.grad.add_(gradient)
+            parameter.grad = gradient if parameter.grad is None else added(parameter.grad, gradient)
 
     def forget_gradients(self) -> None:
         """Leaves no parameter a gradient."""

@@ -7,6 +7,8 @@ Gradients are accumulated in the buckets themselves: `p.grad` is a view of its p
 of a parameter, a gradient that another rank answers for, or one that only its keeper is left with, is made by itself and copied when
 its bucket starts. What the optimizer steps gets its gradient in the end, in its own type and memory.
 
+Gradients that are values and indices are summed each by itself, behind all others.
+
 A bucket that only keepers are left with has memory from its start until its sum has come: then they have taken it, and it is let go. So has
 what travels in a type of its own, to which gradients are rounded. `NUM_AT_ONCE` such buckets are on their way at most:
 
@@ -34,6 +36,7 @@ from whale.runtime.program.shard.pieces import Index, on_device, part, write_par
 from whale.runtime.program.watch import NOBODY, Watch
 from whale.runtime.state.holdings import Holdings
 from whale.runtime.state.host_copies import HostCopies
+from whale.runtime.state.sparse_sums import RowSum
 from whale.sharding.buckets import NUM_AT_ONCE, Bucket
 
 
@@ -125,6 +128,7 @@ class _Bucket:
     is_collected: bool = False
     leaves_device: bool = False
     works: list[Launched | None] = field(default_factory=list)
+    rows: RowSum | None = None
 
     def room(self) -> torch.Tensor:
         """The flat buffer, of zeros."""
@@ -222,6 +226,9 @@ class GradientSync:
         self._under_way: list[_Bucket] = []  # of those that have memory of their own for as long
         self._num_coming: Counter[torch.Tensor] = Counter()
         self._scale = 1.0
+        states = ((name, holdings.plan.state_of(name).gradient) for name in parameters)
+        sparse = {name for name, form in states if form is not None and form.is_sparse}
+        self._sparse_alone = [parameters[name] for name in sorted(sparse - bucketed)]
         for plan in buckets:
             if rank not in plan.owners:
                 continue
@@ -290,6 +297,8 @@ class GradientSync:
 
     def wait(self) -> None:
         """Waits until the gradients are sums over their owners, or their keepers have these."""
+        for parameter in self._sparse_alone:
+            parameter.grad = None if parameter.grad is None else parameter.grad.coalesce()
         for bucket in self._buckets:
             assert bucket.is_started, f"gradients of {bucket.plan.names} were never final"
             if not bucket.is_taken:
@@ -304,6 +313,12 @@ class GradientSync:
             self._receive(bucket)
 
     def _receive(self, bucket: _Bucket) -> None:
+        if bucket.rows is not None:
+            bucket.is_taken = True
+            self._wait(bucket)
+            bucket.rows.finish(self._groups, lambda work: self._waits.wait(work, "gradient synchronisation", bucket.ranks))
+            self._watch.summed(bucket.number)
+            return
         assert bucket.flat is not None, "a bucket that has started has memory"
         bucket.is_taken = True
         self._wait(bucket)
@@ -385,6 +400,12 @@ class GradientSync:
 
     def _start(self, bucket: _Bucket) -> None:
         bucket.is_started = True
+        if bucket.rows is not None:
+            counts = bucket.rows.start(self._groups)
+            bucket.works.append(counts)
+            if counts is not None:
+                self._watch.summing(bucket.number, bucket.stages, bucket.ranks, bucket.rows.counts, counts)
+            return
         if bucket.is_let_go or bucket.is_collected or bucket.plan.sum_dtype is not None:
             if len(self._under_way) == NUM_AT_ONCE:
                 self._take(self._under_way.pop(0))
@@ -413,6 +434,7 @@ def _make_bucket(
     number: int,
 ) -> _Bucket:
     stays, slots = plan.form.sharding == "stage", list[_Slot]()
+    in_place = stays and not plan.form.is_sparse
     for slot in plan.slots:
         parameter = parameters[slot.name]
         index = holdings.index(slot.name, slot.piece.region, holdings.held(slot.name, rank))
@@ -420,10 +442,13 @@ def _make_bucket(
         if index is not None:
             index = on_device(index, parameter.device)
         adds = rank in slot.piece.contributors
-        slots.append(_Slot(parameter, index, shape, slot.start, slot.stop, adds, accumulates=stays and adds and index is None))
+        slots.append(_Slot(parameter, index, shape, slot.start, slot.stop, adds, accumulates=in_place and adds and index is None))
     mine = frozenset(stage for replica, stage in plan.stages if (replica, stage) in stages)
     runs = tuple((world_ranks[keeper], start, stop) for keeper, start, stop in plan.runs)
     ranks, device = tuple(sorted(world_ranks[owner] for owner in plan.owners)), slots[0].parameter.device
     made = _Bucket(plan, ranks, runs, slots, mine, device, number)
+    if plan.form.is_sparse:
+        made.rows = RowSum(slots[0].parameter, slots[0].adds, ranks)
+        return made
     made.flat = made.room() if stays else None
     return made

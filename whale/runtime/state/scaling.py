@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
+from whale.runtime.state.sparse_sums import dense_part
+
 GROWTH_STEPS = 2000
 """The scale doubles after so many steps in a row with finite gradients, as that of `torch.amp.GradScaler`."""
 
@@ -38,7 +40,7 @@ def scale(factor: torch.Tensor, parameters: Iterable[torch.nn.Parameter]) -> Non
         factor: 0-dim, on the device of this rank; it is not read here.
         parameters: those without a gradient are left alone.
     """
-    for (gradients,) in by_type((parameter.grad,) for parameter in parameters if parameter.grad is not None):
+    for (gradients,) in by_type((dense_part(parameter.grad),) for parameter in parameters if parameter.grad is not None):
         torch._foreach_mul_(gradients, factor.to(gradients[0].device, gradients[0].dtype))
 
 

@@ -83,6 +83,10 @@ def with_edges(*edges: Edge) -> Plan:
         (lambda: with_state(compute=Form("float32", "owners")), "what ops read is shared out among owners with what the optimizer steps"),
         (lambda: with_state(compute=Form("float32", home="host")), r"lives on the host with what the optimizer steps.*kept: .*home device"),
         (lambda: with_state(compute=Form("float32", home="disk")), "from home device or host"),  # type: ignore[arg-type]
+        (
+            lambda: with_state(gradient=Form("float32", is_sparse=True)),
+            r"gradient is sparse, and no other.*layer0.*, sparse, opt",
+        ),
         (lambda: with_state(sum_dtype="int64"), r"summed in a type like the parameter's \(float64, float32, .*: int64"),
         (lambda: with_state(feeds_back=True), "fed back where there is such rounding"),
         (lambda: replace(PLAN, keeper_shares=(1, 0)), r"every rank has a weight .*2 ranks, weights: \[1, 0\]"),

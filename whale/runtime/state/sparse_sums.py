@@ -1,0 +1,68 @@
+"""Sums of gradients that are values and indices: every owner gets the rows of all, and adds up those of one index.
+
+owner 0   rows 3 5      counts 2 3  -->  rows 3 5 | 1 5 8  -->  rows 1 3 5+5 8
+owner 1   rows 1 5 8
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+from whale.comm import Groups, Launched
+
+
+@dataclass
+class RowSum:
+    """The sum of the gradient of one parameter, through one step.
+
+    Attributes:
+        parameter: of which each owner holds all.
+        adds: whether this rank's gradient is added; else it is a copy of another's.
+        ranks: of the owners, in the world.
+        counts: of rows of each.
+    """
+
+    parameter: torch.nn.Parameter
+    adds: bool
+    ranks: tuple[int, ...]
+    _own: torch.Tensor | None = field(default=None, init=False)
+    counts: torch.Tensor = field(init=False)
+
+    def start(self, groups: Groups) -> Launched | None:
+        """Starts to tell the others how many rows there are."""
+        gradient, parameter = self.parameter.grad, self.parameter
+        if gradient is None or not self.adds:
+            nothing = torch.empty(1, 0, dtype=torch.int64, device=parameter.device)
+            gradient = torch.sparse_coo_tensor(nothing, parameter.new_empty(0, *parameter.shape[1:]), parameter.shape)
+        self._own, self.parameter.grad = gradient.detach().coalesce(), None
+        self.counts = torch.empty(len(self.ranks), dtype=torch.int64, device=parameter.device)
+        return groups.all_gather(self.counts, self.counts.new_tensor([self._own._nnz()]), self.ranks)
+
+    def finish(self, groups: Groups, wait: Callable[[Launched | None], None]) -> None:
+        """Gets the rows, once their numbers are there, and gives the parameter their sum."""
+        assert self._own is not None, "it was started"
+        own, counts = self._own, self.counts.tolist()
+        self._own = None
+        found = []
+        for mine in (own.indices()[0], own.values()):
+            filled = mine.new_zeros(max(counts), *mine.shape[1:])
+            filled[: len(mine)] = mine
+            all_rows = filled.new_empty(len(counts) * max(counts), *mine.shape[1:])
+            wait(groups.all_gather(all_rows, filled, self.ranks))
+            parts = all_rows.view(len(counts), *filled.shape)
+            found.append(torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)]))
+        indices, values = found
+        self.parameter.grad = torch.sparse_coo_tensor(indices[None], values, own.shape).coalesce()
+
+
+def dense_part(gradient: torch.Tensor) -> torch.Tensor:
+    """The numbers of a gradient, to be read or changed in place: of one that is values and indices the values."""
+    return gradient.values() if gradient.is_sparse else gradient
+
+
+def added(gradient: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """The sum of two gradients of one parameter, in place where they are dense."""
+    return (gradient + other).coalesce() if gradient.is_sparse else gradient.add_(other)
