@@ -87,7 +87,8 @@ class Groups:
 
     def all_gather(self, found: torch.Tensor, tensor: torch.Tensor, ranks: RankSet) -> Launched | None:
         """Starts to give all ranks the tensors of all, of one shape, one behind the other."""
-        return self._started(lambda group: dist.all_gather_into_tensor(found, tensor, group=group, async_op=True), tensor, ranks)
+        parts = list(found.view(len(ranks), *tensor.shape).unbind())
+        return self._started(lambda group: dist.all_gather(parts, tensor, group=group, async_op=True), tensor, ranks)
 
     def _started(self, start: Callable[[dist.ProcessGroup], dist.Work | None], tensor: torch.Tensor, ranks: RankSet) -> Launched | None:
         if len(ranks) == 1:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -36,6 +38,15 @@ def test_small_sums_go_by_a_tree_and_large_ones_by_rings() -> None:
     small, large = all_reduce_seconds(there, names(there), 8.0), all_reduce_seconds(there, names(there), 1e9)
     assert small == pytest.approx(2 * 4 * 1e-5, rel=1e-3)
     assert large == pytest.approx(2 * 15 / 16 + 2 * 15 * 1e-5)
+
+
+def test_sums_of_cpus_go_around_a_ring_and_cross_between_hosts_more() -> None:
+    there = hosts(2, 2, Link(100e9, 1e-5), Link(1e9, 1e-5), card=1e9)
+    cores = replace(
+        there, hosts=tuple(replace(own, devices=tuple(replace(each, model="cpu") for each in own.devices)) for own in there.hosts)
+    )
+    assert all_reduce_seconds(there, names(there), 1e9) == pytest.approx(2 * 1 / 2, rel=1e-3)
+    assert all_reduce_seconds(cores, names(cores), 1e9) == pytest.approx(2 * 3 / 4, rel=1e-3)
 
 
 def test_devices_of_a_host_share_its_bus() -> None:

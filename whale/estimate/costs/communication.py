@@ -7,7 +7,7 @@ a/0 -- a/1                b/0 -- b/1        inside    the slowest of the links i
  |      |                  |      |
 card ===================== card             between   all devices of a host together, at most its card
 
-A collective goes the way that is fastest, as communication libraries choose:
+A collective goes the way that is fastest, as NCCL chooses; among CPUs around a ring, as Gloo does:
 
 ring            every byte passes every device, one after the other             least traffic on equal links, long latency
 tree            up to a root and down again                                     latency grows with the logarithm
@@ -28,6 +28,7 @@ from itertools import pairwise
 from math import ceil, inf, log2
 
 from whale.estimate.costs.line import Line
+from whale.hardware.catalogue import CPU
 from whale.ir.cluster import Cluster, Handling, Link
 
 
@@ -43,6 +44,7 @@ class Fabric:
         inside: bytes per second from a device to the next one of its host; infinite where no host has two.
         between: bytes per second from a host to the next one, over all rails together; infinite for one host.
         inside_latency, between_latency: seconds of one hop.
+        is_ring: whether collectives know no other way.
     """
 
     num_devices: int
@@ -53,6 +55,7 @@ class Fabric:
     between: float
     inside_latency: float
     between_latency: float
+    is_ring: bool = False
 
 
 def fabric(cluster: Cluster, devices: Sequence[str]) -> Fabric:
@@ -76,7 +79,8 @@ def fabric(cluster: Cluster, devices: Sequence[str]) -> Fabric:
             between = min(between, min(counts) * link.bandwidth)
             between_latency = max(between_latency, link.latency)
         between = min(between, *(_part_of_card(cluster, host, len(names)) for host, names in members.items()))
-    return Fabric(len(devices), len(members), max(counts), min(counts), inside, between, inside_latency, between_latency)
+    is_ring = any(by_name[name].model == CPU for name in devices)
+    return Fabric(len(devices), len(members), max(counts), min(counts), inside, between, inside_latency, between_latency, is_ring)
 
 
 def _between(cluster: Cluster, firsts: Sequence[str]) -> Iterable[Link]:
@@ -129,6 +133,8 @@ def _ways(over: Fabric, num_passes: int) -> Iterator[Way]:
     each = num_passes * (count - 1) / count
     crossings = hosts if hosts > 1 else 0
     yield Way(each, each if crossings else 0.0, each * ((count - crossings) * inner + crossings * outer))
+    if over.is_ring:
+        return
     if num_passes == 2:
         depth = ceil(log2(over.on_host)) * inner + ceil(log2(hosts)) * outer
         yield Way(2.0, 2.0 if crossings else 0.0, 2 * depth)
