@@ -128,6 +128,6 @@ def warn(text: str) -> None:
     """Warns at the line of the user's code that called Whale, itself or by torch."""
     frame: FrameType | None = sys._getframe(1)
     level = 2
-    while frame is not None and str(frame.f_globals.get("__name__", "")).startswith(("whale.", "torch.")):
+    while frame is not None and str(frame.f_globals.get("__name__", "torch.fx")).startswith(("whale.", "torch.")):  # fx names no module
         frame, level = frame.f_back, level + 1
     warnings.warn(text, stacklevel=level)

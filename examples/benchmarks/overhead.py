@@ -3,6 +3,7 @@
     python examples/benchmarks/overhead.py --json overhead.json
 
 single         one rank of Whale against the plain training loop
+compiled       the same under runtime.compile, against the loop around torch.compile of model and loss
 data_parallel  two ranks of Whale against DistributedDataParallel
 pipeline       two stages of Whale, 1F1B, against torch.distributed.pipelining
 
@@ -102,6 +103,20 @@ def single(options: argparse.Namespace) -> tuple[Step, Step]:
     return whale_step(options, 0, {}), loop_step(make_model(options), make_batch(options))
 
 
+def compiled(options: argparse.Namespace) -> tuple[Step, Step]:
+    model, batch = make_model(options), make_batch(options)
+    loss_of, optimizer = torch.compile(lambda: loss_fn(model(batch["ids"]), batch)), OPTIMIZER(model.parameters())
+
+    def step() -> Tensor:
+        optimizer.zero_grad()
+        loss: Tensor = loss_of()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    return whale_step(options, 0, {"runtime.compile": True}), step
+
+
 def own_rows(options: argparse.Namespace) -> Batch:
     """The half of the batch that a rank has."""
     rank, half = dist.get_rank(), options.rows // 2
@@ -139,6 +154,7 @@ def torch_pipeline_step(options: argparse.Namespace) -> Step:
 
 CASES: dict[str, tuple[int, Callable[[argparse.Namespace], tuple[Step, Step]]]] = {
     "single": (1, single),
+    "compiled": (1, compiled),
     "data_parallel": (2, data_parallel),
     "pipeline": (2, pipeline),
 }

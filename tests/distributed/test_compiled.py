@@ -1,23 +1,27 @@
-"""The law with `runtime.compile`: by torch's own graphs of compiled runs, which need no C++ compiler, and for one model by Inductor's."""
+"""The law with `runtime.compile`, by the graphs that torch cuts and divides into forward and backward, without code for them."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from unittest import mock
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, note
 
 from tests import reference
-from tests.distributed import test_law, test_schedules
-from tests.distributed.training import Case, largest_of, run_case, train_rank, train_reference
+from tests.distributed import test_law, test_schedules, test_split_law
+from tests.distributed.split_training import train_rank
+from tests.distributed.training import Case, largest_of, run_case, train_reference
 from tests.distributed.world import World
+from tests.examples import at_most, slow
 from whale.runtime.program import compiled
 
 TOLERANCE = 1e-10
 
 
-def train_compiled(rank: int, num_ranks: int, case: Case, backend: str) -> tuple[reference.Run, int]:
+def train_compiled(rank: int, num_ranks: int, case: Case, expected: Mapping[str, torch.Tensor]) -> tuple[reference.Run, int]:
     """Trains a case on one rank; also gives how many graphs were compiled."""
     made: list[object] = []
     compile_by = torch.compile
@@ -26,16 +30,17 @@ def train_compiled(rank: int, num_ranks: int, case: Case, backend: str) -> tuple
         made.append(args)
         return compile_by(*args, **kwargs)  # type: ignore[call-overload]
 
-    with mock.patch.object(compiled, "BACKEND", backend), mock.patch.object(torch, "compile", counting):
-        return train_rank(rank, num_ranks, case), len(made)
+    with mock.patch.object(compiled, "BACKEND", "aot_eager_decomp_partition"), mock.patch.object(torch, "compile", counting):
+        return train_rank(rank, num_ranks, case, None, expected), len(made)
 
 
-def check(world: World, case: Case, backend: str = "aot_eager_decomp_partition") -> None:
+def check(world: World, case: Case, *, counts: bool = True) -> None:
     case = replace(case, config=(*case.config, ("runtime.compile", True)))
-    found = run_case(world, train_compiled, case, backend)
-    error, where = largest_of([run for run, _ in found], train_reference(case))
+    expected = train_reference(case)
+    found = run_case(world, train_compiled, case, expected.gradients)
+    error, where = largest_of([run for run, _ in found], expected)
     assert error < TOLERANCE, where
-    assert any(count for _, count in found)
+    assert not counts or any(count for _, count in found)
 
 
 pipeline = test_schedules.pipeline
@@ -46,6 +51,7 @@ CASES = {
     "zero bubble": pipeline("zb_h1", 2, 4, (1.0, 1.0)),
     "blocks": test_schedules.CASES["blocks, zero bubble"],
     "stages": test_schedules.CASES["stages, gpipe"],
+    "split": test_split_law.FIXED["both stages"],
     "statistics": test_law.WITH_STATISTICS["uneven data parallel"],
     "gathered": pipeline("1f1b", 1, 2, (1.0, 1.0), memory__zero="3"),
     "on hosts": pipeline("1f1b", 1, 2, (1.0,), memory__offload="optimizer+parameters"),
@@ -53,6 +59,17 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+QUICK = ("uneven rows", "blocks", "split")
+
+
+@pytest.mark.parametrize("name", [name if name in QUICK else slow(name) for name in CASES])
 def test_law_of_fixed_plans(world: World, name: str) -> None:
     check(world, CASES[name])
+
+
+@pytest.mark.slow
+@at_most(6, suppress_health_check=list(HealthCheck))
+@given(case=test_law.cases() | test_schedules.cases())
+def test_law_of_random_cases(world: World, case: Case) -> None:
+    note(f"{case!r}")
+    check(world, case, counts=False)

@@ -379,7 +379,7 @@ def _check(args: TrainingArguments) -> None:
     """
     refused = {
         "auto_find_batch_size": "the batch is planned for: whale plan says what fits",
-        "torch_compile": "leave it out",
+        "torch_compile": "set runtime.compile of config= instead",
         "deepspeed": "memory.zero and memory.offload of config= share state out",
         "fsdp": "memory.zero of config= shares state out",
         "predict_with_generate": "generate with the trained model after train()",

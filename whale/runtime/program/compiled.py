@@ -14,6 +14,7 @@ of rows always runs the same graph, and a segment that is computed again keeps w
 from __future__ import annotations
 
 import operator
+import re
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -112,8 +113,10 @@ class Compilation:
         """Warns that the ops of a run stay eager."""
         first, last = run.ops
         place = f" ({where})" if (where := self.where.get(first)) else ""
-        reason = next((line for line in str(error).splitlines() if line.strip()), "no message")
-        warn(f"torch.compile fails on %{first} .. %{last}{place}, which run eagerly: {type(error).__name__}: {reason}")
+        inner = getattr(error, "inner_exception", error)
+        first_line, cause = str(inner).partition("\n")[0], re.search(r"got (\w+\(.*\))$", str(inner), re.MULTILINE)
+        reason = cause[1] if cause else f"{type(inner).__name__}: {first_line}"
+        warn(f"torch.compile fails on %{first} .. %{last}{place}, which run eagerly: {reason}")
 
 
 @dataclass(eq=False)

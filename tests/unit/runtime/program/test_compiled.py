@@ -1,0 +1,196 @@
+"""Which ops of a stage torch.compile gets, and what becomes of those that it cannot have."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import whale
+from tests.examples import slow
+from tests.unit.runtime.program.test_segments import graph_of
+from whale.errors import OpFault
+from whale.runtime.program import compiled
+from whale.runtime.program.compiled import Compilation, CompiledRun, compile_runs
+
+EAGER = "aot_eager_decomp_partition"
+CLASSES = 5
+
+
+@pytest.fixture(autouse=True)
+def without_compiler() -> Iterator[None]:
+    """Graphs and their backward passes as torch.compile cuts them, without code for them."""
+    torch._dynamo.reset()
+    with mock.patch.object(compiled, "BACKEND", EAGER):
+        yield
+
+
+class Chain(nn.Module):
+    """Blocks of equal shape; a normalisation, a tensor written in place."""
+
+    def __init__(self, drop: float = 0.0, cut: bool = False) -> None:
+        super().__init__()
+        self.tokens, self.drop, self.cut = nn.Embedding(CLASSES, 4), drop, cut
+        self.layers, self.norm = nn.ModuleList(nn.Linear(4, 4) for _ in range(3)), nn.BatchNorm1d(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(self.tokens(x)).relu_()
+        for layer in self.layers:
+            h = h + F.dropout(layer(h).tanh() * 2, self.drop)
+            if self.cut:
+                h = F.relu_(h.add(1)) if layer is self.layers[0] else h.mul_(0.5)
+        logits: Tensor = h @ self.tokens.weight.t()
+        return logits
+
+
+def loss(output: Tensor, batch: dict[str, Tensor]) -> Tensor:
+    return F.cross_entropy(output, batch["target"])
+
+
+def make_batch(rows: int) -> dict[str, Tensor]:
+    return {"x": torch.arange(rows) % CLASSES, "target": torch.arange(rows) * 2 % CLASSES}
+
+
+def make_engine(model: nn.Module, **config: object) -> whale.Engine:
+    settings = {"planning.search": "off", **{name.replace("__", "."): value for name, value in config.items()}}
+    optimizer = partial(torch.optim.SGD, lr=0.1)
+    return whale.parallelize(model, loss=loss, optimizer=optimizer, batch=make_batch(6), config=settings)
+
+
+def make_model(drop: float = 0.0, cut: bool = False) -> nn.Module:
+    torch.manual_seed(0)
+    return Chain(drop, cut).double()
+
+
+def numbers(engine: whale.Engine, rows: tuple[int, ...] = (6, 5)) -> list[Tensor]:
+    """Losses and weights of some steps, and an evaluation."""
+    losses = [engine.step(make_batch(each)) for each in rows]
+    found = [*losses, engine.evaluate(make_batch(6)), *(engine.state_dict() or {}).values()]
+    engine.close()
+    return found
+
+
+def compilation(engine: whale.Engine) -> Compilation:
+    assert engine.runtime.compilation is not None
+    return engine.runtime.compilation
+
+
+def runs(engine: whale.Engine) -> list[CompiledRun]:
+    """Those of the training's program for six rows."""
+    program = engine.runtime._workers["train"]._runners[0]._source(6)
+    return [each for each in program.module.modules() if isinstance(each, CompiledRun)]
+
+
+SETTINGS: dict[str, tuple[dict[str, Any], float]] = {
+    "whole": ({}, 0.0),
+    "gpipe": ({"pipeline__num_micro_batch": 2, "pipeline__schedule": "gpipe"}, 0.0),
+    "recomputed": ({"pipeline__num_micro_batch": 2, "recompute__policy": "full", "pipeline__schedule": "gpipe"}, 0.3),
+    "dropout": ({"pipeline__num_micro_batch": 2}, 0.3),
+}
+
+
+CASES = [("whole", False), slow("whole", True), slow("gpipe", True), slow("recomputed", False), ("recomputed", True), slow("dropout", True)]
+
+
+@pytest.mark.parametrize(("name", "cut"), CASES)
+def test_the_numbers_are_those_of_eager_ops(name: str, cut: bool) -> None:
+    compare(name, cut)
+
+
+def compare(name: str, cut: bool) -> None:
+    config, drop = SETTINGS[name]
+    expected = numbers(make_engine(make_model(drop, cut), **config))
+    engine = make_engine(make_model(drop, cut), runtime__compile=True, **config)
+    for value, wanted in zip(numbers(engine), expected, strict=True):
+        torch.testing.assert_close(value, wanted, rtol=1e-10, atol=1e-10)
+    assert compilation(engine).num_graphs
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor makes C++ on the CPU")
+def test_the_numbers_of_the_code_that_inductor_makes() -> None:
+    with mock.patch.object(compiled, "BACKEND", "inductor"):
+        compare("recomputed", True)
+
+
+def test_a_stage_without_random_ops_is_one_graph_with_its_loss(capfd: pytest.CaptureFixture[str]) -> None:
+    engine = make_engine(make_model(), runtime__compile=True)
+    (run,) = runs(engine)
+    assert run.ops[0] == "embedding" and not compilation(engine).eager
+    engine.step(make_batch(6))
+    told = capfd.readouterr().err
+    assert "whale: torch.compile made 1 graph in " in told and "cache (" in told and ": 1 run of " in told
+    engine.step(make_batch(6))
+    assert "torch.compile" not in capfd.readouterr().err
+    engine.close()
+
+
+def test_runs_that_are_alike_share_a_graph() -> None:
+    engine = make_engine(make_model(drop=0.3), runtime__compile=True)
+    engine.step(make_batch(6))
+    assert compilation(engine).eager == {"dropout": 3}
+    assert len(runs(engine)) == 4  # before each dropout, and behind the last; the two in the middle are alike
+    assert compilation(engine).num_graphs == 3
+    engine.close()
+
+
+def test_each_number_of_rows_keeps_its_graph() -> None:
+    engine = make_engine(make_model(), runtime__compile=True)
+    counts = []
+    for rows in (6, 5, 4, 6, 3):
+        engine.step(make_batch(rows))
+        counts.append(compilation(engine).num_graphs)
+    assert counts == [1, 2, 2, 2, 2]
+    engine.close()
+
+
+def test_ops_whose_weight_gradients_wait_stay_eager() -> None:
+    found = Compilation()
+    graph = graph_of(queue=True)
+    compile_runs(graph, nn.Module(), {"dropped"}, compilation=found, is_dynamic=False)
+    assert found.eager == {"linear (weight gradient deferred)": 2, "dropout": 1, "add": 1} and found.num_compiled == 2
+    assert [node.name for node in graph.find_nodes(op="call_module")] == ["compiled0"]
+
+
+def test_what_cannot_be_compiled_is_told_and_runs_eagerly() -> None:
+    def fails(*_: object) -> Callable[..., Any]:
+        raise NotImplementedError("no such kernel")
+
+    expected = numbers(make_engine(make_model()))
+    engine = make_engine(make_model(), runtime__compile=True)
+    with (
+        mock.patch.object(torch._dynamo, "lookup_backend", lambda _: fails),
+        pytest.warns(UserWarning, match=r"torch.compile fails on %embedding .. %\w+ \(.*test_compiled.py:\d+\), .* no such kernel"),
+    ):
+        found = numbers(engine)
+    for value, wanted in zip(found, expected, strict=True):
+        torch.testing.assert_close(value, wanted, rtol=0, atol=0)
+
+
+def test_a_value_out_of_range_is_laid_to_its_op() -> None:
+    engine = make_engine(make_model(), runtime__compile=True)
+    batch = make_batch(6)
+    engine.step(batch)
+    with pytest.raises(OpFault, match="%embedding"):
+        engine.step({**batch, "x": batch["x"] + CLASSES})
+
+
+def test_a_model_that_was_compiled_is_compiled_in_its_place(capfd: pytest.CaptureFixture[str]) -> None:
+    inside = make_model()
+    inside.layers[0].compile()  # type: ignore[index, union-attr]
+    for model in (torch.compile(make_model()), inside):
+        engine = make_engine(model)  # type: ignore[arg-type]
+        assert runs(engine) and "so its stages are compiled" in capfd.readouterr().err
+        assert list(engine.state_dict() or {}) == list(make_model().state_dict())
+        engine.close()
+    with pytest.warns(UserWarning, match="runtime.compile is false"):
+        engine = make_engine(inside, runtime__compile=False)
+    assert engine.runtime.compilation is None
+    engine.close()
