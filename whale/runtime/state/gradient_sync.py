@@ -226,9 +226,7 @@ class GradientSync:
         self._under_way: list[_Bucket] = []  # of those that have memory of their own for as long
         self._num_coming: Counter[torch.Tensor] = Counter()
         self._scale = 1.0
-        states = ((name, holdings.plan.state_of(name).gradient) for name in parameters)
-        sparse = {name for name, form in states if form is not None and form.is_sparse}
-        self._sparse_alone = [parameters[name] for name in sorted(sparse - bucketed)]
+        self._sparse_alone = [own for name, own in parameters.items() if name not in bucketed and holdings.gradient_is_sparse(name)]
         for plan in buckets:
             if rank not in plan.owners:
                 continue

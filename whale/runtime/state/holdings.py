@@ -56,6 +56,11 @@ class Holdings:
         form = self.plan.state_of(name).gradient
         return form is None or form.sharding == "stage"
 
+    def gradient_is_sparse(self, name: str) -> bool:
+        """Whether its gradient is values and indices of rows."""
+        form = self.plan.state_of(name).gradient
+        return form is not None and form.is_sparse
+
     def pieces(self, name: str) -> tuple[Piece, ...]:
         """The pieces of a parameter, in order."""
         return self.shardings.gradient(name).pieces

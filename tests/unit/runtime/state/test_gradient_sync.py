@@ -47,6 +47,9 @@ class Whole:
     def gradient_stays(self, name: str) -> bool:
         return self.stays
 
+    def gradient_is_sparse(self, name: str) -> bool:
+        return False
+
     def kept_index(self, name: str, rank: int) -> None:
         return None
 
