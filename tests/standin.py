@@ -48,6 +48,16 @@ class OnDevice(Tensor):
         made.held = held
         return made
 
+    @property
+    def data(self) -> Tensor:
+        """As torch's; who writes it gives the tensor the other's memory."""
+        return torch.Tensor.data.__get__(self)  # type: ignore[attr-defined,no-any-return]
+
+    @data.setter
+    def data(self, value: OnDevice) -> None:
+        torch.Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
+        self.held = value.held
+
     @classmethod
     def __torch_dispatch__(cls, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         raise RuntimeError(f"{func} on the stand-in device, and nobody looks: use it inside `with StandIn()`")

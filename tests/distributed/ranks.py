@@ -69,12 +69,17 @@ class Outcome:
     text: str = ""
 
 
+HIDDEN_GPUS = "WHALE_TEST_HIDDEN_GPUS"
+"""The environment variable that has what the source hides of `CUDA_VISIBLE_DEVICES`."""
+
+
 def serve(pipe: Connection) -> None:
     """The life of a source: does the jobs that arrive, and answers each with a list of pickled outcomes, by rank."""
     import torch
 
     os.setsid()  # ends together with its ranks
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    os.environ[HIDDEN_GPUS] = os.environ.get("CUDA_VISIBLE_DEVICES", "all")
+    os.environ |= {"CUDA_VISIBLE_DEVICES": "", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}  # so that whoever asks does not start the driver
     torch.set_num_threads(1)
     pipe.send_bytes(b"ready")
     while True:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,9 +12,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.distributed.ranks import HIDDEN_GPUS
 from tests.standin import DEVICE, OnDevice, StandIn
 
 needs_memory = pytest.mark.skipif(not torch.cuda.is_available(), reason="the stand-in device does not count the bytes of its tensors")
+
+needs_streams = pytest.mark.skipif(not torch.cuda.is_available(), reason="the stand-in device waits for each copy to the host")
+needs_autocast = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch has no autocast for the stand-in device")
 
 
 @dataclass(frozen=True)
@@ -52,6 +57,11 @@ class Gpu:
 @contextmanager
 def gpu_or_stand_in() -> Iterator[Gpu]:
     """While it is open, whale computes on the GPU, or on the stand-in device."""
+    hidden = os.environ.pop(HIDDEN_GPUS, None)  # in a rank: its process was forked from one that sees no GPU
+    if hidden == "all":
+        os.environ.pop("CUDA_VISIBLE_DEVICES")
+    elif hidden is not None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = hidden
     if torch.cuda.is_available():
         yield Gpu(torch.device("cuda"), None)
         return

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import whale
 from tests import reference
 from tests.distributed.test_schedules import CHAIN
 from tests.distributed.training import Case, largest_of, make_cluster, run_case, train_rank, train_reference
 from tests.distributed.world import World
-from tests.gpu.gpu import Gpu, gpu_or_stand_in, needs_memory
+from tests.gpu.gpu import Gpu, gpu_or_stand_in, needs_autocast, needs_memory, needs_streams
 from tests.models import Description
 
 TOLERANCE = 1e-10
@@ -69,10 +70,17 @@ def engine(num_ranks: int, **config: Any) -> whale.Engine:
     )
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb_h1", "recompute_early"])
-def test_a_steady_step_never_waits_for_the_device(gpu: Gpu, schedule: str) -> None:
+SETTINGS = [
+    *({"pipeline.schedule": schedule} for schedule in ("gpipe", "1f1b", "zb_h1", "recompute_early")),
+    pytest.param({"precision.dtype": "bf16"}, marks=needs_autocast),
+    pytest.param({"memory.offload": "activations"}, marks=needs_streams),
+]
+
+
+@pytest.mark.parametrize("config", SETTINGS, ids=str)
+def test_a_steady_step_never_waits_for_the_device(gpu: Gpu, config: dict[str, Any]) -> None:
     """One rank: what Gloo copies to the host is not in the way."""
-    trained = engine(1, **{"pipeline.num_micro_batch": 4, "pipeline.schedule": schedule, "gradient.clip_norm": 1.0})
+    trained = engine(1, **{"pipeline.num_micro_batch": 4, "gradient.clip_norm": 1.0, **config})
     data = [batch() for _ in range(3)]
     trained.step(data[0])
     with gpu.never_waits():
@@ -81,8 +89,91 @@ def test_a_steady_step_never_waits_for_the_device(gpu: Gpu, schedule: str) -> No
     trained.close()
 
 
+PRECISIONS = {"float32": (None, 1e-5), "bf16": (torch.bfloat16, 2e-2), "fp16": (torch.float16, 5e-3)}
+"""By `precision.dtype`: the type of torch's autocast, and how far losses and weights may be from it, relative to the largest."""
+
+PLANS: dict[str, dict[str, Any]] = {
+    "one device": {},
+    "replicas": {},
+    "1f1b": {"pipeline.num_stages": 2, "pipeline.num_micro_batch": 4},
+    "zb_h1": {"pipeline.num_stages": 2, "pipeline.num_micro_batch": 4, "pipeline.schedule": "zb_h1"},
+    "split": {},
+    **{f"zero {level}": {"memory.zero": str(level), "communication.bucket_bytes": 4096} for level in (1, 2, 3)},
+    **{
+        f"offload {kind}": {"memory.offload": kind, "communication.bucket_bytes": 4096}
+        for kind in ("optimizer", "optimizer+parameters", "activations")
+    },
+    "zero 3 and offload": {"memory.zero": "3", "memory.offload": "optimizer", "communication.bucket_bytes": 4096},
+}
+
+
+SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+
+
+def numbered(number: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(number)
+    return {name: torch.randn(32, 64, generator=generator) for name in ("input", "label")}
+
+
+def train_by_whale(rank: int, num_ranks: int, dtype: str, plan: str) -> tuple[list[float], dict[str, Tensor]]:
+    """The losses of three steps, and the weights behind them."""
+    with gpu_or_stand_in():
+        config = {"precision.dtype": dtype, "planning.search": "off", "memory.optimizer_states": 1, **PLANS[plan]}
+        with whale.split(num_ranks) if plan == "split" else nullcontext():
+            made = model()
+        trained = whale.parallelize(
+            made, loss=loss, optimizer=SGD, batch=numbered(0), config=config, cluster=make_cluster((1.0,) * num_ranks)
+        )
+        losses = [float(trained.step(numbered(number))) for number in range(3)]
+        state = trained.state_dict()
+        assert state is not None
+        trained.close()
+        return losses, state
+
+
+def train_by_torch(dtype: str, device: torch.device) -> tuple[list[float], dict[str, Tensor]]:
+    """The same in a plain loop."""
+    plain, losses = model().to(device), []
+    optimizer, half = SGD(plain.parameters()), PRECISIONS[dtype][0]
+    scaler = torch.amp.GradScaler(device.type, enabled=half == torch.float16)
+    for number in range(3):
+        data = {name: value.to(device) for name, value in numbered(number).items()}
+        optimizer.zero_grad()
+        with torch.autocast(device.type, half) if half is not None else nullcontext():
+            found = loss(plain(data["input"]), data)
+        scaler.scale(found).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        losses.append(found.item())
+    return losses, {name: value.cpu() for name, value in plain.state_dict().items()}
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bf16", marks=needs_autocast), pytest.param("fp16", marks=needs_autocast)])
+def test_the_law_by_precision(world: World, dtype: str, plan: str) -> None:
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    num_ranks = {"one device": 1, "split": 2}.get(plan, 4 if "pipeline.num_stages" in PLANS[plan] else 2)
+    losses, state = train_by_torch(dtype, device)
+    tolerance = PRECISIONS[dtype][1]
+    for found, weights in world.run(train_by_whale, dtype, plan, num_ranks=num_ranks):
+        assert found == pytest.approx(losses, rel=tolerance)
+        for name, value in state.items():
+            torch.testing.assert_close(
+                weights[name],
+                value,
+                rtol=tolerance,
+                atol=tolerance * float(value.abs().max()),
+                msg=lambda text, name=name: f"{name}: {text}",
+            )
+
+
 def peak_bytes(rank: int, num_ranks: int) -> tuple[int, int]:
     """Bytes at the peak of a steady step on this rank, and those of its parameters."""
+    with gpu_or_stand_in():
+        return _peak_bytes(num_ranks)
+
+
+def _peak_bytes(num_ranks: int) -> tuple[int, int]:
     wide = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(8)))
     example = {"input": torch.randn(4, 1024), "label": torch.randn(4, 1024)}
     cluster = make_cluster((1.0,) * num_ranks)

@@ -29,6 +29,9 @@ class Ref:
         return f"%{self.op}"
 
 
+NUM_ROWS = "num_rows"
+"""The input that is the number of rows of a piece."""
+
 REGION = "region "
 """How the tag begins of an op in a block that the model itself asks to compute again; its number follows."""
 

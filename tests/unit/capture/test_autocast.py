@@ -4,17 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import whale
 from tests.examples import at_most
 from whale.capture import capture
+from whale.capture.flat.autocast import Autocast
+from whale.capture.flat.sizes import hint_of
 from whale.deferred import defer_weights, rule_of
 from whale.errors import CaptureError
 from whale.ir.precision import Precision
@@ -274,3 +280,72 @@ def test_weights_that_are_cast_once_per_step_are_read_so_in_every_mode() -> None
     with pytest.raises(CaptureError, match=r"reads in bfloat16 alone .*%linear reads last.weight otherwise"):
         engine.predict(make_batch())
     engine.close()
+
+
+OPS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "softmax": lambda x, y: x.softmax(-1),
+    "log_softmax": lambda x, y: F.log_softmax(x, -1),
+    "sum": lambda x, y: x.sum(),
+    "sum over": lambda x, y: x.sum(-1),
+    "mean": lambda x, y: x.mean(-1),
+    "prod": lambda x, y: x.prod(-1),
+    "cumsum": lambda x, y: x.cumsum(-1),
+    "exp": lambda x, y: x.exp(),
+    "pow": lambda x, y: x**2,
+    "gelu": lambda x, y: F.gelu(x),
+    "layer_norm": lambda x, y: F.layer_norm(x, x.shape[-1:]),
+    "matmul": lambda x, y: x @ x.mT,
+    "mse_loss": lambda x, y: F.mse_loss(x, x.tanh()),
+    "cross_entropy": lambda x, y: F.cross_entropy(x, y),
+    "cross_entropy, summed": lambda x, y: F.cross_entropy(x, y, reduction="sum", ignore_index=1),
+    "nll_loss": lambda x, y: F.nll_loss(F.log_softmax(x, -1), y),
+}
+
+
+class One(nn.Module):
+    """An op of what a matrix product has made."""
+
+    def __init__(self, op: str) -> None:
+        super().__init__()
+        self.linear, self.op = nn.Linear(6, 6), op
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return OPS[self.op](self.linear(x), y)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("op", OPS)
+def test_types_are_those_of_autocast_on_a_gpu(op: str, dtype: str) -> None:
+    """Of the result and of what is computed on the way, as far as torch says without a GPU."""
+    batch = {"x": torch.randn(4, 6), "y": torch.randint(6, (4,))}
+    model = One(op)
+    _, program = capture(model, batch, mode="predict", device="cuda", precision=Precision(dtype))
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+        there = {name: torch.empty_like(value, device="cuda") for name, value in batch.items()}
+        parameters = {name: torch.empty(value.shape, device="cuda") for name, value in model.named_parameters()}
+        with Autocast.of(Precision(dtype), "cuda").in_force(), Types() as expected:
+            torch.func.functional_call(model, parameters, kwargs=there)
+        given = [_on_gpu(node.meta["val"]) for node in program.graph.find_nodes(op="placeholder")]
+        with Types() as found:
+            fx.GraphModule({}, program.graph)(*given)
+    assert found.types == expected.types
+
+
+class Types(TorchDispatchMode):
+    """Notes the types of what ops make, casts aside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.types: list[tuple[str, torch.dtype]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if func is not aten._to_copy.default:
+            self.types += [
+                (str(func), each.dtype) for each in pytree.tree_leaves(made) if isinstance(each, Tensor) and each.is_floating_point()
+            ]
+        return made
+
+
+def _on_gpu(value: Any) -> Any:
+    return torch.empty([hint_of(size) for size in value.shape], dtype=value.dtype, device="cuda") if isinstance(value, Tensor) else 4

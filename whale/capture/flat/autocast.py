@@ -87,16 +87,35 @@ def types_of(node: fx.Node) -> tuple[torch.dtype, ...] | None:
         return _watch(node, {}, Autocast("cpu", None)).types
 
 
-def casts_of(node: fx.Node, autocast: Autocast) -> Mapping[fx.Node, torch.dtype] | None:
-    """The types that an op's operands are cast to; None where it casts what it makes in between, which nothing before it can do."""
+@dataclass(frozen=True)
+class Casts:
+    """How an op without autocast computes what it computes under it.
+
+    Attributes:
+        operands: the types that operands are cast to.
+        computed_in: what its argument `dtype` is given; None where that stays.
+    """
+
+    operands: Mapping[fx.Node, torch.dtype]
+    computed_in: torch.dtype | None = None
+
+
+def casts_of(node: fx.Node, autocast: Autocast) -> Casts | None:
+    """What autocast makes of an op; None where it casts what the op makes in between, which nothing before it can do.
+
+    On a GPU sums and softmaxes are given a `dtype`: the kernel reads half precision and computes and returns float32.
+    """
+    off = Autocast(autocast.kind, None)
     with quiet_export():
-        under, plain = _watch(node, {}, autocast), _watch(node, {}, Autocast(autocast.kind, None))
-        if not under.all or under == plain:
-            return {}
+        under, plain = _watch(node, {}, autocast), _watch(node, {}, off)
+        if under == plain or (not under.all and None in (under.types, plain.types)):
+            return Casts({})
+        if not under.all:
+            return Casts({}, torch.float32) if _takes_dtype(node) and _watch(node, {}, off, torch.float32) == under else None
         own = {source: dtype for source, dtype in under.own.items() if plain.own.get(source) != dtype}
-        after = _watch(node, own, Autocast(autocast.kind, None))
+        after = _watch(node, own, off)
         if (after.types, after.all) == (under.types, under.others):
-            return own
+            return Casts(own)
         # What is cast may be a copy of an operand in another layout: cast sooner, it is the same.
         floats = [
             source
@@ -104,19 +123,51 @@ def casts_of(node: fx.Node, autocast: Autocast) -> Mapping[fx.Node, torch.dtype]
             if isinstance(value := source.meta.get("val"), Tensor) and value.dtype is torch.float32
         ]
         sooner = dict.fromkeys(floats, cast(torch.dtype, autocast.dtype))
-        after, still = _watch(node, sooner, Autocast(autocast.kind, None)), _watch(node, sooner, autocast)
-        return sooner if after == still and after.types == under.types else None
+        after, still = _watch(node, sooner, off), _watch(node, sooner, autocast)
+        return Casts(sooner) if after == still and after.types == under.types else None
 
 
-def widening(node: fx.Node) -> Mapping[fx.Node, torch.dtype]:
-    """The casts with which an op computes in float32, whatever autocast says: of its operands in half precision."""
+def _takes_dtype(node: fx.Node) -> bool:
+    """Whether an op has an argument `dtype` that is not given."""
+    names = [argument.name for argument in node.target._schema.arguments] if isinstance(node.target, torch._ops.OpOverload) else []
+    return "dtype" in names[len(node.args) :] and node.kwargs.get("dtype") is None
+
+
+def write_as_parts(graph: fx.Graph, node: fx.Node) -> bool:
+    """Writes a cross entropy of class numbers as the two ops that torch computes it by, so that autocast can cast between them.
+
+    On a GPU autocast leaves the logarithm of the softmax in half precision and casts it for the loss. False for other ops.
+    """
+    if node.target is not aten.cross_entropy_loss.default:
+        return False
+    given = dict(zip((argument.name for argument in node.target._schema.arguments), node.args, strict=False)) | dict(node.kwargs)
+    logits, target = given["self"], given["target"]
+    assert isinstance(logits, fx.Node) and isinstance(target, fx.Node)
+    value: Tensor = logits.meta["val"]
+    if given.get("label_smoothing", 0.0) != 0.0 or target.meta["val"].is_floating_point():
+        return False
+    with graph.inserting_before(node):
+        made = graph.call_function(aten.log_softmax.int, (logits, 0 if value.dim() == 1 else 1))
+    made.meta = {**node.meta, "val": value.clone()}
+    node.target = aten.nll_loss_nd.default
+    node.args = (
+        made,
+        target,
+        *(given.get(name, default) for name, default in (("weight", None), ("reduction", 1), ("ignore_index", -100))),
+    )
+    node.kwargs = {}
+    return True
+
+
+def widening(node: fx.Node) -> Casts:
+    """With which an op computes in float32, whatever autocast says: its operands in half precision are cast."""
     halves = (torch.bfloat16, torch.float16)
     values = {source: source.meta.get("val") for source in node.all_input_nodes}
-    return {source: torch.float32 for source, value in values.items() if isinstance(value, Tensor) and value.dtype in halves}
+    return Casts({source: torch.float32 for source, value in values.items() if isinstance(value, Tensor) and value.dtype in halves})
 
 
-def _watch(node: fx.Node, casts: Mapping[fx.Node, torch.dtype], autocast: Autocast) -> _Seen:
-    """Runs an op on tensors without contents, of the sizes of the example."""
+def _watch(node: fx.Node, casts: Mapping[fx.Node, torch.dtype], autocast: Autocast, computed_in: torch.dtype | None = None) -> _Seen:
+    """Runs an op on tensors without contents, of the sizes of the example, its argument `dtype` given or as it is."""
     with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
         made: dict[fx.Node, Any] = {}
 
@@ -133,7 +184,7 @@ def _watch(node: fx.Node, casts: Mapping[fx.Node, torch.dtype], autocast: Autoca
         types = None
         with suppress(Exception):  # some kernels cannot say what they would do; their casts come before
             with autocast.in_force(), recorder:
-                found = target(*args, **kwargs)
+                found = target(*args, **kwargs) if computed_in is None else target(*args, **{**kwargs, "dtype": computed_in})
             types = tuple(item.dtype for item in pytree.tree_leaves(found) if isinstance(item, Tensor))
     return _Seen(recorder.own, tuple(recorder.others), tuple(recorder.all), types)
 

@@ -28,14 +28,14 @@ from whale.capture.exporting.reads import ReadAnswer, held, way_of
 from whale.capture.exporting.refusals import INNER_HINT, read_type
 from whale.capture.exporting.trace import Traced
 from whale.capture.flat.aliasing import STRIDED, may_have_gradient, strided, written_arguments
-from whale.capture.flat.autocast import Autocast, casts_of, types_of, widening
+from whale.capture.flat.autocast import Autocast, casts_of, types_of, widening, write_as_parts
 from whale.capture.flat.sizes import READS_ROWS, RowSizes, TiedTensors
 from whale.capture.source import line_of_stack_trace
 from whale.errors import CaptureError
+from whale.ir.graph import NUM_ROWS
 from whale.ir.precision import Precision
 
 aten = torch.ops.aten
-NUM_ROWS = "num_rows"
 
 _KEPT = ("val", "stack_trace", "nn_module_stack", "custom")
 _CHECKS = (
@@ -337,6 +337,10 @@ class _Flattening:
             casts = (
                 widening(node) if autocast.precision is not None and self._is_kept(node, autocast.precision) else casts_of(node, autocast)
             )
+            if casts is None and write_as_parts(self._graph, node):
+                casts = casts_of(node, autocast)
+            if casts is None and node.target is aten.cross_entropy_loss.default:
+                casts = widening(node)
             if casts is None:
                 raise CaptureError(
                     f"autocast casts the operands of an op, and not what it makes in between (%{node.name}, {node.target}, under "
@@ -344,8 +348,10 @@ class _Flattening:
                     where=line_of_stack_trace(node.meta.get("stack_trace")),
                     hint="call it under torch.autocast(..., enabled=False), with its operands in the type that it is to compute in",
                 )
-            for source, dtype in casts.items():
+            for source, dtype in casts.operands.items():
                 node.replace_input_with(source, self._cast(node, source, dtype))
+            if casts.computed_in is not None:
+                node.kwargs = {**node.kwargs, "dtype": casts.computed_in}
 
     def _is_kept(self, node: fx.Node, precision: Precision) -> bool:
         """Whether an op reads a parameter whose readers compute in float32, or what is made of parameters alone and of such a one."""

@@ -29,7 +29,7 @@ from typing import Any
 import torch
 
 from whale.errors import BatchError
-from whale.ir.graph import ModelGraph
+from whale.ir.graph import NUM_ROWS, ModelGraph
 from whale.ir.plan import Plan, Stage
 from whale.runtime.execute.roster import Seat
 from whale.units import counted
@@ -295,7 +295,7 @@ class InputsAhead:
         self._plan, self._rank, self._device = plan, seat.rank, device
         stages = (stage for stage in plan.replicas[seat.replica].stages if plan.devices[seat.rank] in stage.virtual_device.devices)
         read = {source for stage in stages for name in stage.ops for source in model.by_name[name].inputs}
-        self._names = tuple(op.name for op in model.ops if op.kind == "input" and op.name in read)
+        self._names = tuple(op.name for op in model.ops if op.kind == "input" and op.name in read and op.name != NUM_ROWS)
         self._rows: dict[int, Rows] = {}
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 

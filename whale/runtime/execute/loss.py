@@ -17,7 +17,7 @@ from operator import add
 import torch
 
 from whale.errors import CaptureError
-from whale.ir.graph import LossTerm, ModelGraph
+from whale.ir.graph import NUM_ROWS, LossTerm, ModelGraph
 from whale.ir.writes import Reads
 from whale.runtime.execute.batch import BatchView
 from whale.runtime.program.lowering import StageProgram, lower
@@ -56,9 +56,6 @@ class WeightProgram:
                     arguments.append(tensors[key])
             total += program.module(*arguments)[0]
         return total
-
-
-NUM_ROWS = "num_rows"
 
 
 def weight_program(model: ModelGraph, graph: torch.fx.Graph, device: torch.device) -> WeightProgram:

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 import torch
 
 from whale.deferred import WeightQueue
+from whale.ir.graph import NUM_ROWS
 from whale.ir.schedule import Kind
-from whale.runtime.execute.loss import NUM_ROWS
 from whale.runtime.execute.randomness import seeded
 from whale.runtime.program.lowering import AWAITED, BROUGHT, QUEUE, StageProgram
 from whale.runtime.program.shard import GROUP, Gate, Group
