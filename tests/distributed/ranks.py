@@ -69,17 +69,12 @@ class Outcome:
     text: str = ""
 
 
-HIDDEN_GPUS = "WHALE_TEST_HIDDEN_GPUS"
-"""The environment variable that has what the source hides of `CUDA_VISIBLE_DEVICES`."""
-
-
 def serve(pipe: Connection) -> None:
     """The life of a source: does the jobs that arrive, and answers each with a list of pickled outcomes, by rank."""
     import torch
 
     os.setsid()  # ends together with its ranks
-    os.environ[HIDDEN_GPUS] = os.environ.get("CUDA_VISIBLE_DEVICES", "all")
-    os.environ |= {"CUDA_VISIBLE_DEVICES": "", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}  # so that whoever asks does not start the driver
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
     torch.set_num_threads(1)
     pipe.send_bytes(b"ready")
     while True:
@@ -199,8 +194,13 @@ def _collect(ranks: list[Rank], limit: float, peers: float) -> dict[int, Reply |
     return replies
 
 
+def outcome_of_rank(number: int, job: Job) -> Outcome:
+    """What a rank has made of a job, inside of the process group of all ranks."""
+    return _outcome_of(_in_group, number, job)
+
+
 def _be_rank(job: Job, number: int, pipe: Connection) -> None:
-    outcome = _outcome_of(_in_group, number, job)
+    outcome = outcome_of_rank(number, job)
     pipe.send(Reply(not outcome.text, _pickled(outcome)))
     sys.stdout.flush()
     sys.stderr.flush()

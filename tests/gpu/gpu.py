@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator, Mapping
+import multiprocessing
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
 
-from tests.distributed.ranks import HIDDEN_GPUS
+from tests.distributed.ranks import Job, Outcome, outcome_of_rank
+from tests.distributed.world import RankFailure, World
 from tests.standin import DEVICE, OnDevice, StandIn
 
 needs_memory = pytest.mark.skipif(not torch.cuda.is_available(), reason="the stand-in device does not count the bytes of its tensors")
@@ -57,13 +61,41 @@ class Gpu:
 @contextmanager
 def gpu_or_stand_in() -> Iterator[Gpu]:
     """While it is open, whale computes on the GPU, or on the stand-in device."""
-    hidden = os.environ.pop(HIDDEN_GPUS, None)  # in a rank: its process was forked from one that sees no GPU
-    if hidden == "all":
-        os.environ.pop("CUDA_VISIBLE_DEVICES")
-    elif hidden is not None:
-        os.environ["CUDA_VISIBLE_DEVICES"] = hidden
     if torch.cuda.is_available():
         yield Gpu(torch.device("cuda"), None)
         return
     with mock.patch("whale.comm.world._device", return_value=DEVICE), StandIn() as stand_in:
         yield Gpu(DEVICE, stand_in)
+
+
+class GpuRanks(World):
+    """Ranks that live from run to run: a process that is forked from one with torch in it cannot use the GPU."""
+
+    _pool: ProcessPoolExecutor | None = None
+
+    def _ask(self, size: int, function: Callable[..., Any], arguments: tuple[Any, ...], timeout: float | None) -> list[Outcome]:
+        if size == 0:
+            return [Outcome(function(*arguments))]
+        self._number += 1
+        limit = self.timeout if timeout is None else timeout
+        job = Job(size, str(Path(self._directory.name) / f"run{self._number}"), limit, self.rendezvous, self.peers, function, arguments)
+        if self._pool is None:
+            self._pool = ProcessPoolExecutor(self.num_ranks, multiprocessing.get_context("spawn"))
+        try:
+            outcomes = [each.result(limit) for each in [self._pool.submit(outcome_of_rank, number, job) for number in range(size)]]
+        except Exception:
+            self._stop()
+            raise
+        if failed := {rank: outcome for rank, outcome in enumerate(outcomes) if outcome.text}:
+            raise RankFailure({rank: outcome.error for rank, outcome in failed.items()}, {r: outcome.text for r, outcome in failed.items()})
+        return outcomes
+
+    def _stop(self) -> None:
+        if self._pool is not None:
+            self._pool.shutdown(wait=False, cancel_futures=True)
+            self._pool = None
+
+
+def ranks_on_gpu(num_ranks: int) -> World:
+    """Ranks that share the GPU, or the stand-in device of each."""
+    return GpuRanks(num_ranks, timeout=180.0) if torch.cuda.is_available() else World(num_ranks, timeout=180.0)

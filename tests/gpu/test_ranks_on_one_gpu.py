@@ -17,7 +17,7 @@ from tests import reference
 from tests.distributed.test_schedules import CHAIN
 from tests.distributed.training import Case, largest_of, make_cluster, run_case, train_rank, train_reference
 from tests.distributed.world import World
-from tests.gpu.gpu import Gpu, gpu_or_stand_in, needs_autocast, needs_memory, needs_streams
+from tests.gpu.gpu import Gpu, gpu_or_stand_in, needs_autocast, needs_memory, needs_streams, ranks_on_gpu
 from tests.models import Description
 
 TOLERANCE = 1e-10
@@ -27,7 +27,7 @@ TOKENS = Description(tokens=True, blocks=CHAIN, tied=True, loss="two_terms")
 @pytest.fixture(scope="module")
 def world() -> Iterator[World]:
     """Four Gloo ranks; whale places them on the GPUs that there are."""
-    with World(4, timeout=180.0) as ranks:
+    with ranks_on_gpu(4) as ranks:
         yield ranks
 
 
@@ -169,11 +169,6 @@ def test_the_law_by_precision(world: World, dtype: str, plan: str) -> None:
 
 def peak_bytes(rank: int, num_ranks: int) -> tuple[int, int]:
     """Bytes at the peak of a steady step on this rank, and those of its parameters."""
-    with gpu_or_stand_in():
-        return _peak_bytes(num_ranks)
-
-
-def _peak_bytes(num_ranks: int) -> tuple[int, int]:
     wide = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(8)))
     example = {"input": torch.randn(4, 1024), "label": torch.randn(4, 1024)}
     cluster = make_cluster((1.0,) * num_ranks)

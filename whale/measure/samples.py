@@ -92,7 +92,7 @@ class RoundTimer:
                 for _ in range(num_before):
                     call()
                 if settles:
-                    self._settle(call)
+                    self._settle(call, repeats)
                 found.append(self._time(call, repeats))
         self.world.barrier()
         return tuple(found)
@@ -104,10 +104,10 @@ class RoundTimer:
         longest = max(float(each) for each in self.world.gather_objects(wall))  # type: ignore[arg-type]
         return max(math.ceil(self.round_seconds / own), math.ceil(longest / wall)) if call is not None else 1
 
-    def _settle(self, call: Callable[[], object]) -> None:
+    def _settle(self, call: Callable[[], object], repeats: int) -> None:
         until = time.perf_counter() + self.round_seconds
         while time.perf_counter() < until:
-            call()
+            self._time(call, repeats)  # waits: a GPU's host could give it minutes of work in that time
 
     def _time(self, call: Callable[[], object], repeats: int) -> float:
         self._finish()

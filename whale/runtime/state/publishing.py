@@ -253,8 +253,8 @@ class Publishing:
     def publish(self) -> None:
         """Makes what ops read equal to what the optimizer has made, on all owners; what is deferred is on its way then."""
         self.arrive()
-        for held, own in self._cast:
-            held.copy_(own)
+        if self._cast:
+            torch._foreach_copy_([held for held, _ in self._cast], [own for _, own in self._cast])
         if self._brought:
             with self._copies.beside():
                 for held, own in self._brought:

@@ -123,6 +123,13 @@ def _copy(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
         torch._foreach_copy_(targets, sources)
 
 
+def _clones(sources: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Copies, made by one kernel on a GPU."""
+    copies = [torch.empty_like(source) for source in sources]
+    _copy(copies, sources)
+    return copies
+
+
 ADDED: tuple[UpdateKind, ...] = ("mean", "sum")
 """What parts of the batch make up together; anything else each of them makes alike, or there is one part."""
 
@@ -141,19 +148,22 @@ class StepBuffers:
     def __init__(self, tensors: Mapping[str, torch.Tensor], kinds: Mapping[str, UpdateKind]) -> None:
         self._tensors, self._kinds = tensors, kinds
         self._before: dict[str, torch.Tensor] = {}
+        self._fresh: dict[str, torch.Tensor] = {}
         self.made: dict[str, torch.Tensor] = {}
 
     def begin(self) -> None:
         """Starts a step."""
-        self.made = {}
-        self._before = {name: self._tensors[name].detach().clone() for name in self._kinds}
+        self.made, self._fresh = {}, {}
+        self._before = dict(zip(self._kinds, _clones([self._tensors[name].detach() for name in self._kinds]), strict=True))
 
     def __contains__(self, name: str) -> bool:
         return name in self._kinds
 
     def fresh(self, name: str) -> torch.Tensor:
         """What a buffer held before the step, to be written by one forward pass."""
-        return self._before[name].clone()
+        if name not in self._fresh:  # of another micro-batch: those of all buffers at once
+            self._fresh = dict(zip(self._before, _clones([*self._before.values()]), strict=True))
+        return self._fresh.pop(name)
 
     def add(self, name: str, written: torch.Tensor, num_rows: int) -> None:
         """Takes what a micro-batch of so many rows has written."""
@@ -193,9 +203,8 @@ class SharedBuffers:
             made: by this rank's micro-batches.
             num_rows: rows of the global batch.
         """
-        for name, value in made.items():
-            if kinds[name] not in ADDED:
-                self.tensors[name].detach().copy_(value)
+        moved = [name for name in made if kinds[name] not in ADDED]
+        _copy([self.tensors[name].detach() for name in moved], [made[name] for name in moved])
         names = sorted(name for name, kind in kinds.items() if kind in ADDED)
         if not names:
             return
