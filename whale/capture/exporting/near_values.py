@@ -377,7 +377,10 @@ def _member(kind: type, name: str) -> object:
 
 def _hooks(module: nn.Module, kind: str) -> tuple[object, ...]:
     """The user's own hooks, of one kind."""
-    return tuple(hook for hook in (vars(module).get(kind) or {}).values() if not type(hook).__module__.startswith("whale."))
+    hooks = vars(module).get(kind)
+    if not hooks:  # of most modules, in every step
+        return ()
+    return tuple(hook for hook in hooks.values() if not type(hook).__module__.startswith("whale."))
 
 
 def _slots(kind: Any) -> list[str]:

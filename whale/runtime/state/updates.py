@@ -119,12 +119,15 @@ class KeptBuffers:
 
 
 def _copy(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-    if targets:
-        torch._foreach_copy_(targets, sources)
+    """Copies, on a GPU by one kernel for all of a type: torch copies tensors of several types one by one."""
+    of_type: dict[torch.dtype, list[int]] = {}
+    for number, target in enumerate(targets):
+        of_type.setdefault(target.dtype, []).append(number)
+    for numbers in of_type.values():
+        torch._foreach_copy_([targets[number] for number in numbers], [sources[number] for number in numbers])
 
 
 def _clones(sources: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Copies, made by one kernel on a GPU."""
     copies = [torch.empty_like(source) for source in sources]
     _copy(copies, sources)
     return copies
