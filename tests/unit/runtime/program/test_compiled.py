@@ -113,11 +113,29 @@ def compare(name: str, cut: bool) -> None:
     assert compilation(engine).num_graphs
 
 
+INDUCTOR = pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor makes C++ on the CPU")
+
+
 @pytest.mark.slow
-@pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor makes C++ on the CPU")
+@INDUCTOR
 def test_the_numbers_of_the_code_that_inductor_makes() -> None:
     with mock.patch.object(compiled, "BACKEND", "inductor"):
         compare("recomputed", True)
+
+
+@pytest.mark.slow
+@INDUCTOR
+def test_compiled_bf16_is_about_as_near_to_float32_as_eager_bf16() -> None:
+    def gradients(dtype: str, compiles: bool) -> Tensor:
+        with mock.patch.object(compiled, "BACKEND", "inductor"):
+            engine = make_engine(make_model().float(), precision__dtype=dtype, runtime__compile=compiles)
+            engine.step(make_batch(6))
+        found = torch.cat([value.flatten() for value in engine.gradients().values()])
+        engine.close()
+        return found
+
+    exact = gradients("float32", False)
+    assert (gradients("bf16", True) - exact).norm() <= 2 * (gradients("bf16", False) - exact).norm()
 
 
 def test_a_stage_without_random_ops_is_one_graph_with_its_loss(capfd: pytest.CaptureFixture[str]) -> None:
