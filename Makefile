@@ -8,7 +8,7 @@ TORCH ?= torch==2.13.0
 VERSIONS ?= 2.11.0 2.12.0 2.13.0 2.14.0 2.15.0
 VERSIONS_DIR ?= .versions
 # What a version of torch can break.
-OF_VERSIONS := tests/gpu $(addprefix tests/unit/,axes capture runtime integrations) \
+OF_VERSIONS := tests/gpu $(addprefix tests/unit/,api axes capture runtime integrations) \
 	$(patsubst %,tests/distributed/test_%.py,law precision state_law schedules split_law random_samples)
 # Two at a time, each file by one of them, for its tests share what they capture; the small files are the last.
 SIDE_BY_SIDE := -n 2 --dist loadfile --no-loadscope-reorder

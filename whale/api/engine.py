@@ -317,6 +317,7 @@ class Engine:
             self.runtime.losses.settle()
             if sys.exception() is None:  # else the others may be elsewhere
                 self._finish_saving()
+                self.modes.prove("close")
         finally:
             try:
                 self.runtime.close()
@@ -354,6 +355,7 @@ class Engine:
         self.runtime.call_together("state_dict(averaged=True)" if averaged else "state_dict", rank)
         if averaged:
             self._check_averages()
+        self.modes.prove("state_dict")
         self._guards.exchange()
         names = state_keys(self.modes.model, self.model_graph)
         self.runtime.losses.settle()
@@ -415,6 +417,7 @@ class Engine:
         """
         self.runtime.call_together("save", int(wait))
         self._check_applied("save")
+        self.modes.prove("save")
         with progress(f"saving {path}", on_first=self.runtime.roster.world.rank == 0):
             self._finish_saving()
             self.runtime.losses.settle()
@@ -624,6 +627,7 @@ class Engine:
         return brought(captured.graph, captured.batch_axes, plan, roster.world_ranks, roster.world, step.outputs, view.num_rows)
 
     def _forward(self, name: Literal["eval", "predict", "eval_predict"], batch: Any) -> tuple[StepState, CapturedMode, BatchView]:
+        self.modes.prove(name)
         self.runtime.losses.settle()
         self.runtime.merge_statistics(self.state)
         base = self.modes.ensure(name, batch)

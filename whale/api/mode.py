@@ -13,6 +13,7 @@ from torch import Tensor, fx, nn
 from whale.axes import batch_axes, discover
 from whale.capture import AS_LARGE_AS_THE_BATCH, BatchDims, BatchStructure, CapturedProgram, capture
 from whale.capture.comparing import are_same, difference
+from whale.capture.kept import KeptCapture
 from whale.errors import BatchError, CaptureError
 from whale.ir.graph import LossTerm, ModelGraph
 from whale.ir.plan import BatchAxis
@@ -35,12 +36,15 @@ class CapturedMode:
         precision: in which types ops compute there; None for those of the model.
         key: tells this capture from others of the mode; its name by default.
         read_as: the types in which the first capture of the model reads parameters that are cast once per step; None for the first.
+        kept: where the capture is kept on disk.
+        found: what was found there, which is the capture; None captures.
 
     Attributes:
         key: as given.
         graph: the captured model as a value.
         program: what runs.
         structure: of the example.
+        is_used: whether it has served.
     """
 
     def __init__(
@@ -54,6 +58,8 @@ class CapturedMode:
         key: str = "",
         precision: Precision | None = None,
         read_as: Mapping[str, str] | None = None,
+        kept: KeptCapture | None = None,
+        found: tuple[ModelGraph, CapturedProgram] | None = None,
     ) -> None:
         self._capture = partial(capture, device=device, precision=precision, read_as=read_as)
         self._model, self._loss, self._name = model, loss, name
@@ -61,7 +67,8 @@ class CapturedMode:
         self.structure = batch if isinstance(batch, BatchStructure) else BatchStructure.of(batch, batch_dims=batch_dims)
         self.graph: ModelGraph
         self.program: CapturedProgram
-        self.graph, self.program = self._capture(model, self.structure, loss, mode=name)
+        self.graph, self.program = found or self._capture(model, self.structure, loss, mode=name)
+        self._unproven, self.is_used = None if found is None else kept, False
         self._capture = partial(self._capture, read_as=self.graph.read_as)
         self._by_rows: dict[int, fx.Graph] = {self.graph.num_rows: self.program.graph}
 
@@ -75,6 +82,11 @@ class CapturedMode:
         """Tensors that the model's code made, by op name."""
         return {op.name: self.program.tensors[op.name] for op in self.graph.ops if op.kind == "constant"}
 
+    @property
+    def is_unproven(self) -> bool:
+        """Whether it was found on disk and has served, and the model has not been traced since."""
+        return self._unproven is not None and self.is_used
+
     def check_again(self, when: str) -> None:
         """Traces the model once more and compares.
 
@@ -84,14 +96,23 @@ class CapturedMode:
         Raises:
             CaptureError: it computes something else than what was captured, or cannot be traced any more.
         """
+        kept, self._unproven = self._unproven, None
         rule = f"a captured model computes in each step what it did when it was captured (traced again before {when}"
         try:
             again = self._capture(self._model, self.structure, self._loss, mode=self._name)
             found = difference((self.graph, self.program), again)
         except CaptureError as error:
+            if kept is not None:
+                kept.drop()
             raise CaptureError(f"{rule}: {error.message})", where=error.where, hint=error.hint) from None
-        if found is not None:
+        if found is None:
+            return
+        if kept is None:
             raise CaptureError(f"{rule}: {found.what})", where=found.where, hint=_FAR)
+        kept.drop()
+        kept.keep(*again)
+        rule = f"a capture that was kept on disk serves the model that it was made of (traced again before {when}"
+        raise CaptureError(f"{rule}: {found.what})", where=found.where, hint=_STALE)
 
     def prepare(self, row_counts: Collection[int]) -> None:
         """Captures for pieces of these numbers of rows, where one capture does not serve all.
@@ -164,6 +185,11 @@ _FAR = (
     "something that this line reads has changed and is not watched (a global, os.environ, an iterator, x.item() of a tensor that is "
     "written): keep it in an attribute of the model or the loss, for which the model is captured anew, or in a tensor of the batch; "
     "runtime.retrace: off leaves what was captured as it is"
+)
+
+_STALE = (
+    "start again: what was trained until here went by the capture of an earlier start, which is replaced now; something that this line "
+    "reads is not told before it is read (a file, an iterator, the clock); runtime.capture_cache: off keeps no captures"
 )
 
 

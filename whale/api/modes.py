@@ -14,9 +14,11 @@ from typing import Any, cast
 from torch import nn
 
 from whale.api.mode import CapturedMode, ModeName, structure_for
-from whale.capture import BatchDims, BatchStructure, check_batch_dims
+from whale.capture import BatchDims, BatchStructure, CapturedProgram, check_batch_dims
 from whale.capture.exporting.near_values import NearValues, Seen
+from whale.capture.kept import KeptCapture, folder_of
 from whale.comm import World, together
+from whale.config.sections import RuntimeSettings
 from whale.errors import BatchError, CaptureError, first_few, warn
 from whale.ir.graph import ModelGraph
 from whale.ir.plan import Plan
@@ -66,9 +68,9 @@ class Modes:
         loss: the user's loss.
         batch: the example.
         world: this process among its peers; all ranks capture together.
-        num_sizes: captures that are kept of each mode beside the first.
+        settings: how many captures there are of each mode beside the first, when the model is traced again, to see that it still
+            computes what was captured, and where captures are kept for the next start.
         batch_dims: which tensors of the batch have rows, where that is not plain from their sizes.
-        retrace: when the model is traced again, to see that it still computes what was captured.
         precision: in which types ops compute; None for those of the model.
 
     Attributes:
@@ -85,14 +87,14 @@ class Modes:
         loss: Callable[..., Any] | None,
         batch: Any,
         world: World,
-        num_sizes: int,
+        settings: RuntimeSettings,
         batch_dims: BatchDims | None = None,
-        retrace: str = "doubling",
         precision: Precision | None = None,
     ) -> None:
-        self.model, self._loss, self._example, self._world, self._num_sizes = model, loss, batch, world, num_sizes
+        self.model, self._loss, self._example, self._world, self._num_sizes = model, loss, batch, world, settings.num_sizes
         self._batch_dims = batch_dims
-        self._retrace, self._made = retrace, partial(CapturedMode, device=world.device.type, precision=precision)
+        self._retrace, self._folder = settings.retrace, folder_of(settings.capture_cache)
+        self._made = partial(CapturedMode, device=world.device.type, precision=precision)
         self._modes: dict[ModeName, _Mode] = {}
         self._near = NearValues(model, loss)
         self._warned: set[str] = set()
@@ -144,11 +146,25 @@ class Modes:
                 forget(mode.others.pop(0).captured.key)
                 self._warn("the model has been captured for so many sizes and values that the least used are dropped, and captured again")
         done = mode.num_calls
-        if not is_new and (self._retrace == "always" or (self._retrace == "doubling" and done and done & (done - 1) == 0)):
+        is_due = self._retrace == "always" or (self._retrace == "doubling" and done and done & (done - 1) == 0)
+        if captured.is_unproven or (is_due and not is_new):
             with progress("tracing the model again", on_first=self._world.rank == 0):
                 captured.check_again(f"{name} {done + 1}" if name != "train" else f"step {done + 1}")
         mode.num_calls += 1
+        captured.is_used = True
         return captured
+
+    def prove(self, call: str) -> None:
+        """Traces the model again where it was trained as a capture says that was found on disk, and no later step has proven that.
+
+        Args:
+            call: before which, in words.
+
+        Raises:
+            CaptureError: the capture is of another model.
+        """
+        if self.train.is_unproven:
+            self.train.check_again(call)
 
     def _fitting(self, name: ModeName, structure: BatchStructure) -> CapturedMode | None:
         """A capture that is there, for these sizes and the values of now."""
@@ -163,14 +179,27 @@ class Modes:
         return None
 
     def _capture(self, name: ModeName, batch: Any) -> CapturedMode:
-        def make() -> CapturedMode:
-            structure = structure_for(batch, self._example, self._batch_dims)
-            return self._made(self.model, structure, self._loss, name)
-
-        captured = together(self._world, make)
+        structure = together(self._world, lambda: structure_for(batch, self._example, self._batch_dims))
+        kept, found = self._kept(structure) if name == "train" else (None, None)
+        captured = together(self._world, lambda: self._made(self.model, structure, self._loss, name, kept=kept, found=found))
         _compare_captures(None if batch is None else captured.graph, self._world)
+        if kept is not None and found is None and self._world.local_rank == 0:
+            kept.keep(captured.graph, captured.program)
         self._modes[name] = _Mode(captured, self._near.seen(), captured.program.reads)
         return captured
+
+    def _kept(self, structure: BatchStructure) -> tuple[KeptCapture | None, tuple[ModelGraph, CapturedProgram] | None]:
+        """Where the capture of the training is kept, and what is there, unless it is another thing on another rank."""
+        kept = found = None
+        if self._folder is not None and self._retrace != "off":
+            kept = KeptCapture.of(self._folder, self._near, self._loss, structure, *self._made.keywords.items())
+        try:
+            found = None if kept is None else kept.find()
+        except ValueError as error:
+            if self._world.local_rank == 0:
+                warn(f"a capture that was kept on disk cannot be read and is removed; the model is captured again ({error})")
+        prints = self._world.gather_objects(None if found is None else found[0].fingerprint)
+        return kept, found if all(each == prints[0] for each in prints) else None
 
     def _capture_other(self, name: ModeName, structure: BatchStructure) -> CapturedMode:
         """A capture for other sizes than the example's, or for other plain values than those of the first capture."""

@@ -100,7 +100,7 @@ def parallelize(
             if settings.precision.dtype == "tf32":
                 torch.set_float32_matmul_precision("high")
             precision = together(world, lambda: compute_type(settings, attachment.cluster))
-            modes = Modes(model, loss_of, batch, world, settings.runtime.num_sizes, batch_dims, settings.runtime.retrace, precision)
+            modes = Modes(model, loss_of, batch, world, settings.runtime, batch_dims, precision)
         opening = Opening(world, modes, attachment, settings, optimizer, scheduler)
         roster, holdings = opening.prepare(opening.decide(plan))
         for text in modes.train.program.warnings if world.rank == 0 else ():

@@ -7,6 +7,7 @@ import inspect
 import os
 import re
 import sys
+import sysconfig
 import traceback
 from functools import cache
 from pathlib import Path
@@ -65,6 +66,15 @@ def is_users(file: str) -> bool:
     if file.startswith("<") or file.startswith("torch/"):
         return False
     return not str(Path(file).resolve()).startswith(_NOT_THE_USERS)
+
+
+_LIBRARIES = tuple({os.path.realpath(sysconfig.get_path(name)) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+
+
+@cache
+def is_of_a_library(file: str) -> bool:
+    """Whether a file was installed, or is none."""
+    return file.startswith("<") or os.path.realpath(file).startswith(_LIBRARIES)
 
 
 @cache

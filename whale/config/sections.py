@@ -146,6 +146,11 @@ class RuntimeSettings:
         None,
         "torch.compile makes one graph of each run of ops of a stage; null: where the model was given through torch.compile, with a word",
     )
+    capture_cache: str | None = key(
+        None,
+        "folder in which captures of the training are kept for the next start of the same script, at most 256 MiB; null: `whale` in the "
+        "user's cache folder; off: none. With `runtime.retrace: off` none is read",
+    )
     progress: bool = key(
         False, "bars of loaders show loss, samples and tokens per second, norm, learning rate, memory; else a line every 10 s"
     )

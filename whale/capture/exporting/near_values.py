@@ -194,6 +194,11 @@ class NearValues:
         """What they hold now."""
         return Seen(self.model, self.places.values())
 
+    def follows(self, value: object) -> bool:
+        """Whether what an object or a function keeps is among the places."""
+        kind: Any = type(value)
+        return id(value) in self._seen and (isinstance(value, (nn.Module, FunctionType, *_NAMESPACES)) or not _is_of_a_library(kind))
+
     # ---- the walk --------------------------------------------------------------------------------------------
 
     def _find(self, value: object, path: str, label: str, depth: int) -> None:

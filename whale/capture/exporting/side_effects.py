@@ -13,6 +13,7 @@ and left as something else, is state. A note for somebody else (``self.last_atte
 from __future__ import annotations
 
 import inspect
+import os
 import pickle
 import random
 import sys
@@ -20,11 +21,12 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 from torch import Tensor, nn
 
 from whale.capture.exporting.near_values import MISSING, OF_EVERY_MODULE, NearValues, Noted, Snapshot, of_globals
-from whale.capture.source import user_line
+from whale.capture.source import is_of_a_library, user_line
 from whale.errors import first_few
 from whale.ir.scope import SourceLine
 
@@ -106,6 +108,9 @@ def _set_state(generator: Any, state: Any) -> None:
     generator.bit_generator.state = state
 
 
+VARIABLE = "os.environ."
+"""How the path of an environment variable begins, whose name follows."""
+_OF_ENVIRON = (os.environ.get.__func__.__code__.co_filename, os.getenv.__code__.co_filename)  # type: ignore[attr-defined]
 _Key = tuple[int, str]
 _PLAIN = (bool, int, float, str, Tensor, type(None))
 _HOOKS = tuple(name for name in sorted(OF_EVERY_MODULE) if name.endswith("_hooks"))
@@ -121,6 +126,7 @@ class AttributeAccess:
     def __init__(self, near: NearValues) -> None:
         self._near = near
         self._read: set[_Key] = set()
+        self._variables: set[str] = set()
         self._first: dict[_Key, object] = {}
         self._written: dict[_Key, tuple[dict[str, Any], SourceLine | None]] = {}
 
@@ -129,8 +135,19 @@ class AttributeAccess:
         """Around what reads: notes it."""
         placed = [(kind, name, vars(kind).get(name, MISSING)) for kind, names in self._near.noted.items() for name in names]
         placed = [(kind, name, own) for kind, name, own in placed if self._place(kind, name)]
+        get = type(os.environ).__getitem__
+
+        def variable(environ: Any, name: str) -> Any:
+            frame = sys._getframe(1)
+            while frame.f_back is not None and frame.f_code.co_filename in _OF_ENVIRON:
+                frame = frame.f_back
+            if not is_of_a_library(frame.f_code.co_filename):
+                self._variables.add(f"{VARIABLE}{name}")
+            return get(environ, name)
+
         try:
-            yield
+            with mock.patch.object(type(os.environ), "__getitem__", variable):
+                yield
         finally:
             for kind, name, own in placed:
                 if own is not MISSING:
@@ -156,9 +173,11 @@ class AttributeAccess:
 
     @property
     def read(self) -> frozenset[str]:
-        """The paths of the places that count: those that were read, and those of which it is not known."""
+        """The paths of the places that count: those that were read, and those of which it is not known; and of environment variables."""
         places = self._near.places.values()
-        return frozenset(place.path for place in places if place.owner is None or (place.owner, place.name) in self._read)
+        return frozenset(self._variables) | frozenset(
+            place.path for place in places if place.owner is None or (place.owner, place.name) in self._read
+        )
 
     def handed_on(self, is_known: Callable[[Tensor], bool], *, has_new_hooks: bool) -> tuple[str, ...]:
         """What the call has read, changed and left for the next, as ``Encoder.state at model.py:12``.
