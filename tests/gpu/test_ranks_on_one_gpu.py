@@ -169,8 +169,8 @@ def test_the_law_by_precision(world: World, dtype: str, plan: str) -> None:
 
 def peak_bytes(rank: int, num_ranks: int) -> tuple[int, int]:
     """Bytes at the peak of a steady step on this rank, and those of its parameters."""
-    wide = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(8)))
-    example = {"input": torch.randn(4, 1024), "label": torch.randn(4, 1024)}
+    wide = nn.Sequential(*(nn.Linear(2048, 2048, bias=False) for _ in range(8)))  # so large that the 32 MiB of cuBLAS count little
+    example = {"input": torch.randn(4, 2048), "label": torch.randn(4, 2048)}
     cluster = make_cluster((1.0,) * num_ranks)
     trained = whale.parallelize(wide, loss=loss, optimizer=partial(torch.optim.SGD, lr=0.1), batch=example, cluster=cluster)
     trained.step(example)
