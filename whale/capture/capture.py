@@ -32,6 +32,7 @@ from whale.capture.exporting.wrapper import Loss, Mode, check_loss
 from whale.capture.flat.aliasing import memory_roots, written_arguments
 from whale.capture.flat.autocast import Autocast, lift_casts
 from whale.capture.flat.flatten import Flat, flatten
+from whale.capture.flat.masks import drop_causal_masks
 from whale.capture.flat.ops import describe, with_scopes
 from whale.capture.flat.sizes import TiedTensors, check_memory, holdings, lender, mark_factors
 from whale.capture.flat.writes import drop_needless_detaches, remove_dead_code, settle_writes
@@ -168,6 +169,7 @@ def _build(
     returned = [node for term in terms for node in (term.sum, term.weight) if node is not None]
     flat.graph.output((*returned, *outputs))
     drop_needless_detaches(flat.graph)
+    drop_causal_masks(flat.graph, first.rows)
     remove_dead_code(flat.graph, frozenset(name for name, kind in flat.kinds.items() if kind in ("buffer", "parameter")))
     read_as = _lift_casts(flat, held, kind.read_as)
     ops = describe(flat, model, default)
