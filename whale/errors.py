@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import warnings
 from collections.abc import Sequence
@@ -84,6 +85,22 @@ class RuntimeFault(WhaleError):
 
 class OpFault(RuntimeFault):
     """An op of the model failed on this rank alone, by what it was given, or the model itself refuses that."""
+
+
+PREEMPTED_CODE = 128 + signal.SIGTERM
+"""What a process ends with that SIGTERM has ended, as shells tell it."""
+
+
+class Preempted(SystemExit):
+    """SIGTERM has come to a rank, and the state of the training is saved. Not caught, it ends the process with exit code 143.
+
+    Attributes:
+        path: of the checkpoint.
+    """
+
+    def __init__(self, path: str) -> None:
+        super().__init__(PREEMPTED_CODE)
+        self.path = path
 
 
 def is_debugging() -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import math
 import sys
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -28,7 +29,7 @@ from whale.api.step_log import StepLog
 from whale.api.tracing import Tracing
 from whale.comm import together
 from whale.config import Source
-from whale.errors import ConfigError, RuntimeFault, WhaleError, first_few, warn
+from whale.errors import PREEMPTED_CODE, ConfigError, Preempted, RuntimeFault, WhaleError, first_few, warn
 from whale.ir.graph import ModelGraph
 from whale.ir.plan import Plan
 from whale.ir.schedule import Schedule
@@ -77,6 +78,8 @@ class Engine:
         self._guards = Guards(modes.model, train.graph, tensors, world.device, trains=trains, warns=is_first)
         self._warns_of_no_optimizer, self._has_told_of_parts = not trains and is_first, False
         self._log = StepLog.of(opening.settings.runtime, world)
+        self._saved: tuple[Path, int, object] | None = None  # the last: where, of which step, with what
+        weakref.finalize(self, world.notice.leave).atexit = False  # while the interpreter ends, SIGTERM stays unheard
         self._take_up(state, runtime, tracing)
 
     def _take_up(self, state: EngineState, runtime: Runtime, tracing: Tracing | None) -> None:
@@ -86,6 +89,8 @@ class Engine:
         self._data.state = state
         self._first_step = state.step_number
         self._guards.take_up(state.tensors)
+        if self.opening.settings.runtime.save_on_sigterm is not None:
+            runtime.roster.world.notice.listen()
 
     # ---- work ------------------------------------------------------------------------------------------------
 
@@ -173,6 +178,7 @@ class Engine:
 
     def _begin(self, batch: Any, call: Literal["step", "forward_backward"]) -> torch.Tensor:
         self.runtime.check_open()
+        self._end_if_told()
         if self._warns_of_no_optimizer:
             self._warns_of_no_optimizer = False
             warn("step computes gradients and applies none: parallelize was given no optimizer=")
@@ -182,6 +188,26 @@ class Engine:
                     self.runtime.compilation.note = note
                 return self._train(batch, call)
         return self._train(batch, call)
+
+    def _end_if_told(self) -> None:
+        """Where SIGTERM has come to any rank, saves and ends the run, before what the script asks for; all ranks do so together.
+
+        While gradients wait for an update it goes on: a checkpoint does not have them.
+
+        Raises:
+            Preempted: it has.
+        """
+        folder, number = self.opening.settings.runtime.save_on_sigterm, self.runtime.num_noticed
+        if not number or folder is None or self._accumulated is not None:
+            return
+        world, step_number = self.runtime.roster.world, self.state.step_number
+        path = Path(folder) / f"step_{step_number}"
+        where, when, extra = self._saved or (None, None, None)
+        self.save(path, extra=extra if (where, when) == (path.resolve(), step_number) else None)
+        if world.rank == 0:
+            told = f"SIGTERM came to {number} of {counted(world.size, 'rank')}"
+            print(f"whale: {told}: saved {path}; the run ends with exit code {PREEMPTED_CODE}", file=sys.stderr, flush=True)
+        raise Preempted(str(path))
 
     def _train(self, batch: Any, call: Literal["step", "forward_backward"]) -> torch.Tensor:
         if isinstance(batch, RankBatch):
@@ -322,6 +348,7 @@ class Engine:
             try:
                 self.runtime.close()
             finally:
+                self.runtime.roster.world.notice.leave()
                 self._log.close()
                 if self._tracing is not None:
                     self._tracing.close()
@@ -436,6 +463,7 @@ class Engine:
             )
             if wait:
                 self._finish_saving()
+            self._saved = Path(path).resolve(), self.state.step_number, extra
 
     @all_ranks
     def load(self, path: str | Path, *, trust: bool = False) -> Any:
@@ -660,6 +688,7 @@ class Engine:
         """Around what reads weights: their averages, where the call asks for these."""
         self.runtime.check_open()
         self.runtime.call_together(call)
+        self._end_if_told()
         if not call.endswith("(averaged=True)"):
             yield
             return

@@ -17,12 +17,12 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from whale.cli import rank_start
 from whale.cli.inputs import refuse_unknown
 from whale.config import RECIPE_VARIABLE, load_config
-from whale.errors import ConfigError
+from whale.errors import PREEMPTED_CODE, ConfigError
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
@@ -40,6 +40,9 @@ INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 _RUN = "whale_run_"
 
+_LOOK_SECONDS = 0.05
+"""Between two looks whether the ranks have ended."""
+
 _POSITIONAL = {"training_script": ("SCRIPT", True), "training_script_args": ("WORDS", False)}
 """What torchrun's own words are called, and whether there must be one."""
 
@@ -56,7 +59,8 @@ def run(words: Sequence[str]) -> int:
         words: the words after ``whale run``: its flags and torchrun's, the script, the script's own.
 
     Returns:
-        0 if every rank ended well, 1 otherwise.
+        0 if every rank ended well; 128 and the signal's number if one has stopped them, also where SIGTERM came to a rank and all have
+        saved (`Preempted`); 1 otherwise.
 
     Raises:
         WhaleError: the recipe cannot be read, or does not hold; or no rank can be started.
@@ -74,16 +78,20 @@ def run(words: Sequence[str]) -> int:
     refuse_unknown(parser, rest)
     _check(arguments)
     variables, begun = _variables(arguments), time.time()
-    _bind_ranks(arguments)
     with (
         _meeting_on_loopback(arguments),
         _run_directory() as directory,
         _environment({**variables, RUN_DIRECTORY: directory}),
         _watching(directory) as deaths,
+        _passing_on_sigterm(arguments, directory),
     ):
+        _bind_ranks(arguments, directory)
         try:
             run_torchrun(arguments)  # type: ignore[no-untyped-call]
         except ChildFailedError as error:
+            if is_preempted([failure.exitcode for failure in error.failures.values()]):
+                print("whale run: stopped by SIGTERM, which came to a rank of the run", file=sys.stderr)
+                return PREEMPTED_CODE
             print(describe_failure(error, read_all(directory), time.time(), deaths), file=sys.stderr)
             _tell_recorded(variables.get(TRACE), begun)
             return 1
@@ -216,15 +224,15 @@ def _meeting_on_loopback(arguments: argparse.Namespace) -> Iterator[None]:
     del store  # it has listened until here
 
 
-def _bind_ranks(arguments: argparse.Namespace) -> None:
-    """Has the ranks end with this process, whatever ends it."""
+def _bind_ranks(arguments: argparse.Namespace, directory: str) -> None:
+    """Has the ranks end with this process, whatever ends it, and say in the run directory which processes they are."""
     if arguments.run_path:  # a function in a fork of this process, and no command
         return
     command = [arguments.training_script, *arguments.training_script_args]
     if not arguments.no_python:
         command = [os.environ.get("PYTHON_EXEC", sys.executable), "-u", *(["-m"] if arguments.module else []), *command]
     arguments.no_python, arguments.module, arguments.training_script = True, False, sys.executable
-    arguments.training_script_args = ["-I", "-S", rank_start.__file__, str(os.getpid()), *command]
+    arguments.training_script_args = ["-I", "-S", rank_start.__file__, str(os.getpid()), directory, *command]
 
 
 @dataclass
@@ -266,6 +274,47 @@ def _watching(directory: str) -> Iterator[Deaths]:
         yield found
     finally:
         signal.signal(signal.SIGCHLD, before)
+
+
+def is_preempted(exit_codes: Sequence[int]) -> bool:
+    """Whether ranks have saved and ended because SIGTERM came to one; torchrun then sends it to those that still live."""
+    return PREEMPTED_CODE in exit_codes and {*exit_codes} <= {PREEMPTED_CODE, -signal.SIGTERM}
+
+
+@contextmanager
+def _passing_on_sigterm(arguments: argparse.Namespace, directory: str) -> Iterator[None]:
+    """Has SIGTERM sent on to the ranks, once, and waits for them as long as they take to save; what sent it ends all when time is up.
+
+    torchrun would send it to all processes that they have started, too, which ends the workers of their DataLoaders and so fails the
+    ranks; it would kill ranks after 30 seconds, and at a second signal.
+    """
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+
+    def pass_on(_: int, __: FrameType | None) -> NoReturn:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        ranks = [int(file.suffix[1:]) for file in Path(directory).glob(f"{rank_start.PROCESS}.*")]
+        for pid in filter(_lives, ranks):
+            os.kill(pid, signal.SIGTERM)
+        while any(map(_lives, ranks)):
+            time.sleep(_LOOK_SECONDS)
+        raise SignalException("SIGTERM came to the launcher", sigval=signal.SIGTERM)
+
+    if not hasattr(os, "waitid") or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    arguments.signals_to_handle = ",".join(name for name in arguments.signals_to_handle.split(",") if name.strip() != "SIGTERM")
+    before = signal.signal(signal.SIGTERM, pass_on)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _lives(child: int) -> bool:
+    """Whether a process is a child of this one and has not ended."""
+    with suppress(ChildProcessError):
+        return os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
+    return False
 
 
 @contextmanager

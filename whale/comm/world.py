@@ -32,6 +32,7 @@ import torch.distributed as dist
 import torch.distributed.nn.functional  # keeps the group that is there when it is imported: there is to be none
 from torch.distributed.rendezvous import rendezvous
 
+from whale.comm.notice import Notice
 from whale.comm.waiting import Waits, backend_of, end_together, say_why
 from whale.errors import ConfigError, OpFault, RuntimeFault, WhaleError
 
@@ -60,6 +61,11 @@ class World:
     def waits(self) -> Waits:
         """How communication is waited for here."""
         return Waits(self.timeout)
+
+    @cached_property
+    def notice(self) -> Notice:
+        """Whether this process is about to be ended."""
+        return Notice()
 
     @property
     def is_alone(self) -> bool:

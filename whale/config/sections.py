@@ -155,6 +155,11 @@ class RuntimeSettings:
         False, "bars of loaders show loss, samples and tokens per second, norm, learning rate, memory; else a line every 10 s"
     )
     log_file: str | None = key(None, "file to which rank 0 adds a line of JSON for each step of training; null: none")
+    save_on_sigterm: str | None = key(
+        None,
+        "folder in which a checkpoint step_N is saved when SIGTERM comes to any rank, which then all end with exit code 143; null: "
+        "SIGTERM ends a rank at once",
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -271,6 +271,11 @@ class Runtime:
             with self.status.reporting():
                 call_together(call, argument, self.roster.world, self._connections.everyone)
 
+    @property
+    def num_noticed(self) -> int:
+        """How many ranks were about to be ended (`Notice`) when all last compared what they do: the same on all."""
+        return self._connections.everyone.num_noticed
+
     def refuse(self, mode: str, reason: WhaleError, call: Call | None = None) -> None:
         """Tells the other ranks, which are about to run a step, that this rank does not, and why."""
         if mode in self._workers:

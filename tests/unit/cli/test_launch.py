@@ -219,3 +219,8 @@ def test_a_folder_for_the_record_that_cannot_be_made_is_told_before_a_rank_start
     launch._check(launch.make_parser().parse_args(["--nnodes", "2", "--trace", str(file), str(script)]))
     launch._check(launch.make_parser().parse_args(["--trace", str(tmp_path / "new"), str(script)]))
     assert (tmp_path / "new").is_dir()
+
+
+@pytest.mark.parametrize(("codes", "is_so"), [([143, 143], True), ([143, -15], True), ([-15, -15], False), ([143, 1], False), ([], False)])
+def test_ranks_that_have_saved_at_sigterm_are_no_failure(codes: list[int], is_so: bool) -> None:
+    assert launch.is_preempted(codes) is is_so

@@ -193,8 +193,7 @@ class Agreement:
 
     def _start(self, told: _Told) -> tuple[torch.Tensor, Launched | None]:
         """A sum over all ranks; what is told of the batch stays off a GPU, which is not to be waited for."""
-        numbers = roll_call.numbers(self._call, self._world.rank, told.numbers)
-        return numbers, self._everyone.start(numbers)
+        return self._everyone.say(self._call, self._world.rank, told.numbers)
 
     def _end(self, first: tuple[torch.Tensor, Launched | None], told: _Told, measured: torch.Tensor | None) -> list[torch.Tensor]:
         """Compares, then sums what was measured where some rank needs it; None is measured where this rank refuses the batch."""
@@ -208,9 +207,7 @@ class Agreement:
 
     def _compare(self, first: tuple[torch.Tensor, Launched | None], told: _Told) -> int:
         """Waits for what all ranks tell, and compares it; the number of ranks that have all rows."""
-        numbers, work = first
-        self._everyone.finish(work, "comparing the batch")
-        found = roll_call.read(numbers, self._call, self._world.size)
+        found = self._everyone.hear(first, self._call, "comparing the batch")
         (count, squares, num_whole, *others, num_balanced, rest), copies = found[:_NUM_OF_BATCH], found[_NUM_OF_BATCH:]
         if math.isnan(count):
             self._refuse_with_others(told)

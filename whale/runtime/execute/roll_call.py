@@ -32,6 +32,7 @@ class Everyone:
 
     def __init__(self, world: World, groups: Groups, status: StatusBoard, watch: Watch) -> None:
         self._groups, self._status, self._waits, self._watch = groups, status, world.waits, watch
+        self._notice, self._num_noticed = world.notice, 0.0
         self._ranks = tuple(range(world.size))
         self._peers = tuple(rank for rank in self._ranks if rank != world.rank)
 
@@ -53,6 +54,26 @@ class Everyone:
     def add(self, tensor: torch.Tensor, what: str) -> None:
         """Sums a tensor, in place, and waits for it."""
         self.finish(self.start(tensor), what)
+
+    def say(self, call: Call, rank: int, told: Sequence[float] = ()) -> tuple[torch.Tensor, Launched | None]:
+        """Starts the message in which each rank says what it does, what it tells beside, and whether it is about to be ended."""
+        numbers = _numbers(call, rank, (*told, *(0.0,) * (NUM_TOLD - len(told)), float(self._notice.has_come)))
+        return numbers, self.start(numbers)
+
+    def hear(self, said: tuple[torch.Tensor, Launched | None], call: Call, what: str) -> list[float]:
+        """Waits for what all ranks together tell.
+
+        Raises:
+            RuntimeFault: as `finish`; or some do something else, the same on all.
+        """
+        self.finish(said[1], what)
+        *told, self._num_noticed = _read(said[0], call, len(self._ranks))
+        return told
+
+    @property
+    def num_noticed(self) -> int:
+        """How many ranks were about to be ended when all last said so: the same on all."""
+        return int(self._num_noticed if self._peers else self._notice.has_come)
 
 
 Call = Literal[
@@ -76,19 +97,18 @@ Call = Literal[
 _CALLS: tuple[Call, ...] = get_args(Call)
 NUM_TOLD = 11 + equal_copies.NUM_TOLD
 """Numbers that a call may tell beside itself."""
-NUM_NUMBERS = 2 * len(_CALLS) + NUM_TOLD
 
 
-def numbers(call: Call, rank: int, told: Sequence[float] = (0.0,) * NUM_TOLD) -> torch.Tensor:
+def _numbers(call: Call, rank: int, told: Sequence[float]) -> torch.Tensor:
     """What a rank says, to be summed over all of them: per call, whether it is this rank's, and the rank's number; and what it tells."""
-    assert len(told) == NUM_TOLD
+    assert len(told) == NUM_TOLD + 1
     values = [0.0] * (2 * len(_CALLS))
     index = 2 * _CALLS.index(call)
     values[index], values[index + 1] = 1.0, float(rank)
     return torch.tensor([*values, *told], dtype=torch.float64)
 
 
-def read(summed: torch.Tensor, call: Call, size: int) -> list[float]:
+def _read(summed: torch.Tensor, call: Call, size: int) -> list[float]:
     """What all ranks together tell.
 
     Raises:
@@ -128,9 +148,7 @@ def call_together(call: Call, argument: float | None, world: World, everyone: Ev
         return
     # sums of squares of 24 bits are exact; so short a digest tells any two numbers of a script apart
     told = 0 if argument is None else 1 + (zlib.crc32(struct.pack("d", argument)) & 0xFFFFFF)
-    summed = numbers(call, world.rank, (float(told), float(told**2), *(0.0,) * (NUM_TOLD - 2)))
-    everyone.add(summed, call)
-    total, squares, *_ = read(summed, call, world.size)
+    total, squares, *_ = everyone.hear(everyone.say(call, world.rank, (float(told), float(told**2))), call, call)
     if not are_equal(world.size, total, squares):
         raise RuntimeFault(f"all ranks call engine.{call} with the same argument (here {argument}, and another on some rank)")
 

@@ -1,0 +1,40 @@
+"""SIGTERM between the parts of a step, and after a save of the script's own."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pytest
+
+import whale
+from tests.unit.api.test_guards import BATCH, parallelize
+
+
+def test_gradients_that_wait_are_applied_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    engine = parallelize(config={"runtime.save_on_sigterm": str(tmp_path)})
+    engine.forward_backward(BATCH)
+    signal.raise_signal(signal.SIGTERM)
+    engine.forward_backward(BATCH)
+    engine.evaluate(BATCH)
+    engine.update()
+    with pytest.raises(whale.Preempted) as told:
+        engine.forward_backward(BATCH)
+    assert told.value.code == 143 and told.value.path == str(tmp_path / "step_1")
+    assert f"whale: SIGTERM came to 1 of 1 rank: saved {tmp_path / 'step_1'}; the run ends with" in capsys.readouterr().err
+    before = signal.getsignal(signal.SIGTERM)
+    engine.close()
+    assert signal.getsignal(signal.SIGTERM) != before, "it ends the process again"
+    assert parallelize().load(told.value.path) is None
+
+
+def test_what_the_script_has_saved_at_the_same_step_stays(tmp_path: Path) -> None:
+    engine = parallelize(config={"runtime.save_on_sigterm": str(tmp_path)})
+    for step in (1, 2):
+        engine.step(BATCH)
+        engine.save(tmp_path / f"step_{step}", extra={"step": step})
+    signal.raise_signal(signal.SIGTERM)
+    with pytest.raises(whale.Preempted) as told:
+        engine.predict(BATCH)
+    engine.close()
+    assert parallelize().load(told.value.path) == {"step": 2}

@@ -1,0 +1,39 @@
+"""Hearing SIGTERM: several listeners of one process, in any order of leaving, and other threads."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from itertools import permutations
+from threading import Thread
+
+import pytest
+
+from whale.comm.notice import Notice
+
+
+@pytest.fixture(autouse=True)
+def handler() -> Iterator[object]:
+    before = signal.getsignal(signal.SIGTERM)
+    yield before
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+@pytest.mark.parametrize("order", permutations(range(3)))
+def test_all_listeners_hear_until_they_leave(order: tuple[int, ...]) -> None:
+    notices = [Notice() for _ in order]
+    for notice in notices:
+        notice.listen()
+        notice.listen()
+    signal.raise_signal(signal.SIGTERM)
+    assert all(notice.has_come for notice in notices)
+    for number in order:
+        notices[number].leave()
+        notices[number].leave()
+
+
+def test_another_thread_is_warned() -> None:
+    thread = Thread(target=Notice().listen, name="aside")
+    with pytest.warns(UserWarning, match=r"runtime\.save_on_sigterm needs .* main thread.*called in aside"):
+        thread.start()
+        thread.join()
