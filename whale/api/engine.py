@@ -23,6 +23,7 @@ from whale.api.loader import DataPosition, Loader, make_loader
 from whale.api.mode import CapturedMode, ModeName, view_of
 from whale.api.modes import Modes, forget, prepare_forward, prepare_training
 from whale.api.opening import Opening
+from whale.api.rank_batch import RankBatch
 from whale.api.results import OwnedParameters, give_extra_state, state_keys, step_loss, whole_state
 from whale.api.row_source import RowSource
 from whale.api.step_log import StepLog
@@ -37,7 +38,7 @@ from whale.progress import progress
 from whale.runtime.checkpoint.moving import move_state
 from whale.runtime.checkpoint.saving import Saving
 from whale.runtime.checkpoint.training_state import load_state, save_state
-from whale.runtime.execute.batch import BatchView, RankBatch
+from whale.runtime.execute.batch import BatchView
 from whale.runtime.execute.executor import StepState
 from whale.runtime.execute.roll_call import Call
 from whale.runtime.runtime import Runtime
@@ -210,8 +211,9 @@ class Engine:
         raise Preempted(str(path))
 
     def _train(self, batch: Any, call: Literal["step", "forward_backward"]) -> torch.Tensor:
+        batch = self._data.recognized(batch)
         if isinstance(batch, RankBatch):
-            self._data.feed(batch)
+            self._data.feed(batch.origin)
         if self._tracing is not None:  # before the batch is looked at, which may fail on one rank alone
             self._tracing.begin()
         self._log.begin(self.state.optimizer)
@@ -658,6 +660,7 @@ class Engine:
         self.modes.prove(name)
         self.runtime.losses.settle()
         self.runtime.merge_statistics(self.state)
+        batch = self._data.recognized(batch)
         base = self.modes.ensure(name, batch)
         if self.runtime.plan_of(name) is None:
             prepare_forward(self.runtime, self.modes, base, base.graph.num_rows)
@@ -671,6 +674,8 @@ class Engine:
             try:
                 self._guards.check()
                 self.runtime.check_unwritten()
+                if isinstance(batch, RankBatch):
+                    batch.check(self.runtime.roster.plan, self.rank)
                 captured = self.modes.fitting(name, batch, partial(forget, self.runtime))
                 view = view_of(captured.program.batch, batch)
                 key = captured.key

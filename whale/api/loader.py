@@ -17,10 +17,10 @@ from rich.progress import Progress, ProgressColumn, Task
 from rich.text import Text
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
+from whale.api.rank_batch import RankRows, mark, recognized
 from whale.api.row_source import Collate, Division, IndexedSource, IterableSource, RowSource, Share
 from whale.errors import BatchError, CheckpointError
 from whale.ir.plan import Plan
-from whale.runtime.execute.batch import RankBatch
 from whale.runtime.execute.randomness import seed_of
 from whale.runtime.state.engine_state import EngineState
 
@@ -49,7 +49,8 @@ def make_loader(
             of which each rank reads all and keeps its own, with at most one worker.
         global_batch_size: rows of a batch over all ranks.
         plan: says which rows a rank needs.
-        rank: this rank's number in the plan; None for a rank outside it, which gets batches without data.
+        rank: this rank's number in the plan; None for a rank outside it, which reads the first row of each batch, for the script to
+            see its form.
         shuffle: another order in every epoch, equal on all ranks; not for an iterable dataset.
         seed: of the order, and of the workers' random numbers.
         drop_last: leaves out a last batch of fewer rows, which otherwise is divided again in proportion.
@@ -87,6 +88,7 @@ class Loader:
     An iteration starts with the epoch's first batch, or where a `position` that was set says. An epoch left early starts again.
 
     Attributes:
+        in_hand: the batch that was handed out last in the iteration under way, and where it comes from.
         placed: where `set_epoch` has said to go on, since a batch was last stepped on or a checkpoint read; else None.
     """
 
@@ -94,6 +96,7 @@ class Loader:
         self._source, self._seed, self._options = source, seed, dict(options)
         self._progress = progress
         self._epoch, self._row, self._resumes = 0, 0, False
+        self.in_hand: tuple[Any, RankRows] | None = None
         self.placed: Mapping[str, int] | None = None
 
     @property
@@ -163,11 +166,11 @@ class Loader:
         """
         return self._source.num_batches()
 
-    def __iter__(self) -> Iterator[RankBatch]:
+    def __iter__(self) -> Iterator[Any]:
         batches = self._batches()
         return batches if self._progress is None else self._with_bar(batches, self._progress)
 
-    def _with_bar(self, batches: Iterator[RankBatch], words: Callable[[], str]) -> Iterator[RankBatch]:
+    def _with_bar(self, batches: Iterator[Any], words: Callable[[], str]) -> Iterator[Any]:
         try:
             total: int | None = len(self)
         except TypeError:  # a stream
@@ -175,7 +178,7 @@ class Loader:
         with Progress(*Progress.get_default_columns(), _Words(words), console=Console(stderr=True)) as bar:
             yield from bar.track(batches, total, description=f"epoch {self._epoch + 1}")
 
-    def _batches(self) -> Iterator[RankBatch]:
+    def _batches(self) -> Iterator[Any]:
         self._row = self._row if self._resumes else 0
         self._resumes = False
         epoch, row, source = self._epoch, self._row, self._source
@@ -192,7 +195,15 @@ class Loader:
             stop = self._at(epoch, row) if share is not None else self._at(epoch + 1, 0)
             if not self._resumes:  # else another iteration begins elsewhere, where a position says
                 self._epoch, self._row = stop["epoch"], stop["row"]
-            yield RankBatch(data, source.division.rows(num_rows), num_rows, self, start, stop)
+            origin = RankRows(source.division.rows(num_rows), num_rows, source.division.plan, self, start, stop)
+            mark(data, origin)
+            self.in_hand = in_hand = data, origin
+            try:
+                yield in_hand[0]
+            finally:
+                if self.in_hand is in_hand:  # it holds what is known by the loader, and so the loader
+                    self.in_hand = None
+            del in_hand
 
     def _fetch(self, epoch: int, row: int) -> DataLoader[Share]:
         generator = torch.Generator().manual_seed(seed_of("workers", self._seed, epoch))
@@ -240,7 +251,11 @@ class DataPosition:
         self._made = [weakref.ref(each) for each in (*self._loaders(), loader)]
         self._hand_out()
 
-    def feed(self, batch: RankBatch) -> None:
+    def recognized(self, batch: Any) -> Any:
+        """A `RankBatch` where a batch is a loader's; any other as it is."""
+        return recognized(batch, [loader.in_hand for loader in self._loaders() if loader.in_hand is not None])
+
+    def feed(self, batch: RankRows) -> None:
         """States what the next step is given.
 
         Raises:
@@ -254,7 +269,7 @@ class DataPosition:
         self._feeding, self._fed, self.state.position = source, batch.stop, None
         source.placed = None
 
-    def _check_goes_on(self, source: Loader, batch: RankBatch, read: Mapping[str, int]) -> None:
+    def _check_goes_on(self, source: Loader, batch: RankRows, read: Mapping[str, int]) -> None:
         """Finds that a batch of a loader is not the one that follows a position which has been read."""
         if source is not self._resumed:
             source.check(read)

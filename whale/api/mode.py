@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, fx, nn
 
+from whale.api.rank_batch import RankBatch
 from whale.axes import batch_axes, discover
 from whale.capture import AS_LARGE_AS_THE_BATCH, BatchDims, BatchStructure, CapturedProgram, capture
 from whale.capture.comparing import are_same, difference
@@ -18,7 +19,7 @@ from whale.errors import BatchError, CaptureError
 from whale.ir.graph import LossTerm, ModelGraph
 from whale.ir.plan import BatchAxis
 from whale.ir.precision import Precision
-from whale.runtime.execute.batch import BatchView, RankBatch
+from whale.runtime.execute.batch import BatchView
 
 ModeName = Literal["train", "eval", "predict", "eval_predict"]
 
@@ -229,12 +230,15 @@ def view_of(structure: BatchStructure, batch: Any) -> BatchView:
         batch: the global batch in the user's form, or a `RankBatch` of a loader.
 
     Raises:
-        BatchError: it is not of the example's form.
+        BatchError: it is not of the example's form, or has not the rows that the loader gave.
     """
     with_rows = frozenset(part.name for part in structure.inputs if part.has_rows and part.name is not None)
     if isinstance(batch, RankBatch):
-        leaves = {} if batch.data is None else _leaves(structure, batch.data)
-        return BatchView(leaves, with_rows, batch.num_rows, batch.rows, is_own=True)
+        leaves, origin = {}, batch.origin
+        if batch.data is not None:
+            leaves = _leaves(structure, batch.data)
+            batch.check_rows(len(leaves[next(iter(with_rows))]))
+        return BatchView(leaves, with_rows, origin.num_rows, origin.rows, origin.place)
     leaves = _leaves(structure, batch)
     num_rows = leaves[next(iter(with_rows))].shape[0]
     return BatchView(leaves, with_rows, num_rows, ((0, num_rows),))

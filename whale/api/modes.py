@@ -14,6 +14,7 @@ from typing import Any, cast
 from torch import nn
 
 from whale.api.mode import CapturedMode, ModeName, structure_for
+from whale.api.rank_batch import RankBatch
 from whale.capture import BatchDims, BatchStructure, CapturedProgram, check_batch_dims
 from whale.capture.exporting.near_values import NearValues, Seen
 from whale.capture.kept import KeptCapture, folder_of
@@ -26,7 +27,6 @@ from whale.ir.precision import Precision
 from whale.planning import carry_plan, retarget_plan
 from whale.planning.explain.mixing import mixed_apart, warn_of_mixing
 from whale.progress import progress
-from whale.runtime.execute.batch import RankBatch
 from whale.runtime.runtime import Runtime
 from whale.schedules import forward_schedules_of, short_schedules_of
 from whale.units import listed

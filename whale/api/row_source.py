@@ -26,7 +26,7 @@ from whale.units import counted
 
 Collate = Callable[[list[Any]], Any]
 Share = tuple[int, Any]
-"""Rows of the global batch, and this rank's part of it (None where it needs no row)."""
+"""Rows of the global batch, and this rank's part of it."""
 
 
 class Sized(Protocol):
@@ -75,12 +75,12 @@ class Division:
         check_rows(self.plan.with_micro_batches_for(num_rows), num_rows)
 
     def positions(self, num_rows: int) -> Iterator[int]:
-        """Row numbers of a global batch that this rank reads, ascending."""
-        return itertools.chain.from_iterable(itertools.starmap(range, self.rows(num_rows)))
+        """Row numbers of a global batch that this rank reads, ascending: the first where it needs none, for the script to see its form."""
+        return itertools.chain.from_iterable(itertools.starmap(range, self.rows(num_rows) or ((0, 1),)))
 
     def share(self, num_rows: int, samples: list[Any]) -> Share:
         """This rank's share of a batch, from its samples."""
-        return num_rows, self.collate(samples) if samples else None
+        return num_rows, self.collate(samples)
 
 
 @dataclass(frozen=True)
@@ -161,7 +161,7 @@ class _IndexedShares(Dataset[Share]):
 
     def _samples(self, indices: list[int], numbers: OwnNumbers) -> list[Any]:
         fetch_all = getattr(self.dataset, "__getitems__", None)  # torch's protocol for reading several at once
-        if fetch_all is not None and indices:
+        if fetch_all is not None:
             numbers.seed(seed_of(*self.place, indices[0]))
             found = list(fetch_all(indices))
             if len(indices) == 1 or not numbers.were_drawn():

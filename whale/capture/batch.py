@@ -167,6 +167,11 @@ class BatchStructure:
         return int(next(iter(sizes.values())))
 
 
+def tensors_of(batch: object) -> dict[str, Tensor]:
+    """The tensors of a batch by their places, whatever it is like otherwise."""
+    return {pytree.keystr(path): leaf for path, leaf in pytree.tree_flatten_with_path(_plain(batch))[0] if isinstance(leaf, Tensor)}
+
+
 def _listed(paths: list[str]) -> str:
     return ", ".join(f"batch{path}" for path in paths) or "none"
 

@@ -42,7 +42,7 @@ def test_an_error_shows_the_users_frames(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_a_loader_shows_a_bar(capsys: pytest.CaptureFixture[str]) -> None:
     engine = parallelize()
     samples = [{name: value[index] for name, value in BATCH.items()} for index in range(8)]
-    rows = [batch.num_rows for batch in engine.loader(samples, global_batch_size=4, progress=True)]
+    rows = [len(batch["input"]) for batch in engine.loader(samples, global_batch_size=4, progress=True)]
     assert rows == [4, 4]
     shown = capsys.readouterr()
     assert "epoch 1" in shown.err and "100%" in shown.err and shown.out == ""

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import pickle
 import random
-from collections.abc import Iterator
+import weakref
+from collections import UserDict
+from collections.abc import Callable, Iterator
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from torch.utils.data import IterableDataset
+from torch import Tensor
+from torch.utils.data import IterableDataset, default_collate
 
 from tests.examples import at_most
 from whale.api.loader import Loader, make_loader
+from whale.api.rank_batch import recognized
 from whale.errors import BatchError, CheckpointError
 from whale.ir.division import intervals
 from whale.ir.plan import BATCH, Pipeline, Plan, Replica, Shard, Stage, VirtualDevice
@@ -68,7 +73,7 @@ def load(dataset: Any, size: int, plan: Plan = SOLO, rank: int | None = 0, **opt
 
 
 def values(loader: Loader) -> list[list[int]]:
-    return [[] if batch.data is None else batch.data.tolist() for batch in loader]
+    return [batch.tolist() for batch in loader]
 
 
 @st.composite
@@ -98,9 +103,9 @@ def test_every_row_is_read_by_exactly_the_ranks_that_need_it(plan: Plan, data: s
     rest = data.draw(st.sampled_from([0, *(num_rows for num_rows in fitting if num_rows < size)]))
     length = data.draw(st.integers(1, 3)) * size + rest
     options: dict[str, Any] = {"shuffle": data.draw(st.booleans()), "seed": data.draw(st.integers(0, 5))}
-    reference = [batch.data.tolist() for batch in load(Samples(length), size, **options)]
+    reference = values(load(Samples(length), size, **options))
     datasets = [Samples(length) for _ in plan.devices]
-    ranks = [list(load(dataset, size, plan, rank, **options)) for rank, dataset in enumerate(datasets)]
+    ranks = [[recognized(batch) for batch in load(dataset, size, plan, rank, **options)] for rank, dataset in enumerate(datasets)]
     assert sorted(index for batch in reference for index in batch) == list(range(length))
     for number, samples in enumerate(reference):
         for replica in plan.replicas:
@@ -112,9 +117,9 @@ def test_every_row_is_read_by_exactly_the_ranks_that_need_it(plan: Plan, data: s
                         for start, stop in plan.micro_batch_rows(replica.index, len(samples))
                         for row in range(*intervals(stage.rows(stop - start), start)[position])
                     ]
-                    assert [row for interval in batch.rows for row in range(*interval)] == needed
+                    assert [row for interval in batch.origin.rows for row in range(*interval)] == needed
                     assert batch.data.tolist() == [samples[row] for row in needed]
-                    assert batch.num_rows == len(samples)
+                    assert batch.origin.num_rows == len(samples)
     for rank, dataset in enumerate(datasets):
         assert len(dataset.read) == sum(len(batch.data) for batch in ranks[rank])
 
@@ -132,10 +137,12 @@ def test_rows_of_micro_batches_are_held_apart_where_they_do_not_touch() -> None:
     assert merge([(4, 6), (0, 2), (2, 3), (5, 5)]) == ((0, 3), (4, 6))
 
 
-def test_a_rank_outside_the_plan_gets_marks_without_data() -> None:
+def test_a_rank_outside_the_plan_gets_the_first_row_of_each_batch_and_none_to_compute() -> None:
     dataset = Samples(8)
-    assert [(batch.data, batch.rows, batch.num_rows) for batch in load(dataset, 4, rank=None)] == [(None, (), 4)] * 2
-    assert dataset.read == []
+    batches = list(load(dataset, 4, rank=None))
+    assert [batch.tolist() for batch in batches] == [[0], [4]] and dataset.read == [0, 4]
+    known = [recognized(batch) for batch in batches]
+    assert [(each.data, each.origin.rows, each.origin.num_rows) for each in known] == [(None, (), 4)] * 2
 
 
 def test_the_order_is_another_in_each_epoch_and_equal_on_all_ranks() -> None:
@@ -161,7 +168,7 @@ def test_a_position_resumes_at_the_next_batch(kind: type) -> None:
     loader = load(kind(20), 8, **options)
     seen = []
     for batch in loader:
-        seen.append(batch.data.tolist())
+        seen.append(batch.tolist())
         position = loader.position
         resumed = load(kind(20), 8, **options)
         resumed.position = position
@@ -179,12 +186,12 @@ def test_a_position_holds_for_another_batch_size_and_plan() -> None:
     next(iter(loader))
     resumed = load(Samples(24), 4, FIVE_THREE, 0, shuffle=True)
     resumed.position = loader.position
-    assert next(iter(resumed)).data.tolist() == order[8:11]
+    assert next(iter(resumed)).tolist() == order[8:11]
 
 
 def test_an_iteration_left_early_starts_again() -> None:
     loader = load(Samples(8), 2)
-    assert next(iter(loader)).data.tolist() == [0, 1]
+    assert next(iter(loader)).tolist() == [0, 1]
     assert values(loader)[0] == [0, 1]
 
 
@@ -244,8 +251,107 @@ class Pairs(Samples):
 def test_samples_are_fetched_together_and_collated() -> None:
     dataset = Pairs(8)
     batch = next(iter(load(dataset, 8, FIVE_THREE, 1)))
-    assert dataset.read == [3] and batch.data["x"].shape == (3, 2) and batch.data["y"].tolist() == [5, 6, 7]
-    assert next(iter(load(dataset, 8, collate=len))).data == 8
+    assert dataset.read == [3] and batch["x"].shape == (3, 2) and batch["y"].tolist() == [5, 6, 7]
+    assert next(iter(load(dataset, 8, collate=len))) == 8
+
+
+class Named(NamedTuple):
+    x: Tensor
+    y: Tensor
+
+
+def as_named(rows: list[dict[str, Any]]) -> Named:
+    batch = default_collate(rows)
+    return Named(batch["x"], batch["y"])
+
+
+COLLATES: dict[str, Callable[[list[dict[str, Any]]], Any]] = {
+    "a mapping": default_collate,
+    "another mapping": lambda rows: UserDict(default_collate(rows)),
+    "a tuple": lambda rows: tuple(default_collate(rows).values()),
+    "a named tuple": as_named,
+}
+
+
+@pytest.mark.parametrize("kind", COLLATES)
+def test_a_batch_is_the_users_own_and_pickles_as_such(kind: str) -> None:
+    collate = COLLATES[kind]
+    (batch,) = load(Pairs(8), 8, FIVE_THREE, 1, collate=collate)
+    assert type(batch) is type(collate([Pairs(1)[0]]))
+    pickled = pickle.dumps(batch)
+    assert b"whale" not in pickled and type(pickle.loads(pickled)) is type(batch)
+    assert recognized(batch).data is batch and recognized(batch).origin.rows == ((5, 8),)
+    assert recognized(pickle.loads(pickled)) is not batch  # a copy is nobody's
+
+
+def replaced_in_place(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    for name, value in batch.items():
+        batch[name] = value * 2
+    return batch
+
+
+CHANGES: dict[str, Callable[[dict[str, Tensor]], Any]] = {
+    "as it is": lambda batch: batch,
+    "one replaced": lambda batch: {**batch, "x": batch["x"] * 2},
+    "all replaced in it": replaced_in_place,
+    "one left": lambda batch: {"y": batch["y"]},
+    "one beside": lambda batch: batch | {"mask": torch.ones(3)},
+    "another form": lambda batch: tuple(batch.values()),
+    "deeper": lambda batch: {"inputs": [batch["x"]], "y": batch["y"] + 1},
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_changed_batch_is_known(change: str) -> None:
+    loader = load(Pairs(16), 8, FIVE_THREE, 1)
+    for number, batch in enumerate(loader):
+        assert loader.in_hand is not None
+        given = CHANGES[change](batch)
+        known = recognized(given, [loader.in_hand])
+        assert known.data is given and known.origin.start["row"] == 8 * number and not known.mixed
+
+
+def test_what_has_nothing_of_a_loader_in_it_is_a_global_batch() -> None:
+    everywhere = torch.ones(3)  # as large as the rows, by chance
+    loader = load(Pairs(16), 8, FIVE_THREE, 1, collate=lambda rows: {**default_collate(rows), "weights": everywhere})
+    kept = list(loader)
+    assert loader.in_hand is None
+    replaced = {name: value.clone() for name, value in kept[0].items()}
+    shared = {"x": torch.ones(3, 2), "weights": everywhere}
+    assert recognized(replaced) is replaced and recognized(shared) is shared
+    assert [recognized(batch).mixed for batch in kept] == ["", ""]
+
+
+def test_a_batch_of_two_batches_is_refused() -> None:
+    first, second = load(Pairs(16), 8, FIVE_THREE, 1)
+    with pytest.raises(BatchError, match=r"batch\['x'\]: epoch 0, row 0, .*; batch\['y'\]: epoch 0, row 8, "):
+        recognized({"x": first["x"], "y": second["y"]}).check(FIVE_THREE, 1)
+    recognized({"x": first["x"], "y": second["y"].clone()}).check(FIVE_THREE, 1)
+
+
+def test_rows_are_those_that_were_given() -> None:
+    (batch,) = load(Pairs(8), 8, FIVE_THREE, 1)
+    recognized(batch).check_rows(3)
+    with pytest.raises(BatchError, match=r"rows 5:8 of 8, which are 3; now 2"):
+        recognized(batch).check_rows(2)
+
+
+def test_a_batch_of_another_plan_serves_where_it_has_the_rows() -> None:
+    (batch,), (whole,) = load(Pairs(8), 8, FIVE_THREE, 1), load(Pairs(8), 8, FIVE_THREE, 1, whole_batches=True)
+    recognized(batch).check(plan_of([(6, [[1]]), (2, [[1]])]), 1)
+    recognized(whole).check(SOLO, 0)
+    with pytest.raises(BatchError, match=r"of 8 rows it has 5:8, needed: 0:8"):
+        recognized(batch).check(SOLO, 0)
+
+
+def test_a_batch_that_is_let_go_of_leaves_nothing_behind() -> None:
+    loader = load(Pairs(16), 8)
+    gone = weakref.ref(loader)
+    for batch in loader:
+        kept = weakref.ref(batch["x"])
+        break
+    del batch, loader
+    assert gone() is None and kept() is None
 
 
 class Augmented(Samples):
@@ -255,8 +361,8 @@ class Augmented(Samples):
 
 
 def test_samples_that_are_fetched_together_draw_numbers_of_their_own() -> None:
-    whole = next(iter(load(Augmented(8), 8))).data["x"]
-    torch.testing.assert_close(next(iter(load(Augmented(8), 8, FIVE_THREE, 1))).data["x"], whole[5:])
+    whole = next(iter(load(Augmented(8), 8)))["x"]
+    torch.testing.assert_close(next(iter(load(Augmented(8), 8, FIVE_THREE, 1)))["x"], whole[5:])
     assert len(whole.unique()) == whole.numel()
 
 

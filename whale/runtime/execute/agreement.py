@@ -5,6 +5,7 @@ in common.
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -15,7 +16,7 @@ import torch
 import whale.runtime.execute.equal_copies as equal_copies
 import whale.runtime.execute.roll_call as roll_call
 from whale.comm import Launched
-from whale.errors import BatchError, WhaleError
+from whale.errors import BatchError, WhaleError, first_few
 from whale.ir.graph import ModelGraph
 from whale.ir.plan import Plan
 from whale.runtime.execute.batch import BITS, BatchView, SharedPiece, balance, check_rows, combined, digests, on_host, shared_pieces
@@ -29,6 +30,10 @@ from whale.units import listed
 DEVICE_STEPS = 3
 """Steps whose batches are compared by content where they lie on a device, which has to be waited for."""
 
+_KNOWN_BY = (
+    "A batch of engine.loader is known by its tensors: where all are replaced (x.to(device), which the engine does for you), replace them "
+    "inside the batch that the loader gave"
+)
 _NUM_OF_BATCH = roll_call.NUM_TOLD - equal_copies.NUM_TOLD
 _CALLS: Mapping[str, roll_call.Call] = {"train": "step", "eval": "evaluate", "predict": "predict", "eval_predict": "evaluate"}
 
@@ -42,7 +47,9 @@ class _Told:
         is_whole: whether it has all rows, so that it needs nobody to measure the weights of the loss.
         capture: a number for the capture that it runs: ranks whose batches differ in size would run different ones; None where
             it has no part of the batch.
-        contents: a digest of each tensor of a global batch; None where it cannot be compared, or is not this time.
+        contents: a digest of each tensor of a global batch, or of which batch of a loader it is; None where it cannot be compared, or is
+            not this time.
+        place: which batch of a loader it is (`BatchView.place`).
         balance: of the rows that this rank has read for itself beside others (`shared_rows`); None as `contents`.
         copies: what is told of weights and settings that others have too (`EqualCopies.told`).
         refusal: why it refuses the batch; None where it does not.
@@ -52,6 +59,7 @@ class _Told:
     is_whole: bool = False
     capture: int | None = None
     contents: Mapping[str, int] | None = None
+    place: str | None = None
     balance: int | None = None
     copies: tuple[float, ...] = (0.0,) * equal_copies.NUM_TOLD
     refusal: str | None = None
@@ -113,7 +121,7 @@ class Agreement:
         self._loss_stages, self._held_terms = stages.loss_stages(model), stages.held_terms(model)
         self._seat, self._world, self._everyone = roster.seat, roster.world, everyone
         self._divided: dict[int, tuple[tuple[int, int], ...]] = {}
-        self._num_compared = 0
+        self._num_compared, self._compares_places = 0, False
         self._shared: dict[int, tuple[SharedPiece, ...]] = {}
         self._mode = model.mode
         self._call = _CALLS[model.mode]
@@ -177,19 +185,26 @@ class Agreement:
     def _told(self, batch: BatchView) -> _Told:
         """What is said of a batch: digests of it where all ranks have it, of the rows that others read too where each reads its own.
 
-        What lies on a device is looked at in the first steps alone.
+        What lies on a device is looked at in the first steps alone, and in the first ones after batches of the other kind: a script may
+        have lost what a loader's batch is known by.
         """
+        if self._compares_places != (batch.place is not None):
+            self._num_compared, self._compares_places = 0, not self._compares_places
         self._num_compared += 1
-        capture = self._capture if batch.leaves else None
-        if not self._world.can_compare or not (on_host(batch.leaves) or self._num_compared <= DEVICE_STEPS):
-            return _Told(batch.num_rows, batch.is_global, capture)
-        if not batch.is_own:
-            return _Told(batch.num_rows, batch.is_global, capture, digests(batch.leaves))
+        told = _Told(batch.num_rows, batch.is_global, self._capture if batch.leaves else None)
+        if not self._world.can_compare:
+            return told
+        if batch.place is not None:
+            told = replace(told, contents={"": zlib.crc32(batch.place.encode())}, place=batch.place)
+        if not (on_host(batch.leaves) or self._num_compared <= DEVICE_STEPS):
+            return told
+        if batch.place is None:
+            return replace(told, contents=digests(batch.leaves))
         if self._seat is None:
-            return _Told(batch.num_rows, batch.is_global, capture, balance=0)
+            return replace(told, balance=0)
         if batch.num_rows not in self._shared:
             self._shared[batch.num_rows] = shared_pieces(self._plan, self._seat, batch.num_rows)
-        return _Told(batch.num_rows, batch.is_global, capture, balance=balance(batch, self._shared[batch.num_rows]))
+        return replace(told, balance=balance(batch, self._shared[batch.num_rows]))
 
     def _start(self, told: _Told) -> tuple[torch.Tensor, Launched | None]:
         """A sum over all ranks; what is told of the batch stays off a GPU, which is not to be waited for."""
@@ -214,7 +229,7 @@ class Agreement:
         if not roll_call.are_equal(self._world.size, count, squares):
             raise BatchError(
                 f"the batch must have the same rows on every rank (here {told.num_rows}, {count / self._world.size:g} on average)",
-                hint="give every rank the same global batch, or use engine.loader",
+                hint=f"give every rank the same global batch, or use engine.loader. {_KNOWN_BY}",
             )
         if not roll_call.are_equal(*others[:3]):
             self._refuse_capture(told)
@@ -262,6 +277,14 @@ class Agreement:
 
     def _refuse_contents(self, told: _Told) -> NoReturn:
         """Says which tensors of the batch differ on which ranks; all ranks come here together."""
+        places = self._world.gather_objects(told.place)
+        if any(place is not None for place in places):
+            ranks_at = {place: listed("rank", [rank for rank, each in enumerate(places) if each == place]) for place in places}
+            listing = first_few([f"{ranks}: {place or 'no batch of engine.loader'}" for place, ranks in ranks_at.items()], separator="; ")
+            raise BatchError(
+                f"the batch must be of the same global batch on every rank ({listing})",
+                hint=f"leave out no batch of the loader on one rank alone, and step on all ranks with its batches or on none. {_KNOWN_BY}",
+            )
         found = cast(list[Mapping[str, int] | None], self._world.gather_objects(told.contents))
         known = {rank: contents for rank, contents in enumerate(found) if contents is not None}
         first, reference = next(iter(known.items()))
@@ -270,7 +293,8 @@ class Agreement:
         raise BatchError(
             f"the batch must be the same on every rank ({listing})",
             hint="a DataLoader with shuffle=True gives each rank other rows unless it is seeded: pass it generator="
-            "torch.Generator().manual_seed(0), and seed what is random in the dataset; or use engine.loader(dataset, shuffle=True)",
+            "torch.Generator().manual_seed(0), and seed what is random in the dataset; or use engine.loader(dataset, shuffle=True). "
+            f"{_KNOWN_BY}",
         )
 
     def _measure_whole(self, batch: BatchView) -> list[torch.Tensor]:

@@ -21,10 +21,9 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import reduce
 from itertools import pairwise
-from typing import Any
 
 import torch
 
@@ -39,26 +38,6 @@ Rows = tuple[tuple[int, int], ...]
 
 
 _SMALL_BATCH = "use larger batches, or fewer devices that divide rows; drop_last=True leaves out a loader's short last batch"
-
-
-@dataclass(frozen=True)
-class RankBatch:
-    """What a rank reads of a global batch.
-
-    Attributes:
-        data: the batch in the user's form, with this rank's rows in ascending order; None where it has none.
-        rows: which rows of the global batch these are.
-        num_rows: rows of the global batch.
-        source: the loader that it comes from.
-        start, stop: where in the loader's data it begins, and where what follows it does.
-    """
-
-    data: Any
-    rows: Rows
-    num_rows: int
-    source: object = field(default=None, compare=False, repr=False)
-    start: Mapping[str, int] = field(default_factory=dict, compare=False, repr=False)
-    stop: Mapping[str, int] = field(default_factory=dict, compare=False, repr=False)
 
 
 def rank_rows(plan: Plan, rank: int | None, num_rows: int) -> Rows:
@@ -163,14 +142,14 @@ class BatchView:
         with_rows: names of the leaves whose dimension 0 is the batch; the others are whole.
         num_rows: rows of the global batch.
         held: global row intervals that the leaves hold, ascending.
-        is_own: whether this rank has read them for itself; else all ranks were given the same batch.
+        place: which global batch of a loader, in words, of which each rank reads its own rows; None where all ranks were given all.
     """
 
     leaves: Mapping[str, torch.Tensor]
     with_rows: frozenset[str]
     num_rows: int
     held: tuple[tuple[int, int], ...]
-    is_own: bool = False
+    place: str | None = None
 
     @property
     def is_global(self) -> bool:

@@ -1,0 +1,142 @@
+"""Batches that are one rank's rows of a global batch: the user's own structure, and what is known of where it comes from.
+
+A structure may be of any type, be unpacked and put together anew, so the tensors carry the mark; in a table beside them, so that they
+pickle as others do.
+
+    loader     {"x": X, "y": Y}                 X, Y: of batch 7
+    script     {"x": X, "y": Y.long(), "m": M}  X:    of batch 7, and so is the whole
+    mixed up   {"x": X, "y": Y of batch 8}      an error
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping, MutableMapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from whale.capture import tensors_of
+from whale.errors import BatchError, first_few
+from whale.ir.plan import Plan
+from whale.runtime.execute.batch import Rows, rank_rows
+from whale.units import counted
+
+
+@dataclass(frozen=True)
+class RankRows:
+    """Where a batch of a loader comes from.
+
+    Attributes:
+        rows: which rows of the global batch this rank has in it, ascending; none where the plan leaves the rank idle.
+        num_rows: rows of the global batch.
+        plan: that divided it.
+        source: the loader.
+        start, stop: where in the loader's data it begins, and where what follows it does.
+        number: of the batch among all that were handed out in this process.
+    """
+
+    rows: Rows
+    num_rows: int
+    plan: Plan
+    source: object
+    start: Mapping[str, int]
+    stop: Mapping[str, int]
+    number: int = field(default_factory=itertools.count().__next__)
+
+    @property
+    def place(self) -> str:
+        """Which global batch it is, in words that are the same on every rank."""
+        return ", ".join(f"{name} {value}" for name, value in self.start.items())
+
+    @property
+    def num_held(self) -> int:
+        """How many rows this rank has."""
+        return sum(stop - start for start, stop in self.rows)
+
+
+@dataclass(frozen=True)
+class RankBatch:
+    """A batch of a loader, as the user gives it back.
+
+    Attributes:
+        data: in the user's form; None where the rank has no rows of it.
+        origin: where it comes from.
+        mixed: other places that tensors of it come from, in words; empty for none.
+    """
+
+    data: Any
+    origin: RankRows
+    mixed: str = ""
+
+    def check(self, plan: Plan, rank: int | None) -> None:
+        """Finds that it does not hold what a rank needs under a plan.
+
+        Raises:
+            BatchError: its tensors are of several batches, or of rows that another plan gave to the rank.
+        """
+        if self.mixed:
+            raise BatchError(
+                f"tensors of engine.loader in one batch come from one global batch ({self.mixed})",
+                hint="take all of them from one batch; a copy (clone()) counts as a tensor of your own",
+            )
+        origin = self.origin
+        if origin.plan is plan:
+            return
+        needed = rank_rows(plan.with_micro_batches_for(origin.num_rows), rank, origin.num_rows)
+        if not all(any(low <= start and stop <= high for low, high in origin.rows) for start, stop in needed):
+            raise BatchError(
+                f"a batch of engine.loader has the rows that the plan at work gives this rank ({origin.place}: of "
+                f"{counted(origin.num_rows, 'row')} it has {_listed(origin.rows)}, needed: {_listed(needed)})",
+                hint="another plan divided it: after engine.replan take the next batch of the loader, and use whole_batches=True where "
+                "engines share a loader",
+            )
+
+    def check_rows(self, num_rows: int) -> None:
+        """Finds that the script has taken rows out, or put some in.
+
+        Args:
+            num_rows: that its tensors have.
+
+        Raises:
+            BatchError: they are not the rows that the loader gave.
+        """
+        if num_rows != self.origin.num_held:
+            raise BatchError(
+                f"a batch of engine.loader keeps the rows that it was given with, in their order ({self.origin.place}: "
+                f"rows {_listed(self.origin.rows)} of {self.origin.num_rows}, which are {self.origin.num_held}; now {num_rows})",
+                hint="choose and repeat rows in the dataset; tensors that you add have a row for each of these",
+            )
+
+
+# An attribute of tensors in all but place: as one it would be pickled with them.
+_ORIGINS: MutableMapping[Tensor, RankRows | None] = WeakTensorKeyDictionary()
+
+
+def mark(batch: Any, origin: RankRows) -> None:
+    """Lets the tensors with rows of a batch be known again for as long as they live; not one that is in several batches."""
+    for tensor in tensors_of(batch).values():
+        if tensor.dim() and len(tensor) == (origin.num_held or 1):
+            _ORIGINS[tensor] = None if tensor in _ORIGINS else origin
+
+
+def recognized(batch: Any, in_hand: Iterable[tuple[Any, RankRows]] = ()) -> Any:
+    """A `RankBatch` of a batch some of whose tensors are a loader's; any other as it is, which is a global batch.
+
+    Args:
+        batch: as the user gives it.
+        in_hand: batches that loaders have handed out last, which are known by themselves too, whatever was put into them.
+    """
+    found: list[tuple[str, RankRows]] = [("", origin) for data, origin in in_hand if data is batch]
+    found += [(path, origin) for path, tensor in tensors_of(batch).items() if (origin := _ORIGINS.get(tensor)) is not None]
+    if not found:
+        return batch
+    of_each = {origin.number: f"batch{path}: {origin.place}" for path, origin in found}
+    origin = found[0][1]
+    return RankBatch(batch if origin.rows else None, origin, first_few(list(of_each.values()), separator="; ") if len(of_each) > 1 else "")
+
+
+def _listed(rows: Rows) -> str:
+    return ", ".join(f"{start}:{stop}" for start, stop in rows) or "none"
