@@ -1,5 +1,6 @@
-"""Run by test_launch.py, twice: trains until it is stopped; then goes on for some steps, and holds them to an undisturbed training."""
+"""Run by test_launch.py: trains until it is stopped, twice; then goes on for some steps, and holds them to an undisturbed training."""
 
+import os
 import sys
 from functools import partial
 from pathlib import Path
@@ -24,20 +25,21 @@ def train(num_steps: int | None, saved: Path | None = None) -> list[torch.Tensor
     )
     if saved is not None:
         assert engine.load(saved) is None
+    say_at = engine.step_number + 3
     loader = engine.loader(samples, global_batch_size=8, shuffle=True, num_workers=1)  # a worker is no rank: it goes on
     while engine.step_number != num_steps:
         for batch in loader:
             engine.step(batch)
-            if num_steps is None and engine.step_number == 3:
-                (FOLDER / f"rank_{engine.rank}_has_begun").touch()
+            if num_steps is None and engine.step_number == say_at:
+                (FOLDER / f"{len(found)}_{engine.rank}.{os.getpid()}").touch()
             if engine.step_number == num_steps:
                 break
     return list(engine.state_dict().values())
 
 
-if not (found := list(FOLDER.glob("step_*"))):
-    train(None)
-(checkpoint,) = found
-last_step = int(checkpoint.name.removeprefix("step_")) + 3
-for resumed, undisturbed in zip(train(last_step, checkpoint), train(last_step), strict=True):
+found = sorted(FOLDER.glob("step_*"), key=lambda path: int(path.name.removeprefix("step_")))
+if len(found) < 2:
+    train(None, *found)
+last_step = int(found[-1].name.removeprefix("step_")) + 3
+for resumed, undisturbed in zip(train(last_step, found[-1]), train(last_step), strict=True):
     torch.testing.assert_close(resumed, undisturbed, rtol=0, atol=0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import subprocess
@@ -184,16 +185,21 @@ def test_no_thread_of_a_process_group_outlives_the_script(tmp_path: Path) -> Non
     assert "runloop" not in result.stdout and "python" in result.stdout, result.stdout
 
 
-def test_a_run_that_the_launcher_is_told_to_end_saves_and_goes_on_as_if_undisturbed(tmp_path: Path) -> None:
-    """Of several signals the first counts."""
+def test_a_run_that_is_told_to_end_saves_and_goes_on_as_if_undisturbed(tmp_path: Path) -> None:
+    """By its launcher, where of several signals the first counts; then by one rank."""
     words = ["--ranks", "2", str(SCRIPT.with_name("preempted_script.py")), str(tmp_path)]
-    launcher = subprocess.Popen([sys.executable, "-m", "whale", "run", *words], stderr=subprocess.PIPE, text=True)
-    wait_until(lambda: len(list(tmp_path.glob("*_has_begun"))) == 2, "the ranks have begun")
-    launcher.send_signal(signal.SIGTERM)
-    launcher.send_signal(signal.SIGTERM)
-    _, said = launcher.communicate(timeout=PATIENCE_SECONDS)
-    assert launcher.returncode == 128 + signal.SIGTERM, said
-    assert re.search(r"whale: SIGTERM came to [12] of 2 ranks: saved .*step_\d+; the run ends with exit code 143\n", said), said
-    assert "whale run: stopped by SIGTERM" in said and "Traceback" not in said and "DataLoader" not in said, said
+    for number in range(2):
+        launcher = subprocess.Popen([sys.executable, "-m", "whale", "run", *words], stderr=subprocess.PIPE, text=True)
+        wait_until(lambda run=number: len(list(tmp_path.glob(f"{run}_*"))) == 2, "the ranks have begun")
+        if number == 0:
+            launcher.send_signal(signal.SIGTERM)
+            launcher.send_signal(signal.SIGTERM)
+        else:
+            (rank,) = tmp_path.glob(f"{number}_1.*")
+            os.kill(int(rank.suffix[1:]), signal.SIGTERM)
+        _, said = launcher.communicate(timeout=PATIENCE_SECONDS)
+        assert launcher.returncode == 128 + signal.SIGTERM, said
+        assert re.search(r"whale: SIGTERM came to [12] of 2 ranks: saved .*step_\d+; the run ends with exit code 143\n", said), said
+        assert "whale run: stopped by SIGTERM" in said and "Traceback" not in said and "DataLoader" not in said, said
     result = whale_run(*words)
     assert result.returncode == 0, result.stderr
