@@ -19,7 +19,7 @@ from whale.api.calls import Turn, all_ranks, user_call
 from whale.api.guards import Guards
 from whale.api.hints import answer, call_answer, copy_answer
 from whale.api.initial_state import with_optimizer
-from whale.api.loader import DataPosition, Loader, make_loader
+from whale.api.loader import DataPosition, Loader, leave_group, make_loader
 from whale.api.mode import CapturedMode, ModeName, view_of
 from whale.api.modes import Modes, forget, prepare_forward, prepare_training
 from whale.api.opening import Opening
@@ -330,6 +330,8 @@ class Engine:
         roster = self.runtime.roster
         shows = self.opening.settings.runtime.progress if progress is None else progress
         words = self._log.with_bar() if shows else None
+        if self.opening.settings.runtime.save_on_sigterm is not None:
+            options["worker_init_fn"] = partial(leave_group, options.get("worker_init_fn"))
         loader = make_loader(dataset, global_batch_size=global_batch_size, plan=roster.plan, rank=roster.rank, progress=words, **options)
         self._data.add(loader)
         return loader

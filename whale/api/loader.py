@@ -6,6 +6,7 @@ the plan gives rank 0 rows 0:3       of the second batch rank 0 reads samples 4 
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -80,6 +81,18 @@ def make_loader(
         source = IndexedSource(dataset, division, shuffle, seed)
     source.check()
     return Loader(source, seed, {"num_workers": num_workers, **options}, progress=progress if rank == 0 else None)
+
+
+def leave_group(init: Callable[[int], None] | None, worker: int) -> None:
+    """Begins a worker that signals to the process group of its rank do not reach: torchrun's SIGTERM would end it, and fail the rank.
+
+    Args:
+        init: what else it begins with.
+        worker: its number.
+    """
+    os.setpgid(0, 0)
+    if init is not None:
+        init(worker)
 
 
 class Loader:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
+import torch
 
 import whale
 from tests.unit.api.test_guards import BATCH, parallelize
@@ -38,3 +41,23 @@ def test_what_the_script_has_saved_at_the_same_step_stays(tmp_path: Path) -> Non
         engine.predict(BATCH)
     engine.close()
     assert parallelize().load(told.value.path) == {"step": 2}
+
+
+class Signalled(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
+    """Samples that say whether a worker has begun as it was told; torchrun's signals go to the group of a rank."""
+
+    began: ClassVar[list[int]] = []
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        assert self.began == [0] and os.getpgid(0) == os.getpid() != os.getppid()
+        return {name: value[index] for name, value in BATCH.items()}
+
+    def __len__(self) -> int:
+        return len(BATCH["input"])
+
+
+def test_workers_are_in_no_group_that_a_launcher_ends(tmp_path: Path) -> None:
+    engine = parallelize(config={"runtime.save_on_sigterm": str(tmp_path)})
+    data = Signalled()
+    assert list(engine.loader(data, global_batch_size=4, num_workers=1, worker_init_fn=data.began.append))
+    engine.close()
