@@ -22,7 +22,7 @@ from whale.api.hints import warn_of_evaluation_mode
 from whale.api.initial_state import MakeOptimizer, MakeScheduler, initial_state
 from whale.api.modes import Modes
 from whale.api.opening import Opening, attach, compare_settings
-from whale.capture import BatchDims
+from whale.capture import BatchDims, plain
 from whale.capture.exporting.wrapper import call_arguments
 from whale.comm import World, connect, on_first_rank, together
 from whale.config import Config, load_config
@@ -254,7 +254,7 @@ def _as_loss(loss: Callable[..., Any] | None, model: nn.Module, batch: Any) -> C
     key = left[0]
 
     def of_target(output: Any, batch: Any) -> Any:
-        return loss(output, batch[key])
+        return loss(output, plain(batch)[key])
 
     return of_target
 
@@ -262,8 +262,8 @@ def _as_loss(loss: Callable[..., Any] | None, model: nn.Module, batch: Any) -> C
 def _left_over(model: nn.Module, batch: Any) -> list[Any]:
     """Keys, or positions, of the tensors of a batch that the model does not take."""
     args, kwargs = call_arguments(model, batch)
-    if isinstance(batch, Mapping):
-        return [key for key, value in batch.items() if key not in kwargs and isinstance(value, Tensor)]
+    if isinstance(named := plain(batch), Mapping) and not args:
+        return [key for key, value in named.items() if key not in kwargs and isinstance(value, Tensor)]
     return list(range(len(args), len(batch))) if isinstance(batch, (tuple, list)) else []
 
 

@@ -1,6 +1,6 @@
 """Scopes as the user writes them, and the capture of model and loss as one graph."""
 
-from whale.capture.batch import AS_LARGE_AS_THE_BATCH, BatchDims, BatchStructure, Leaf, check_batch_dims, tensors_of
+from whale.capture.batch import AS_LARGE_AS_THE_BATCH, BatchDims, BatchStructure, Leaf, check_batch_dims, plain, tensors_of
 from whale.capture.capture import capture
 from whale.capture.program import CapturedProgram, OutputStructure
 from whale.capture.scopes import Annotation, replicate, set_default_strategy, split, tag
@@ -15,6 +15,7 @@ __all__ = [
     "OutputStructure",
     "capture",
     "check_batch_dims",
+    "plain",
     "replicate",
     "set_default_strategy",
     "split",

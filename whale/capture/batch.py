@@ -5,14 +5,17 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from whale.errors import BatchError, WhaleError, raise_faults
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 BatchDims = Mapping[str | int, int | None]
 """Per tensor of the batch, by its key or its whole place (``['inputs']['x']``), 0 where it has rows, None where it has none."""
@@ -59,11 +62,13 @@ class BatchStructure:
         spec: the tree, whose leaves are in the order of `parts`.
         parts: the leaves.
         example_rows: rows of the example batch.
+        record: the dataclass that a batch is, of whose fields the tree is; None for none.
     """
 
     spec: pytree.TreeSpec
     parts: tuple[Leaf, ...]
     example_rows: int
+    record: type | None = None
 
     @staticmethod
     def of(batch: object, least_rows: int = 2, batch_dims: BatchDims | None = None) -> BatchStructure:
@@ -78,14 +83,14 @@ class BatchStructure:
             BatchError: no tensor in it, too few rows, a leaf that is neither tensor nor constant, or sizes that leave open which
                 dimension is the batch.
         """
-        leaves, spec = pytree.tree_flatten_with_path(_plain(batch))
+        leaves, spec = pytree.tree_flatten_with_path(plain(batch))
         _check_leaves(leaves)
         stated = [_stated(path, batch_dims or {}) for path, _ in leaves]
         rows = _example_rows(leaves, stated, least_rows)
         names = fx.Graph()  # its placeholders are named as those of the captured graph will be
         names.placeholder("num_rows")
         parts = [_describe(path, leaf, rows, own, names) for (path, leaf), own in zip(leaves, stated, strict=True)]
-        return BatchStructure(spec, tuple(parts), rows)
+        return BatchStructure(spec, tuple(parts), rows, type(batch) if is_record(batch) else None)
 
     @property
     def inputs(self) -> tuple[Leaf, ...]:
@@ -95,7 +100,7 @@ class BatchStructure:
     def with_rows(self, num_rows: int) -> BatchStructure:
         """The structure of an example with another number of rows."""
         parts = (replace(part, shape=(num_rows, *part.shape[1:])) if part.has_rows else part for part in self.parts)
-        return BatchStructure(self.spec, tuple(parts), num_rows)
+        return replace(self, parts=tuple(parts), example_rows=num_rows)
 
     def like(self, batch: object) -> BatchStructure:
         """The structure of batches with the sizes of this one, at the example's number of rows.
@@ -140,14 +145,20 @@ class BatchStructure:
     def unflatten(self, tensors: list[Tensor]) -> Any:
         """The batch with these tensors, given in the order of `inputs`."""
         remaining = iter(tensors)
-        return pytree.tree_unflatten([part.value if part.name is None else next(remaining) for part in self.parts], self.spec)
+        batch = pytree.tree_unflatten([part.value if part.name is None else next(remaining) for part in self.parts], self.spec)
+        if self.record is None:
+            return batch
+        made: Any = object.__new__(self.record)
+        for name, value in batch.items():
+            object.__setattr__(made, name, value)  # of frozen ones too; __post_init__ has run when the user made the batch
+        return made
 
     def _by_path(self, batch: object) -> dict[str, Any]:
-        plain = _plain(batch)
-        leaves, spec = pytree.tree_flatten(plain)
+        tree = plain(batch)
+        leaves, spec = pytree.tree_flatten(tree)
         if spec == self.spec:  # nearly always; paths take ten times as long
             return {part.path: leaf for part, leaf in zip(self.parts, leaves, strict=True)}
-        found = {pytree.keystr(path): leaf for path, leaf in pytree.tree_flatten_with_path(plain)[0]}
+        found = {pytree.keystr(path): leaf for path, leaf in pytree.tree_flatten_with_path(tree)[0]}
         expected = {part.path for part in self.parts}
         if set(found) != expected:
             missing, extra = sorted(expected - set(found)), sorted(set(found) - expected)
@@ -169,18 +180,25 @@ class BatchStructure:
 
 def tensors_of(batch: object) -> dict[str, Tensor]:
     """The tensors of a batch by their places, whatever it is like otherwise."""
-    return {pytree.keystr(path): leaf for path, leaf in pytree.tree_flatten_with_path(_plain(batch))[0] if isinstance(leaf, Tensor)}
+    return {pytree.keystr(path): leaf for path, leaf in pytree.tree_flatten_with_path(plain(batch))[0] if isinstance(leaf, Tensor)}
 
 
 def _listed(paths: list[str]) -> str:
     return ", ".join(f"batch{path}" for path in paths) or "none"
 
 
+def is_record(batch: object) -> TypeGuard[DataclassInstance]:
+    """Whether a batch is a dataclass that torch has not been taught to take apart (`torch.utils._pytree.register_dataclass`)."""
+    return is_dataclass(batch) and not isinstance(batch, (type, Mapping)) and type(batch) not in pytree.SUPPORTED_NODES
+
+
 AS_LARGE_AS_THE_BATCH = "a tensor without rows that is as large as the batch (class weights) is told by batch_dims={'weights': None}"
 
 
-def _plain(batch: object) -> object:
-    """Any mapping as a dict: torch knows no trees of other mappings, such as tokenizers return."""
+def plain(batch: object) -> Any:
+    """Any mapping as a dict, and a dataclass as one of its fields: torch knows no trees of other mappings, such as tokenizers return."""
+    if is_record(batch):
+        return {each.name: getattr(batch, each.name) for each in fields(batch)}
     return dict(batch) if isinstance(batch, Mapping) and not isinstance(batch, dict) else batch
 
 
@@ -188,7 +206,7 @@ def _check_leaves(leaves: list[tuple[Any, Any]]) -> None:
     faults: list[WhaleError] = [
         BatchError(
             f"a batch holds tensors and constants (batch{pytree.keystr(path)} is {type(leaf).__name__})",
-            hint="pass tensors, numbers, text or None in dicts, tuples and lists",
+            hint="pass tensors, numbers, text or None in dicts, tuples and lists, or in the fields of a dataclass that is the batch",
         )
         for path, leaf in leaves
         if not isinstance(leaf, (Tensor, *_CONSTANTS))
@@ -228,7 +246,7 @@ def check_batch_dims(batch: object, batch_dims: BatchDims) -> None:
     Raises:
         BatchError: a name that the batch has not, or a dimension other than the first.
     """
-    paths = [path for path, _ in pytree.tree_flatten_with_path(_plain(batch))[0]]
+    paths = [path for path, _ in pytree.tree_flatten_with_path(plain(batch))[0]]
     known = {name for path in paths for name in _names(path)}
     faults: list[WhaleError] = []
     for name, dim in batch_dims.items():

@@ -7,6 +7,8 @@ import random
 import weakref
 from collections import UserDict
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -14,9 +16,10 @@ import pytest
 import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import IterableDataset, default_collate
 
+import whale
 from tests.examples import at_most
 from whale.api.loader import Loader, make_loader
 from whale.api.rank_batch import recognized
@@ -265,11 +268,18 @@ def as_named(rows: list[dict[str, Any]]) -> Named:
     return Named(batch["x"], batch["y"])
 
 
+@dataclass
+class Record:
+    x: Tensor
+    y: Tensor
+
+
 COLLATES: dict[str, Callable[[list[dict[str, Any]]], Any]] = {
     "a mapping": default_collate,
     "another mapping": lambda rows: UserDict(default_collate(rows)),
     "a tuple": lambda rows: tuple(default_collate(rows).values()),
     "a named tuple": as_named,
+    "a dataclass": lambda rows: Record(**default_collate(rows)),
 }
 
 
@@ -282,6 +292,36 @@ def test_a_batch_is_the_users_own_and_pickles_as_such(kind: str) -> None:
     assert b"whale" not in pickled and type(pickle.loads(pickled)) is type(batch)
     assert recognized(batch).data is batch and recognized(batch).origin.rows == ((5, 8),)
     assert recognized(pickle.loads(pickled)) is not batch  # a copy is nobody's
+
+
+class Whole(nn.Linear):
+    def forward(self, batch: Record) -> Tensor:  # type: ignore[override]
+        return super().forward(batch.x)
+
+
+class ByName(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x)
+
+
+@pytest.mark.parametrize(("kind", "loss"), [(Whole, lambda output, batch: (output * batch.y[:, None]).mean()), (ByName, nn.MSELoss())])
+def test_a_dataclass_trains_evaluates_and_predicts(kind: type[nn.Module], loss: Any) -> None:
+    def made() -> nn.Module:
+        torch.manual_seed(0)
+        return kind(2, 1)
+
+    def collate(rows: list[dict[str, Any]]) -> Record:
+        batch = Record(**default_collate(rows))
+        return Record(batch.x, batch.y.float()[:, None] if kind is ByName else batch.y)
+
+    model, samples = made(), Pairs(8)
+    engine = whale.parallelize(made(), loss=loss, optimizer=partial(torch.optim.SGD, lr=0.0), batch=collate([samples[0], samples[1]]))
+    for batch in engine.loader(samples, global_batch_size=4, collate=collate):
+        batch.x = batch.x / 8
+        output = model(batch if kind is Whole else batch.x)
+        expected = loss(output, batch.y if kind is ByName else batch).item()
+        assert float(engine.step(batch)) == pytest.approx(expected) and float(engine.evaluate(batch)) == pytest.approx(expected)
+        torch.testing.assert_close(engine.predict(batch), output)
 
 
 def replaced_in_place(batch: dict[str, Tensor]) -> dict[str, Tensor]:

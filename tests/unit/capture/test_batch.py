@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import UserDict
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -41,6 +42,26 @@ def test_unflatten_puts_constants_back() -> None:
     structure = BatchStructure.of(batch)
     again = structure.unflatten(list(structure.leaves(batch).values()))
     assert list(again) == list(batch) and again["scale"] == 2.0 and again["ids"] is batch["ids"]
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    ids: torch.Tensor
+    scale: float
+    length: torch.Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "length", self.ids.sum(1))
+
+
+def test_a_dataclass_is_its_fields() -> None:
+    batch = Record(torch.ones(4, 3), 2.0)
+    structure = BatchStructure.of(batch)
+    assert list(structure.leaves(batch)) == ["ids", "length"] and structure.with_rows(9).record is Record
+    again = structure.unflatten(list(structure.leaves(batch).values()))
+    assert type(again) is Record and again.ids is batch.ids and again.length is batch.length and again.scale == 2.0
+    with pytest.raises(BatchError, match=r"batch\['ids'\] is torch.float32"):
+        structure.leaves(Record(torch.ones(4, 3).long(), 2.0))
 
 
 @pytest.mark.parametrize(

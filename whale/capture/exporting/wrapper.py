@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from whale.capture.batch import BatchStructure
+from whale.capture.batch import BatchStructure, is_record, plain
 from whale.capture.exporting.reads import KnownValues, ReadAnswers
 from whale.capture.exporting.side_effects import AttributeAccess, Once, forget_new, fresh
 from whale.capture.program import ObjectStructure, OutputStructure
@@ -122,6 +122,8 @@ def _keep_written(module: nn.Module, name: str, held: Tensor) -> None:
 def call_arguments(model: nn.Module, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """How the model is called: a mapping by keyword, a tuple or list by position, a tensor alone.
 
+    A dataclass goes by its fields, or whole to a `forward` that takes none of them.
+
     What `forward` does not take is left to the loss.
 
     Raises:
@@ -129,9 +131,11 @@ def call_arguments(model: nn.Module, batch: Any) -> tuple[tuple[Any, ...], dict[
     """
     parameters = inspect.signature(getattr(model, "_orig_mod", model).forward).parameters.values()  # of torch.compile: it hides them
     kinds = {parameter.kind for parameter in parameters}
+    names = {parameter.name for parameter in parameters if parameter.kind in (*_POSITIONAL, inspect.Parameter.KEYWORD_ONLY)}
+    takes_all = inspect.Parameter.VAR_KEYWORD in kinds
+    if is_record(batch) and (takes_all or names & plain(batch).keys()):
+        batch = plain(batch)
     if isinstance(batch, Mapping):
-        names = {parameter.name for parameter in parameters if parameter.kind in (*_POSITIONAL, inspect.Parameter.KEYWORD_ONLY)}
-        takes_all = inspect.Parameter.VAR_KEYWORD in kinds
         kwargs = {key: value for key, value in batch.items() if takes_all or key in names}
         missing = [p.name for p in parameters if p.name not in kwargs and p.name in names and p.default is inspect.Parameter.empty]
         _check_missing(model, missing, f"the batch has {', '.join(map(str, batch))}")
