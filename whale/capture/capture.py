@@ -169,7 +169,8 @@ def _build(
     returned = [node for term in terms for node in (term.sum, term.weight) if node is not None]
     flat.graph.output((*returned, *outputs))
     drop_needless_detaches(flat.graph)
-    drop_causal_masks(flat.graph, first.rows)
+    if first.dynamic:  # else a length may be the number of rows
+        drop_causal_masks(flat.graph, first.rows)
     remove_dead_code(flat.graph, frozenset(name for name, kind in flat.kinds.items() if kind in ("buffer", "parameter")))
     read_as = _lift_casts(flat, held, kind.read_as)
     ops = describe(flat, model, default)

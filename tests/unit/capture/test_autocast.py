@@ -310,7 +310,23 @@ class One(nn.Module):
         self.linear, self.op = nn.Linear(6, 6), op
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        return OPS[self.op](self.linear(x), y)
+        return (OPS | IN_FLOAT32)[self.op](self.linear(x), y)
+
+
+IN_FLOAT32: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "rms_norm": lambda x, y: F.rms_norm(x, x.shape[-1:]),
+    "pairwise_distance": lambda x, y: F.pairwise_distance(x, x.tanh()),
+    "trapezoid": lambda x, y: torch.trapezoid(x),
+    "smoothed": lambda x, y: F.cross_entropy(x, y, label_smoothing=0.1),
+}
+
+
+@pytest.mark.parametrize("op", IN_FLOAT32)
+def test_ops_that_cast_between_their_parts_compute_in_float32(op: str) -> None:
+    batch = {"x": torch.randn(4, 6), "y": torch.randint(6, (4,))}
+    _, program = capture(One(op), batch, mode="predict", device="cuda", precision=Precision("bfloat16"))
+    results = program.graph.output_node().all_input_nodes
+    assert torch.float32 in {result.meta["val"].dtype for result in results}, [result.meta["val"] for result in results]
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

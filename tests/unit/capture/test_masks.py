@@ -18,10 +18,28 @@ def _positions(x: Tensor) -> Tensor:
     return torch.arange(x.shape[1], device=x.device)
 
 
+def _causal(x: Tensor) -> Tensor:
+    return _positions(x)[:, None] >= _positions(x)
+
+
+def _packed(x: Tensor) -> Tensor:
+    """As transformers looks for packed sequences."""
+    packed = torch.zeros(1, x.shape[1], dtype=torch.long).expand(x.shape[0], -1)
+    row, places = torch.arange(x.shape[0])[:, None, None, None], _positions(x)
+    query, key = places[None, None, :, None], places[None, None, None, :]
+    return (key <= query) & (packed[row, query] == packed[row, key])
+
+
 MASKS: dict[str, tuple[bool, Callable[[Attention, Tensor], Tensor]]] = {
     "comparison": (True, lambda model, x: _positions(x)[:, None] >= _positions(x)),
     "triangle": (True, lambda model, x: torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril()),
     "per row": (True, lambda model, x: (_positions(x)[:, None] >= _positions(x)).expand(x.shape[0], 1, -1, -1)),
+    "of rows that are picked": (True, lambda model, x: _packed(x)),
+    "of each row": (
+        False,
+        lambda model, x: (_positions(x)[:, None] >= _positions(x)) & (torch.arange(x.shape[0]) < 90)[:, None, None, None],
+    ),
+    "of the number of rows": (False, lambda model, x: _causal(x) & torch.full((), x.shape[0] < 90)),
     "shifted": (False, lambda model, x: _positions(x)[:, None] >= _positions(x) - 1),
     "window": (False, lambda model, x: (_positions(x)[:, None] - _positions(x)).abs() < 2),
     "of a buffer": (False, lambda model, x: model.mask),
@@ -60,5 +78,20 @@ def test_attention_of_other_keys_keeps_its_mask() -> None:
             return F.scaled_dot_product_attention(q[:, :, 2:], k, v, mask).square().mean()
 
     _, program = capture(Cross("comparison"), torch.randn(4, 5, 4))
+    (node,) = program.graph.find_nodes(op="call_function", target=aten.scaled_dot_product_attention.default)
+    assert node.args[3] is not None
+
+
+def test_a_mask_over_rows_stays() -> None:
+    """Attention of the rows to one another."""
+
+    class OverRows(Attention):
+        def forward(self, x: Tensor) -> Tensor:
+            q, k, v = (each[None, None] for each in self.linear(x[:, 0]).chunk(3, -1))
+            rows = torch.arange(x.shape[0])
+            apart = rows[:, None] - rows
+            return F.scaled_dot_product_attention(q, k, v, (apart >= 0) & (apart < 4)).square().mean()
+
+    _, program = capture(OverRows("comparison"), torch.randn(4, 5, 4))
     (node,) = program.graph.find_nodes(op="call_function", target=aten.scaled_dot_product_attention.default)
     assert node.args[3] is not None

@@ -166,6 +166,14 @@ def widening(node: fx.Node) -> Casts:
     return Casts({source: torch.float32 for source, value in values.items() if isinstance(value, Tensor) and value.dtype in halves})
 
 
+def widened(node: fx.Node, autocast: Autocast) -> Casts | None:
+    """`widening` of an op that casts between its parts and ends in float32, which rounds less than under autocast; None of others."""
+    casts = widening(node)
+    with quiet_export():
+        types = _watch(node, {}, autocast).types
+        return casts if types is not None and _watch(node, casts.operands, Autocast(autocast.kind, None)).types == types else None
+
+
 def _watch(node: fx.Node, casts: Mapping[fx.Node, torch.dtype], autocast: Autocast, computed_in: torch.dtype | None = None) -> _Seen:
     """Runs an op on tensors without contents, of the sizes of the example, its argument `dtype` given or as it is."""
     with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():

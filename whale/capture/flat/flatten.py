@@ -28,7 +28,7 @@ from whale.capture.exporting.reads import ReadAnswer, held, way_of
 from whale.capture.exporting.refusals import INNER_HINT, read_type
 from whale.capture.exporting.trace import Traced
 from whale.capture.flat.aliasing import STRIDED, may_have_gradient, strided, written_arguments
-from whale.capture.flat.autocast import Autocast, casts_of, types_of, widening, write_as_parts
+from whale.capture.flat.autocast import Autocast, casts_of, types_of, widened, widening, write_as_parts
 from whale.capture.flat.sizes import READS_ROWS, RowSizes, TiedTensors
 from whale.capture.source import line_of_stack_trace
 from whale.errors import CaptureError
@@ -339,8 +339,8 @@ class _Flattening:
             )
             if casts is None and write_as_parts(self._graph, node):
                 casts = casts_of(node, autocast)
-            if casts is None and node.target is aten.cross_entropy_loss.default:
-                casts = widening(node)
+            if casts is None:
+                casts = widened(node, autocast)
             if casts is None:
                 raise CaptureError(
                     f"autocast casts the operands of an op, and not what it makes in between (%{node.name}, {node.target}, under "

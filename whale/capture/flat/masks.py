@@ -14,12 +14,16 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch.fx.node import map_arg
+from torch.utils import _pytree as pytree
 
+from whale.capture.flat.sizes import hint_of
 from whale.ir.graph import NUM_ROWS
 
 aten = torch.ops.aten
 
 _MASK, _DROPOUT, _IS_CAUSAL = 3, 4, 5
+_COUNTS = (aten.arange.default, aten.arange.start)
+_VIEWS = (aten.view.default, aten.reshape.default, aten.unsqueeze.default, aten.expand.default, aten.alias.default, aten.slice.Tensor)
 _LARGEST = 1 << 26
 """Elements of a mask that is looked at."""
 
@@ -47,40 +51,71 @@ def drop_causal_masks(graph: fx.Graph, num_rows: int) -> None:
 def _may_be_causal(node: fx.Node, mask: fx.Node) -> bool:
     value = mask.meta["val"]
     lengths = [node.args[place].meta["val"].shape[-2] for place in (0, 1)]  # type: ignore[union-attr]
-    return value.dtype is torch.bool and value.dim() >= 2 and lengths[0] == lengths[1] == value.shape[-1] == value.shape[-2]
+    is_square = value.dim() >= 2 and all(isinstance(length, int) for length in (*lengths, *value.shape[-2:]))
+    return value.dtype is torch.bool and is_square and lengths[0] == lengths[1] == value.shape[-1] == value.shape[-2]
 
 
 def _is_causal(mask: fx.Node, num_rows: int) -> bool:
-    """Whether a mask is made of nothing that a batch or the weights hold, and is causal for each row and head."""
+    """Whether a mask is made of nothing that a batch or the weights hold, is the same for all rows and heads, and is causal."""
     made_of: set[fx.Node] = set()
     waiting = [mask]
     while waiting:
         node = waiting.pop()
-        if node in made_of:
-            continue
-        made_of.add(node)
-        waiting += node.all_input_nodes
-    values: dict[fx.Node, Any] = {}
-    for node in mask.graph.nodes:
         if node not in made_of:
-            continue
-        if node.op == "placeholder" and node.target == NUM_ROWS:
-            values[node] = num_rows
+            made_of.add(node)
+            waiting += node.all_input_nodes
+    if not _is_alike_in_rows([node for node in mask.graph.nodes if node in made_of]):
+        return False
+    values: dict[fx.Node, Any] = {}
+    try:
+        for node in mask.graph.nodes:
+            if node in made_of:
+                values[node] = num_rows if node.op == "placeholder" else _on_host(node, values)
+        value = values[mask]
+        causal = torch.ones(value.shape[-2:], dtype=torch.bool).tril()
+        return bool((value.reshape(-1, *value.shape[-2:]) == causal).all())
+    except Exception:  # what cannot be computed here is not known
+        return False
+
+
+def _on_host(node: fx.Node, values: dict[fx.Node, Any]) -> Any:
+    args, kwargs = map_arg((node.args, node.kwargs), values.__getitem__)
+    args, kwargs = pytree.tree_map_only(torch.device, lambda _: torch.device("cpu"), (args, kwargs))
+    return node.target(*args, **kwargs)  # type: ignore[operator]
+
+
+def _is_alike_in_rows(nodes: list[fx.Node]) -> bool:
+    """Whether what is made, of nothing but the number of rows, is the same for each row, however many there are.
+
+    The number itself may be a size. A count of the rows may pick rows of what is alike, as code does that looks for packed sequences.
+    """
+    counts = set[fx.Node]()
+    for node in nodes:
+        if node.op == "placeholder":
+            if node.target != NUM_ROWS:
+                return False
             continue
         if node.op != "call_function" or _is_unknown(node):
             return False
-        args, kwargs = map_arg((node.args, node.kwargs), values.__getitem__)
-        if "device" in kwargs:
-            kwargs = {**kwargs, "device": torch.device("cpu")}
-        values[node] = node.target(*args, **kwargs)
-    value = values[mask]
-    causal = torch.ones(value.shape[-2:], dtype=torch.bool).tril()
-    return bool((value.reshape(-1, *value.shape[-2:]) == causal).all())
+        if not isinstance(node.meta["val"], Tensor):
+            continue  # a size
+        if any(isinstance(argument, fx.Node) and not isinstance(argument.meta["val"], Tensor) for argument in node.args):
+            if node.target not in _COUNTS:
+                return False
+            counts.add(node)
+        read = counts.intersection(node.all_input_nodes)
+        if read and node.target in _VIEWS:
+            counts.add(node)
+        elif read and (node.target is not aten.index.Tensor or node.args[0] in counts):
+            return False
+    return True
 
 
 def _is_unknown(node: fx.Node) -> bool:
     """Whether an op draws random numbers, writes, or makes what is too large to be looked at."""
     target, value = node.target, node.meta.get("val")
+    if not isinstance(value, Tensor):
+        return not isinstance(value, (int, torch.SymInt))
     if isinstance(target, torch._ops.OpOverload) and (torch.Tag.nondeterministic_seeded in target.tags or target._schema.is_mutable):
         return True
-    return not isinstance(value, Tensor) or value.numel() > _LARGEST
+    return bool(hint_of(value.numel()) > _LARGEST)

@@ -27,6 +27,7 @@ from whale.runtime.program.shard.pieces import Index, on_device, part, write_par
 from whale.runtime.program.watch import NOBODY, Watch
 from whale.runtime.state.holdings import Holdings
 from whale.runtime.state.host_copies import HostCopies, pinned
+from whale.runtime.state.updates import copy_all
 from whale.sharding.buckets import NUM_AT_ONCE, Bucket
 
 
@@ -253,8 +254,7 @@ class Publishing:
     def publish(self) -> None:
         """Makes what ops read equal to what the optimizer has made, on all owners; what is deferred is on its way then."""
         self.arrive()
-        if self._cast:
-            torch._foreach_copy_([held for held, _ in self._cast], [own for _, own in self._cast])
+        copy_all([held for held, _ in self._cast], [own for _, own in self._cast])
         if self._brought:
             with self._copies.beside():
                 for held, own in self._brought:

@@ -111,14 +111,14 @@ class KeptBuffers:
 
     def keep(self) -> None:
         """Takes down what the buffers hold."""
-        _copy(self._before, self._buffers)
+        copy_all(self._before, self._buffers)
 
     def put_back(self) -> None:
         """Gives them what was taken down last."""
-        _copy(self._buffers, self._before)
+        copy_all(self._buffers, self._before)
 
 
-def _copy(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
     """Copies, on a GPU by one kernel for all of a type: torch copies tensors of several types one by one."""
     of_type: dict[torch.dtype, list[int]] = {}
     for number, target in enumerate(targets):
@@ -129,7 +129,7 @@ def _copy(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
 
 def _clones(sources: list[torch.Tensor]) -> list[torch.Tensor]:
     copies = [torch.empty_like(source) for source in sources]
-    _copy(copies, sources)
+    copy_all(copies, sources)
     return copies
 
 
@@ -207,7 +207,7 @@ class SharedBuffers:
             num_rows: rows of the global batch.
         """
         moved = [name for name in made if kinds[name] not in ADDED]
-        _copy([self.tensors[name].detach() for name in moved], [made[name] for name in moved])
+        copy_all([self.tensors[name].detach() for name in moved], [made[name] for name in moved])
         names = sorted(name for name, kind in kinds.items() if kind in ADDED)
         if not names:
             return
