@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, note
+from torch import fx
 
 from tests import reference
-from tests.distributed import test_law, test_schedules, test_split_law
+from tests.distributed import test_law, test_precision, test_schedules, test_split_law
 from tests.distributed.split_training import train_rank
 from tests.distributed.training import Case, largest_of, run_case, train_reference
 from tests.distributed.world import World
 from tests.examples import at_most, slow
+from whale.ir.plan import Plan
 from whale.runtime.program import compiled
 
 TOLERANCE = 1e-10
@@ -24,14 +28,27 @@ TOLERANCE = 1e-10
 def train_compiled(rank: int, num_ranks: int, case: Case, expected: Mapping[str, torch.Tensor]) -> tuple[reference.Run, int]:
     """Trains a case on one rank; also gives how many graphs were compiled."""
     made: list[object] = []
-    compile_by = torch.compile
-
-    def counting(*args: object, **kwargs: object) -> object:
-        made.append(args)
-        return compile_by(*args, **kwargs)  # type: ignore[call-overload]
-
-    with mock.patch.object(compiled, "BACKEND", "aot_eager_decomp_partition"), mock.patch.object(torch, "compile", counting):
+    with mock.patch.object(compiled, "BACKEND", counting(made)):
         return train_rank(rank, num_ranks, case, None, expected), len(made)
+
+
+def train_half(rank: int, num_ranks: int, case: test_precision.Case, path: str) -> tuple[list[float], dict[str, torch.Tensor], Plan, int]:
+    """The same in half precision, and of all steps."""
+    made: list[object] = []
+    with mock.patch.object(compiled, "BACKEND", counting(made)):
+        losses, weights, plan, _ = test_precision.train(rank, num_ranks, case, path)
+    return losses, weights, plan, len(made)
+
+
+def counting(made: list[object]) -> Callable[..., Any]:
+    """A backend of torch.compile that adds each graph that it has made."""
+    compile_graph = torch._dynamo.lookup_backend("aot_eager_decomp_partition")
+
+    def compile_and_count(module: fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
+        made.append(found := compile_graph(module, inputs))
+        return found
+
+    return compile_and_count
 
 
 def check(world: World, case: Case, *, counts: bool = True) -> None:
@@ -65,6 +82,20 @@ QUICK = ("uneven rows", "blocks", "split")
 @pytest.mark.parametrize("name", [name if name in QUICK else slow(name) for name in CASES])
 def test_law_of_fixed_plans(world: World, name: str) -> None:
     check(world, CASES[name])
+
+
+@pytest.mark.parametrize("sums", ["own", slow("accumulated")])
+def test_half_precision(world: World, tmp_path: Path, sums: str) -> None:
+    """Gradients are there in another type than their weights before anything is traced."""
+    case = test_precision.Case(("linear", "norm"), "bf16", "micro-batches", sums=sums, compiles=True)
+    world.prepare(test_precision.prepare, case)
+    ranks = world.run(train_half, case, str(tmp_path / "checkpoint"), num_ranks=2)
+    losses, weights = test_precision.eager(case, ranks[0][2].all_micro_batch_rows(test_precision.NUM_ROWS))
+    for found, state, _, num_graphs in ranks:
+        assert num_graphs
+        assert found == pytest.approx(losses, rel=2e-2)
+        for name, expected in weights.items():
+            torch.testing.assert_close(state[name], expected, rtol=2e-2, atol=2e-2)
 
 
 @pytest.mark.slow

@@ -86,6 +86,7 @@ class Case:
         keeps: layer whose parameters are read in float32; "" for none.
         offload: what lives on hosts.
         sums: ``own``, or ``bf16`` or ``fed back`` where gradients are rounded to be summed, ``accumulated`` where they are in bf16 at all.
+        compiles: whether ops run as graphs of torch.compile.
     """
 
     names: tuple[str, ...]
@@ -97,6 +98,7 @@ class Case:
     sums: str = "own"
     keeps: str = ""
     offload: str = "none"
+    compiles: bool = False
 
     @property
     def config(self) -> dict[str, Any]:
@@ -105,6 +107,7 @@ class Case:
             "memory.offload": self.offload,
             "communication.bucket_bytes": 200,
             "memory.optimizer_states": 1 if self.optimizer == "sgd" else 2,
+            "runtime.compile": self.compiles,
         }
         if self.sums == "accumulated":
             memory |= {"gradient.dtype": "bf16"}

@@ -25,7 +25,7 @@ import torch
 import torch._dynamo
 import torch._functorch.config
 from torch import fx, nn
-from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
+from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException, Unsupported
 from torch._dynamo.utils import counters
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 
@@ -157,7 +157,7 @@ class CompiledRun(nn.Module):
         if graph.function is None:
             return self.module(*inputs)
         try:
-            return graph.function(*inputs)
+            return _called(graph.function, inputs)
         except (torch.OutOfMemoryError, torch.AcceleratorError):
             raise
         except (TorchDynamoException, FailOnRecompileLimitHit) as error:
@@ -168,6 +168,26 @@ class CompiledRun(nn.Module):
         except (RuntimeError, IndexError, AssertionError):
             self.module(*inputs)  # tells which op it is
             raise
+
+
+def _called(function: Callable[..., Any], inputs: Sequence[Any]) -> Any:
+    """What a compiled function returns.
+
+    Where that traces it, gradients of another type than their tensors are set aside meanwhile: Dynamo refuses tensors that have such.
+    """
+    try:
+        return function(*inputs)
+    except Unsupported:
+        leaves = [(each, each.grad) for each in inputs if isinstance(each, torch.Tensor) and each.is_leaf and each.grad is not None]
+        if all(grad.dtype == leaf.dtype for leaf, grad in leaves):
+            raise
+    for leaf, _ in leaves:
+        leaf.grad = None
+    try:
+        return function(*inputs)
+    finally:
+        for leaf, grad in leaves:
+            leaf.grad = grad
 
 
 def compile_runs(graph: fx.Graph, root: nn.Module, random: Collection[str], *, compilation: Compilation, is_dynamic: bool) -> None:

@@ -169,6 +169,19 @@ def test_each_number_of_rows_keeps_its_graph() -> None:
     engine.close()
 
 
+def test_a_graph_is_made_where_gradients_of_another_type_are_there() -> None:
+    """Of the second, unequal micro-batch the graph is made when the first has left gradients, which are then added to."""
+    engine = make_engine(make_model().float(), precision__dtype="bf16", pipeline__num_micro_batch=2, runtime__compile=True)
+    expected = make_engine(make_model().float(), precision__dtype="bf16", pipeline__num_micro_batch=2)
+    for each in (engine, expected):
+        each.step(make_batch(5))
+    for name, gradient in expected.gradients().items():
+        torch.testing.assert_close(engine.gradients()[name], gradient, rtol=2e-2, atol=1e-3)
+    assert compilation(engine).num_graphs == 2
+    for each in (engine, expected):
+        each.close()
+
+
 def test_ops_whose_weight_gradients_wait_stay_eager() -> None:
     found = Compilation()
     graph = graph_of(queue=True)
