@@ -35,6 +35,7 @@ from whale.ir.graph import ModelGraph
 from whale.ir.plan import Plan
 from whale.ir.schedule import Schedule
 from whale.progress import progress
+from whale.runtime.checkpoint.model_files import without_compiled
 from whale.runtime.checkpoint.moving import move_state
 from whale.runtime.checkpoint.saving import Saving
 from whale.runtime.checkpoint.training_state import load_state, save_state
@@ -402,6 +403,7 @@ class Engine:
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
         """Takes the weights of a ``model.state_dict()``, whatever trained them; all ranks call it with the same one.
 
+        Keys are those of the model inside what ``torch.compile`` makes; those of the outside are known, too.
         The optimizer keeps its state, as torch's do. `load` reads whole checkpoints.
 
         Raises:
@@ -410,6 +412,7 @@ class Engine:
         self.runtime.call_together("load_state_dict")
         self._guards.exchange()
         graph, roster, names = self.model_graph, self.runtime.roster, state_keys(self.modes.model, self.model_graph)
+        state = without_compiled(state, names)
         given = {key: value for key, value in state.items() if names.get(key, key) is not None}
         keys = {key: name for key, name in names.items() if name is not None}
         fill_tensors(graph, self.runtime.holdings, roster.rank, self.state, given, keys, roster.world)

@@ -125,6 +125,7 @@ def test_an_imported_file_may_have_tied_names_of_equal_values(
     changes = {
         "both": state | {TIE: state[TIE].clone()},
         "last": {key: value for key, value in state.items() if key != "embedding.weight"},
+        "compiled": {f"_orig_mod.{key}": value for key, value in state.items() if key != TIE},
         "other": state | {TIE: state[TIE] + 1},
         "lacking": {key: value for key, value in state.items() if key not in ("norm.bias", TIE)},
     }
@@ -136,7 +137,7 @@ def test_an_imported_file_may_have_tied_names_of_equal_values(
             engine.load(tmp_path / name)
         now = engine.state_dict()
         assert before is not None and now is not None and all(torch.equal(value, now[key]) for key, value in before.items())
-    for name in ("both", "last"):
+    for name in ("both", "last", "compiled"):
         engine = make_engine(4)
         engine.load(tmp_path / name)
         now = engine.state_dict()

@@ -8,7 +8,7 @@ model.safetensors.index.json               the file of each name
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from datetime import timedelta
 from math import prod
 from pathlib import Path
@@ -98,6 +98,22 @@ def _file(number: int, num_files: int) -> str:
     return f"{NAME}{ENDING}" if num_files == 1 else f"{NAME}-{number + 1:05d}-of-{num_files:05d}{ENDING}"
 
 
+_COMPILED = "_orig_mod."
+"""Before each key, where a state dict is of the module that torch.compile made."""
+
+
+def without_compiled(state: Mapping[str, Any], known: Collection[str] = ()) -> Mapping[str, Any]:
+    """A state dict under the keys of the module that torch.compile was given, where it is of the one that it made.
+
+    Args:
+        state: by key.
+        known: keys of the model, which stay.
+    """
+    if any(not key.startswith(_COMPILED) or key in known for key in state):
+        return state
+    return {key.removeprefix(_COMPILED): value for key, value in state.items()}
+
+
 def import_weights(source: Path, path: Path) -> int:
     """Makes a checkpoint of weights alone.
 
@@ -124,6 +140,7 @@ def import_weights(source: Path, path: Path) -> int:
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{file} cannot be read: {error}") from error
     alone = World(0, 1, 0, 1, torch.device("cpu"), timedelta())
+    tensors = dict(without_compiled(tensors))
     writers = dict.fromkeys(tensors, 0)
     save(path, tensors=tensors, optimizer=OptimizerState(), extras=Extras(), writers=writers, world=alone).finish()
     return len(tensors)

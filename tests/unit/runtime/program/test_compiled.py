@@ -219,7 +219,12 @@ def test_a_model_that_was_compiled_is_compiled_in_its_place(capfd: pytest.Captur
     for model in (torch.compile(make_model()), inside):
         engine = make_engine(model)  # type: ignore[arg-type]
         assert runs(engine) and "so its stages are compiled" in capfd.readouterr().err
-        assert list(engine.state_dict() or {}) == list(make_model().state_dict())
+        state = {key: value + 1 for key, value in make_model().state_dict().items()}
+        for prefix in ("_orig_mod.", ""):
+            engine.load_state_dict({prefix + key: value for key, value in state.items()})
+            found = engine.state_dict() or {}
+            assert list(found) == list(state) and all(torch.equal(found[key], state[key]) for key in state)
+            state = {key: value + 1 for key, value in state.items()}
         engine.close()
     with pytest.warns(UserWarning, match="runtime.compile is false"):
         engine = make_engine(inside, runtime__compile=False)
