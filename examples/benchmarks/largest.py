@@ -91,7 +91,7 @@ def case(memories: tuple[int, int], zero: str, overhead: int) -> dict[str, Any]:
     return {
         "num_blocks": found.num_blocks,
         "num_parameters": found.num_parameters,
-        "planned_bytes": [planned[name] for name in found.plan.devices],
+        "planned_bytes": [planned[device.name] for device in cluster_of(memories).devices],
         "measured_bytes": [each["bytes"] - overhead for each in ranks],
         "losses": [ranks[0]["first_loss"], ranks[0]["last_loss"]],
     }
