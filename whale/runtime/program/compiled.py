@@ -55,9 +55,6 @@ class Compilation:
     Attributes:
         where: per op, the user's line.
         note: told what is compiled, when that begins.
-        num_runs: runs of ops that are compiled.
-        num_compiled: ops in them.
-        eager: the others, by name.
         num_graphs: that torch has compiled.
         num_cached: of these, those that were in its cache on disk.
         seconds: that it has taken.
@@ -65,32 +62,51 @@ class Compilation:
 
     where: Mapping[str, SourceLine | None] = field(default_factory=dict)
     note: Callable[[str], None] = lambda _: None
-    num_runs: int = 0
-    num_compiled: int = 0
-    eager: Counter[str] = field(default_factory=Counter)
     num_graphs: int = 0
     num_cached: int = 0
     seconds: float = 0.0
     _shared: dict[Any, _Graph] = field(default_factory=dict)
-    _num_told: int = 0
+    _left: dict[str, str] = field(default_factory=dict)
+    _alike: dict[str, set[tuple[str, str]]] = field(default_factory=dict)
+    _told: tuple[int, int] = 0, 0
+
+    def add(self, runs: Iterable[CompiledRun], left: Iterable[fx.Node]) -> None:
+        """Notes what a program has of runs, and of ops outside of them."""
+        for run in runs:
+            self._alike.setdefault(run.code, set()).add(run.ops)
+        self._left |= {op_of(node) or node.name: _title(node) for node in left}
+
+    @property
+    def compiled(self) -> Mapping[tuple[str, str], Counter[str]]:
+        """The runs that are compiled, and their ops by name; each once, however many graphs it has."""
+        return {ops: names for graph in self._shared.values() if graph.function is not None for ops, names in graph.runs.items()}
+
+    @property
+    def eager(self) -> Counter[str]:
+        """The other ops by name: those outside of runs, and those of runs on which torch.compile fails."""
+        failed = {ops: names for graph in self._shared.values() if graph.function is None for ops, names in graph.runs.items()}
+        return sum(failed.values(), Counter(self._left.values()))
 
     def news(self) -> str | None:
-        """What has been compiled, in words; None where nothing has been since it was asked last."""
-        if self.num_graphs == self._num_told:
+        """What has been compiled, in words; None where nothing has been tried since it was asked last."""
+        num_failed = sum(graph.function is None for graph in self._shared.values())
+        if (self.num_graphs, num_failed) == self._told:
             return None
-        self._num_told = self.num_graphs
+        self._told = self.num_graphs, num_failed
+        compiled, fails = self.compiled, f" and fails on {num_failed}" if num_failed else ""
         eager = [f"{count} x {name}" for name, count in self.eager.most_common()]
         rest = f"; not compiled: {first_few(eager, 4)}" if eager else ""
         return (
-            f"torch.compile made {counted(self.num_graphs, 'graph')} in {self.seconds:.1f} s, {self.num_cached} of them from its cache "
-            f"({cache_dir()}): {counted(self.num_runs, 'run')} of {counted(self.num_compiled, 'op')}{rest}"
+            f"torch.compile made {counted(self.num_graphs, 'graph')}{fails} in {self.seconds:.1f} s, {self.num_cached} from its cache "
+            f"({cache_dir()}): {counted(len(compiled), 'run')} of {counted(sum(map(Counter.total, compiled.values())), 'op')}{rest}"
         )
 
     def graph_of(self, run: CompiledRun, inputs: Sequence[Any]) -> _Graph:
         """The graph of a run that is called for the first time: of runs that are alike, and are given alike tensors, there is one."""
-        key = run.is_dynamic, _code(run.module.graph), tuple(_form(value) for value in inputs)
+        key = run.is_dynamic, run.code, tuple(_form(value) for value in inputs)
         if key not in self._shared:
             self._shared[key] = _Graph(torch.compile(run.module, dynamic=run.is_dynamic, fullgraph=True, backend=self._backend(run.name)))
+        self._shared[key].runs[run.ops] = run.names
         return self._shared[key]
 
     def _backend(self, name: str) -> Callable[..., Any]:
@@ -116,14 +132,22 @@ class Compilation:
         inner = getattr(error, "inner_exception", error)
         first_line, cause = str(inner).partition("\n")[0], re.search(r"got (\w+\(.*\))$", str(inner), re.MULTILINE)
         reason = cause[1] if cause else f"{type(inner).__name__}: {first_line}"
-        warn(f"torch.compile fails on %{first} .. %{last}{place}, which run eagerly: {reason}")
+        alike = len(self._alike[run.code]) - 1
+        others = f", as does what is alike ({counted(alike, 'run')})" if alike else ""
+        warn(f"torch.compile fails on %{first} .. %{last}{place}, which run eagerly{others}: {reason}")
 
 
 @dataclass(eq=False)
 class _Graph:
-    """What torch.compile has made of a run; None where it could not."""
+    """What torch.compile makes of runs that are alike.
+
+    Attributes:
+        function: None where it could not.
+        runs: that have called it, by their first and last op, with their ops by name.
+    """
 
     function: Callable[..., Any] | None
+    runs: dict[tuple[str, str], Counter[str]] = field(default_factory=dict)
 
 
 class CompiledRun(nn.Module):
@@ -132,16 +156,21 @@ class CompiledRun(nn.Module):
     Args:
         module: takes the inputs and returns a tuple.
         ops: the first and the last.
+        names: of the ops that compute.
         compilation: compiles it.
         is_dynamic: whether sizes of what it is given may change.
 
     Attributes:
-        module, ops, is_dynamic: as given.
+        module, ops, names, is_dynamic: as given.
+        code: what it computes.
     """
 
-    def __init__(self, module: fx.GraphModule, ops: tuple[str, str], compilation: Compilation, *, is_dynamic: bool) -> None:
+    def __init__(
+        self, module: fx.GraphModule, ops: tuple[str, str], names: Counter[str], compilation: Compilation, *, is_dynamic: bool
+    ) -> None:
         super().__init__()
-        self.module, self.ops, self.is_dynamic = module, ops, is_dynamic
+        self.module, self.ops, self.names, self.is_dynamic = module, ops, names, is_dynamic
+        self.code = _code(module.graph)
         self._compilation = compilation
         self._graph: _Graph | None = None
 
@@ -201,13 +230,15 @@ def compile_runs(graph: fx.Graph, root: nn.Module, random: Collection[str], *, c
         is_dynamic: whether the graph serves several numbers of rows.
     """
     runs, left = _runs(graph, random)
-    compilation.eager += Counter(_title(node) for node in left)
+    made = []
     for number, nodes in enumerate(runs):
         name = f"compiled{number}"
         ops = [each for node in nodes if (each := op_of(node)) is not None] or [nodes[0].name, nodes[-1].name]
-        root.add_module(name, CompiledRun(take_out(graph, nodes, name), (ops[0], ops[-1]), compilation, is_dynamic=is_dynamic))
-        compilation.num_runs += 1
-        compilation.num_compiled += sum(map(_computes, nodes))
+        names = Counter(_title(node) for node in nodes if _computes(node))
+        run = CompiledRun(take_out(graph, nodes, name), (ops[0], ops[-1]), names, compilation, is_dynamic=is_dynamic)
+        root.add_module(name, run)
+        made.append(run)
+    compilation.add(made, left)
 
 
 def _runs(graph: fx.Graph, random: Collection[str]) -> tuple[list[list[fx.Node]], list[fx.Node]]:

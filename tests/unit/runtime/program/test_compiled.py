@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 import whale
 from tests.examples import slow
@@ -186,11 +186,11 @@ def test_ops_whose_weight_gradients_wait_stay_eager() -> None:
     found = Compilation()
     graph = graph_of(queue=True)
     compile_runs(graph, nn.Module(), {"dropped"}, compilation=found, is_dynamic=False)
-    assert found.eager == {"linear (weight gradient deferred)": 2, "dropout": 1, "add": 1} and found.num_compiled == 2
+    assert found.eager == {"linear (weight gradient deferred)": 2, "dropout": 1, "add": 1} and not found.compiled
     assert [node.name for node in graph.find_nodes(op="call_module")] == ["compiled0"]
 
 
-def test_what_cannot_be_compiled_is_told_and_runs_eagerly() -> None:
+def test_what_cannot_be_compiled_is_told_and_runs_eagerly(capfd: pytest.CaptureFixture[str]) -> None:
     def fails(*_: object) -> Callable[..., Any]:
         raise NotImplementedError("no such kernel")
 
@@ -203,6 +203,29 @@ def test_what_cannot_be_compiled_is_told_and_runs_eagerly() -> None:
         found = numbers(engine)
     for value, wanted in zip(found, expected, strict=True):
         torch.testing.assert_close(value, wanted, rtol=0, atol=0)
+    told = capfd.readouterr().err
+    assert "torch.compile made 0 graphs and fails on 1 in " in told and ": 0 runs of 0 ops; not compiled: " in told
+    assert compilation(engine).eager["linear"] == 3 and not compilation(engine).compiled
+
+
+def test_how_many_runs_share_a_graph_that_fails() -> None:
+    compile_graph = torch._dynamo.lookup_backend(EAGER)
+
+    def fails(module: fx.GraphModule, inputs: list[Tensor]) -> Any:
+        if "tanh" in module.code and "embedding" not in module.code:
+            raise NotImplementedError("no such kernel")
+        return compile_graph(module, inputs)
+
+    engine = make_engine(make_model(drop=0.3), runtime__compile=True)
+    with (
+        mock.patch.object(torch._dynamo, "lookup_backend", lambda _: fails),
+        pytest.warns(UserWarning, match=r"which run eagerly, as does what is alike \(1 run\): .*no such kernel"),
+    ):
+        engine.step(make_batch(6))
+    found = compilation(engine)
+    assert found.num_graphs == len(found.compiled) == 2
+    assert found.eager == {"dropout": 3, "add": 2, "linear": 2, "tanh": 2, "mul": 2}
+    engine.close()
 
 
 def test_a_value_out_of_range_is_laid_to_its_op() -> None:
