@@ -32,7 +32,7 @@ from torch._inductor.runtime.cache_dir_utils import cache_dir
 from whale.deferred import deferred
 from whale.errors import first_few, warn
 from whale.ir.scope import SourceLine
-from whale.ir.writes import SILENT_WRITERS
+from whale.ir.writes import SILENT_WRITERS, TRAINING
 from whale.runtime.program.bringing import bring, bring_again, let_go, let_go_again
 from whale.runtime.program.marks import op_of
 from whale.runtime.program.segments import take_out
@@ -340,7 +340,8 @@ def _written(node: fx.Node) -> list[fx.Node]:
     if not isinstance(target, torch._ops.OpOverload):
         return []
     if target._schema.name.removeprefix("aten::") in SILENT_WRITERS:
-        return [source for source in node.args[3:5] if isinstance(source, fx.Node)]
+        trains = len(node.args) <= TRAINING or node.args[TRAINING] is not False
+        return [source for source in node.args[3:5] if trains and isinstance(source, fx.Node)]
     pairs = zip(target._schema.arguments, node.args, strict=False)
     marked = [value for argument, value in pairs if argument.alias_info is not None and argument.alias_info.is_write]
     return [source for source in marked if isinstance(source, fx.Node)]

@@ -190,6 +190,14 @@ def test_ops_whose_weight_gradients_wait_stay_eager() -> None:
     assert [node.name for node in graph.find_nodes(op="call_module")] == ["compiled0"]
 
 
+@pytest.mark.parametrize("training", [True, False])
+def test_a_normalisation_writes_statistics_in_training(training: bool) -> None:
+    graph = fx.Graph()
+    given = [graph.placeholder(name) for name in "xwbmv"]
+    node = graph.call_function(torch.ops.aten.batch_norm.default, (*given, training, 0.1, 1e-5, False))
+    assert compiled._written(node) == (given[3:] if training else [])
+
+
 def test_what_cannot_be_compiled_is_told_and_runs_eagerly(capfd: pytest.CaptureFixture[str]) -> None:
     def fails(*_: object) -> Callable[..., Any]:
         raise NotImplementedError("no such kernel")
