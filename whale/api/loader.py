@@ -18,7 +18,7 @@ from rich.progress import Progress, ProgressColumn, Task
 from rich.text import Text
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
-from whale.api.rank_batch import RankRows, mark, recognized
+from whale.api.rank_batch import ORIGINS, RankRows, mark, recognized
 from whale.api.row_source import Collate, Division, IndexedSource, IterableSource, RowSource, Share
 from whale.errors import BatchError, CheckpointError
 from whale.ir.plan import Plan
@@ -266,7 +266,8 @@ class DataPosition:
 
     def recognized(self, batch: Any) -> Any:
         """A `RankBatch` where a batch is a loader's; any other as it is."""
-        return recognized(batch, [loader.in_hand for loader in self._loaders() if loader.in_hand is not None])
+        in_hand = [loader.in_hand for loader in self._loaders() if loader.in_hand is not None]
+        return recognized(batch, in_hand) if in_hand or len(ORIGINS) else batch
 
     def feed(self, batch: RankRows) -> None:
         """States what the next step is given.

@@ -111,15 +111,15 @@ class RankBatch:
             )
 
 
-# An attribute of tensors in all but place: as one it would be pickled with them.
-_ORIGINS: MutableMapping[Tensor, RankRows | None] = WeakTensorKeyDictionary()
+ORIGINS: MutableMapping[Tensor, RankRows | None] = WeakTensorKeyDictionary()
+"""An attribute of tensors in all but place: as one it would be pickled with them."""
 
 
 def mark(batch: Any, origin: RankRows) -> None:
     """Lets the tensors with rows of a batch be known again for as long as they live; not one that is in several batches."""
     for tensor in tensors_of(batch).values():
         if tensor.dim() and len(tensor) == (origin.num_held or 1):
-            _ORIGINS[tensor] = None if tensor in _ORIGINS else origin
+            ORIGINS[tensor] = None if tensor in ORIGINS else origin
 
 
 def recognized(batch: Any, in_hand: Iterable[tuple[Any, RankRows]] = ()) -> Any:
@@ -130,7 +130,7 @@ def recognized(batch: Any, in_hand: Iterable[tuple[Any, RankRows]] = ()) -> Any:
         in_hand: batches that loaders have handed out last, which are known by themselves too, whatever was put into them.
     """
     found: list[tuple[str, RankRows]] = [("", origin) for data, origin in in_hand if data is batch]
-    found += [(path, origin) for path, tensor in tensors_of(batch).items() if (origin := _ORIGINS.get(tensor)) is not None]
+    found += [(path, origin) for path, tensor in tensors_of(batch).items() if (origin := ORIGINS.get(tensor)) is not None]
     if not found:
         return batch
     of_each = {origin.number: f"batch{path}: {origin.place}" for path, origin in found}
