@@ -29,7 +29,7 @@ from whale.capture.exporting.refusals import check_model
 from whale.capture.exporting.side_effects import AttributeAccess, Once, warning_of
 from whale.capture.exporting.trace import Traced, trace
 from whale.capture.exporting.wrapper import Loss, Mode, check_loss
-from whale.capture.flat.aliasing import memory_roots, written_arguments
+from whale.capture.flat.aliasing import ancestors, memory_roots, written_arguments
 from whale.capture.flat.autocast import Autocast, lift_casts
 from whale.capture.flat.flatten import Flat, flatten
 from whale.capture.flat.masks import drop_causal_masks
@@ -293,21 +293,15 @@ def _loss_terms(flat: Flat, terms: list[TermNodes], ops: tuple[Op, ...]) -> tupl
 
 def _from_inputs(graph: fx.Graph, weight: fx.Node, ops: dict[str, Op]) -> bool:
     """Whether a weight can be computed from the batch alone, before the forward pass."""
-    ancestors: set[fx.Node] = set()
-    pending = [weight]
-    while pending:
-        node = pending.pop()
-        if node not in ancestors:
-            ancestors.add(node)
-            pending += node.all_input_nodes
+    made_of = ancestors(weight)
     roots = memory_roots(graph)
-    written = {roots[base] for node in graph.nodes if node not in ancestors for base in written_arguments(node)}
+    written = {roots[base] for node in graph.nodes if node not in made_of for base in written_arguments(node)}
     return not any(
         ops[node.name].kind in ("parameter", "buffer")
         or ops[node.name].requires_grad
         or "random" in ops[node.name].tags
         or roots[node] in written
-        for node in ancestors
+        for node in made_of
     )
 
 

@@ -52,6 +52,18 @@ def _aliased(node: fx.Node, writes: bool) -> list[fx.Node]:
     return found
 
 
+def ancestors(node: fx.Node) -> set[fx.Node]:
+    """A node and all that it is made of."""
+    found: set[fx.Node] = set()
+    pending = [node]
+    while pending:
+        each = pending.pop()
+        if each not in found:
+            found.add(each)
+            pending += each.all_input_nodes
+    return found
+
+
 def memory_roots(graph: fx.Graph, *, differentiable: bool = False) -> dict[fx.Node, fx.Node]:
     """Per node, the node whose memory it is a view of; itself where it has its own.
 

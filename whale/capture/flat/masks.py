@@ -16,6 +16,7 @@ from torch import Tensor, fx
 from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
+from whale.capture.flat.aliasing import ancestors
 from whale.capture.flat.sizes import hint_of
 from whale.ir.graph import NUM_ROWS
 
@@ -57,13 +58,7 @@ def _may_be_causal(node: fx.Node, mask: fx.Node) -> bool:
 
 def _is_causal(mask: fx.Node, num_rows: int) -> bool:
     """Whether a mask is made of nothing that a batch or the weights hold, is the same for all rows and heads, and is causal."""
-    made_of: set[fx.Node] = set()
-    waiting = [mask]
-    while waiting:
-        node = waiting.pop()
-        if node not in made_of:
-            made_of.add(node)
-            waiting += node.all_input_nodes
+    made_of = ancestors(mask)
     if not _is_alike_in_rows([node for node in mask.graph.nodes if node in made_of]):
         return False
     values: dict[fx.Node, Any] = {}
