@@ -13,6 +13,7 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from whale.errors import BatchError, WhaleError, raise_faults
+from whale.ir.graph import NUM_ROWS
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -88,7 +89,7 @@ class BatchStructure:
         stated = [_stated(path, batch_dims or {}) for path, _ in leaves]
         rows = _example_rows(leaves, stated, least_rows)
         names = fx.Graph()  # its placeholders are named as those of the captured graph will be
-        names.placeholder("num_rows")
+        names.placeholder(NUM_ROWS)
         parts = [_describe(path, leaf, rows, own, names) for (path, leaf), own in zip(leaves, stated, strict=True)]
         return BatchStructure(spec, tuple(parts), rows, type(batch) if is_record(batch) else None)
 

@@ -12,6 +12,7 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from whale.capture.batch import BatchStructure
+from whale.ir.graph import NUM_ROWS
 
 
 @dataclass(frozen=True)
@@ -110,7 +111,7 @@ class CapturedProgram:
             BatchError: the batch does not match the example.
         """
         leaves = self.batch.leaves(batch)
-        values: dict[str, Any] = {**leaves, "num_rows": self.batch.rows(batch)}
+        values: dict[str, Any] = {**leaves, NUM_ROWS: self.batch.rows(batch)}
         for node in self.graph.find_nodes(op="placeholder"):
             if node.name in self.sources:
                 values[node.name] = self.tensors[self.sources[node.name]].to(node.meta["val"].dtype)
