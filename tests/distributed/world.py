@@ -102,18 +102,22 @@ class World:
         self.close()
 
     def _ask(self, size: int, function: Callable[..., Any], arguments: tuple[Any, ...], timeout: float | None) -> list[Outcome]:
-        limit = self.timeout if timeout is None else timeout
         self._number += 1
         path = str(Path(self._directory.name) / f"run{self._number}")
-        payload = pickle.dumps(Job(size, path, limit, self.rendezvous, self.peers, function, arguments))
-        if self._source is None:
-            self._start()
-        self._pipe.send_bytes(payload)
-        outcomes = self._answer(limit)
+        limit = self.timeout if timeout is None else timeout
+        outcomes = self._outcomes(Job(size, path, limit, self.rendezvous, self.peers, function, arguments))
         if any(outcome.text for outcome in outcomes):
             failed = {rank: outcome for rank, outcome in enumerate(outcomes) if outcome.text}
             raise RankFailure({rank: outcome.error for rank, outcome in failed.items()}, {r: outcome.text for r, outcome in failed.items()})
         return outcomes
+
+    def _outcomes(self, job: Job) -> list[Outcome]:
+        """What each rank has made of a job; of one without ranks, what the source has."""
+        payload = pickle.dumps(job)
+        if self._source is None:
+            self._start()
+        self._pipe.send_bytes(payload)
+        return self._answer(job.timeout)
 
     def _answer(self, limit: float) -> list[Outcome]:
         """What the source sends; where it hangs or has died, it is ended, and the next run gets another."""

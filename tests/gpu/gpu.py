@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -16,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tests.distributed.ranks import Job, Outcome, outcome_of_rank
-from tests.distributed.world import RankFailure, World
+from tests.distributed.world import World
 from tests.standin import DEVICE, OnDevice, StandIn
 
 needs_memory = pytest.mark.skipif(not torch.cuda.is_available(), reason="the stand-in device does not count the bytes of its tensors")
@@ -73,22 +71,18 @@ class GpuRanks(World):
 
     _pool: ProcessPoolExecutor | None = None
 
-    def _ask(self, size: int, function: Callable[..., Any], arguments: tuple[Any, ...], timeout: float | None) -> list[Outcome]:
-        if size == 0:
-            return [Outcome(function(*arguments))]
-        self._number += 1
-        limit = self.timeout if timeout is None else timeout
-        job = Job(size, str(Path(self._directory.name) / f"run{self._number}"), limit, self.rendezvous, self.peers, function, arguments)
+    def _outcomes(self, job: Job) -> list[Outcome]:
+        if job.num_ranks == 0:
+            return [Outcome(job.function(*job.arguments))]
         if self._pool is None:
             self._pool = ProcessPoolExecutor(self.num_ranks, multiprocessing.get_context("spawn"))
         try:
-            outcomes = [each.result(limit) for each in [self._pool.submit(outcome_of_rank, number, job) for number in range(size)]]
+            return [
+                each.result(job.timeout) for each in [self._pool.submit(outcome_of_rank, number, job) for number in range(job.num_ranks)]
+            ]
         except Exception:
             self._stop()
             raise
-        if failed := {rank: outcome for rank, outcome in enumerate(outcomes) if outcome.text}:
-            raise RankFailure({rank: outcome.error for rank, outcome in failed.items()}, {r: outcome.text for r, outcome in failed.items()})
-        return outcomes
 
     def _stop(self) -> None:
         if self._pool is not None:
