@@ -37,7 +37,7 @@ from torch import Tensor, nn
 import whale
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from ranks import on_ranks
+from ranks import cost_of, on_ranks, pair_of
 
 from whale.units import format_bytes
 
@@ -129,15 +129,6 @@ def torch_step(model: Model, rows: int, dtype: str, compiles: bool) -> Step:
     return step
 
 
-def seconds_of(step: Step, steps: int) -> float:
-    torch.cuda.synchronize()
-    begin = time.perf_counter()
-    for _ in range(steps):
-        step()
-    torch.cuda.synchronize()
-    return (time.perf_counter() - begin) / steps
-
-
 def host_seconds_of(step: Step, steps: int) -> float:
     """What the host takes to launch a step, of few, so that it never waits for a full queue."""
     torch.cuda.synchronize()
@@ -193,18 +184,14 @@ def against_torch(name: str, dtype: str, compiles: bool, options: argparse.Names
     ours, losses, bytes_, first = peak_of(make, options.warmup)
     peer, expected, peer_bytes, peer_first = peak_of(lambda: torch_step(model, options.rows or model.rows, dtype, compiles), options.warmup)
     alike(losses, expected, 2e-2 if HALF[dtype] is not None or compiles else 2e-3)
-    pairs = []
-    for number in range(options.pairs):
-        sides = (ours, peer) if number % 2 == 0 else (peer, ours)
-        found = [seconds_of(side, options.steps) for side in sides]
-        pairs.append(tuple(found if number % 2 == 0 else reversed(found)))
-    ratios = sorted(theirs / own for own, theirs in pairs)
+    pairs = [pair_of(ours, peer, options.steps, number) for number in range(options.pairs)]
+    ratios = sorted(theirs.seconds / own.seconds for own, theirs in pairs)
     result = {
         "ratio": statistics.median(ratios),
         "low": ratios[0],
         "high": ratios[-1],
-        "whale_seconds": statistics.median(own for own, _ in pairs),
-        "peer_seconds": statistics.median(theirs for _, theirs in pairs),
+        "whale_seconds": statistics.median(own.seconds for own, _ in pairs),
+        "peer_seconds": statistics.median(theirs.seconds for _, theirs in pairs),
         "whale_host_seconds": host_seconds_of(ours, 3),
         "peer_host_seconds": host_seconds_of(peer, 3),
         "whale_bytes": bytes_,
@@ -236,14 +223,14 @@ def offloaded(kind: str, options: argparse.Namespace) -> dict[str, Any]:
         return step
 
     ours, losses, bytes_, _ = peak_of(partial(make, kind), options.warmup)
-    seconds = seconds_of(ours, options.steps)
+    seconds = cost_of(ours, options.steps).seconds
     result = {"whale_seconds": seconds, "whale_bytes": bytes_, **predicted(engines[0])}
     engines[0].close()
     del ours
     engines.clear()
     base, expected, base_bytes, _ = peak_of(partial(make, "none"), options.warmup)
     alike(losses, expected, 2e-3)
-    result |= {"peer_seconds": seconds_of(base, options.steps), "peer_bytes": base_bytes, "losses": losses, "peer_losses": expected}
+    result |= {"peer_seconds": cost_of(base, options.steps).seconds, "peer_bytes": base_bytes, "losses": losses, "peer_losses": expected}
     result["ratio"] = result["peer_seconds"] / result["whale_seconds"]
     engines[0].close()
     return result
@@ -257,7 +244,7 @@ def with_zero(level: str, options: argparse.Namespace) -> dict[str, Any]:
     losses = [float(step()) for _ in range(3)]
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
-    seconds = seconds_of(step, 2)
+    seconds = cost_of(step, 2).seconds
     result = {"whale_seconds": seconds, "whale_bytes": torch.cuda.max_memory_allocated(), "losses": losses, **predicted(engine)}
     engine.close()
     return result

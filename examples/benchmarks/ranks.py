@@ -199,6 +199,8 @@ def slowest(seconds: float) -> float:
 
 
 def meet() -> None:
-    """Waits for all ranks."""
+    """Waits for all ranks, and for what they have given a GPU."""
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
     if dist.is_initialized():
         dist.barrier()
