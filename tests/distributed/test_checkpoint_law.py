@@ -127,7 +127,7 @@ def train_part(rank: int, num_ranks: int, course: Course, part: int, folder: str
     """The steps of one part, from the checkpoint of the part before it to one of its own."""
     case, place, is_told = course.case(part), Path(folder), course.told is not None and course.told % num_ranks == rank
     made = captured_once(build, case.description, case.seed, case.rows[0])
-    optimizer, scheduler = used(course, [name for name, _ in made.model.named_parameters()])
+    optimizer, scheduler = used(course, [name for name, weight in made.model.named_parameters() if weight.requires_grad])
     engine = whale.parallelize(
         made.model,
         loss=made.loss,

@@ -207,7 +207,7 @@ def _made_by_pattern(
     if idle:
         raise ConfigError(
             f"each pattern of optimizer= has parameters ({', '.join(map(repr, idle))}: none that no earlier pattern matches)",
-            hint=f"the names are {first_few(sorted(trained))}; the first pattern that matches has a parameter",
+            hint=f"the parameters that are trained are {first_few(sorted(trained))}; the first pattern that matches has a parameter",
         )
     members = {
         pattern: _made(make[pattern], {name: owned[name] for name in names}, lacks_some) for pattern, names in divided(owned, make).items()
