@@ -79,6 +79,14 @@ def format_seconds(seconds: float) -> str:
     raise AssertionError("unreachable")
 
 
+def format_duration(seconds: float) -> str:
+    """``5400`` as ``1.5 hours``: for what lasts longer than a step."""
+    for name, unit in (("days", 86_400.0), ("hours", 3_600.0), ("min", 60.0)):
+        if seconds >= 2 * unit:
+            return f"{seconds / unit:.3g} {name}"
+    return format_seconds(seconds)
+
+
 def format_share(share: float) -> str:
     """``0.423`` as ``42%``; what is there, but next to nothing, as ``<1%``."""
     return "<1%" if 0 < share < 0.005 else f"{share:.0%}"

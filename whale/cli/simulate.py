@@ -8,6 +8,8 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from math import inf
 from typing import TYPE_CHECKING, Any
 
 from whale.cli.inputs import PUBLISHED, build_model, is_function, keywords_for, read_settings, types_of
@@ -15,17 +17,20 @@ from whale.cli.planned import Planned, add_planning_verb, planned
 from whale.cli.tables import paragraph, print_table
 from whale.config import Config
 from whale.errors import ConfigError
-from whale.estimate import DeviceEstimate, StepEstimate
+from whale.estimate import DeviceEstimate, Faults, Goodput, StepEstimate, faults_of
 from whale.ir.cluster import Cluster
 from whale.ir.plan import Plan, describe_order, describe_shape
 from whale.planning import EvenShares, Simulation, even_shares
 from whale.search.objective import format_cost
-from whale.units import counted, format_bytes, format_seconds, format_share
+from whale.units import counted, format_bytes, format_duration, format_seconds, format_share
 
 if TYPE_CHECKING:
     from whale.api.mode import CapturedMode
     from whale.dry_run import DryRun
 
+
+RESTART_SECONDS = 120.0
+"""From a fault to the next step, where nobody says: to notice it, to start processes, to load a checkpoint."""
 
 _BOUNDS = {
     "evenly": "all that is computed, divided evenly",
@@ -44,6 +49,25 @@ def add_parser(verbs: argparse._SubParsersAction[Any]) -> None:
     parser.add_argument(
         "--dry-run", action="store_true", help="run each distinct rank on tensors without contents too, and count its memory"
     )
+    parser.add_argument("--faults", type=_rate, metavar="RATE", help="print the goodput with so many faults per device and day")
+    parser.add_argument(
+        "--restart",
+        type=_rate,
+        metavar="SECONDS",
+        default=RESTART_SECONDS,
+        help="with --faults: seconds from a fault to the next step (default %(default)g)",
+    )
+
+
+def _rate(text: str) -> float:
+    """A number above 0 on the command line."""
+    try:
+        found = float(text)
+    except ValueError:
+        found = 0.0
+    if not 0 < found < inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
+    return found
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -53,13 +77,17 @@ def run(arguments: argparse.Namespace) -> int:
     even = even_shares(made.plan, made.graph, made.cluster, made.config) if arguments.even else None
     found = Simulation(made.plan, made.step, even)
     dry = None if mode is None else run_dry(made.plan, mode, made.config)
+    faults = faults_of(made.step, made.cluster, arguments.faults, arguments.restart) if arguments.faults else None
     if arguments.json:
         data = found.as_data() | {"cost_per_sample": made.cost_per_sample}
+        data |= {} if faults is None else {"faults": _fault_data(faults, made.step.step_seconds)}
         print(json.dumps(data if dry is None else dry_run_data(data, dry), indent=1))
     else:
         print_simulation(found, made)
         if dry is not None:
             print_dry_run(dry, made.plan, made.step)
+        if faults is not None:
+            _print_faults(faults, found)
     return 0
 
 
@@ -109,6 +137,44 @@ def _filling(each: DeviceEstimate) -> Iterator[str]:
     """What most of its memory is filled with."""
     for name, num_bytes in sorted(each.peak.parts, key=lambda part: -part[1])[:2]:
         yield f"{name} {format_share(num_bytes / each.peak.total)}"
+
+
+def _goodputs(faults: Faults, step_seconds: float) -> Iterator[Goodput]:
+    """With the best interval between checkpoints, and with a quarter of it and four times it."""
+    best = faults.best_interval(least=step_seconds)
+    for interval in sorted({max(step_seconds, best / 4), best, 4 * best}):
+        yield faults.goodput(interval)
+
+
+def _fault_data(faults: Faults, step_seconds: float) -> dict[str, Any]:
+    return asdict(faults) | {
+        "best_interval_seconds": faults.best_interval(least=step_seconds),
+        "young_interval_seconds": faults.young_interval,
+        "goodput": [asdict(each) for each in _goodputs(faults, step_seconds)],
+    }
+
+
+def _print_faults(faults: Faults, found: Simulation) -> None:
+    """Prints what a run with faults gets done, for three intervals between checkpoints."""
+    step_seconds = found.step.step_seconds
+    best = faults.best_interval(least=step_seconds)
+    print(
+        f"a fault every {format_duration(faults.mean_seconds)} on {counted(len(found.plan.devices), 'device')}, "
+        f"restart in {format_duration(faults.restart_seconds)}, a checkpoint stops training for {format_seconds(faults.save_seconds)}"
+    )
+    rows = [
+        (
+            f"{format_duration(each.interval_seconds)}{' (best)' if each.interval_seconds == best else ''}",
+            f"{each.useful:.2%}",
+            f"{each.useful * found.samples_per_second:.4g}",
+            f"{each.saving:.2%}",
+            f"{each.repeated:.2%}",
+            f"{each.restarting:.2%}",
+        )
+        for each in _goodputs(faults, step_seconds)
+    ]
+    columns = ("checkpoint every", "goodput", "samples/s", "saving", "repeated", "restarts")
+    print_table("", columns, rows, columns[1:])
 
 
 def read_mode(source: str, pairs: Sequence[str], blocks: int | None, config: Config, cluster: Cluster) -> CapturedMode:

@@ -17,12 +17,15 @@ from whale.estimate.events.drawing import draw
 from whale.estimate.events.simulate import ActionTimes, bubble, bubble_rate, simulate
 from whale.estimate.memory.memory import StateBytes, kept_names, kept_tensors, size_line, state_bytes, working_line
 from whale.estimate.step.estimate import estimate, estimate_with
+from whale.estimate.step.goodput import Faults, Goodput, faults_of
 from whale.estimate.step.step import DeviceEstimate, LinkUse, MemoryUse, StepEstimate
 
 __all__ = [
     "ActionTimes",
     "Costs",
     "DeviceEstimate",
+    "Faults",
+    "Goodput",
     "Line",
     "LinkUse",
     "MemoryUse",
@@ -42,6 +45,7 @@ __all__ = [
     "estimate",
     "estimate_with",
     "exposed_sync",
+    "faults_of",
     "idle_seconds",
     "kept_names",
     "kept_tensors",

@@ -142,6 +142,14 @@ def test_simulate_tells_time_and_memory(captured: str, capsys: pytest.CaptureFix
     assert len(json.loads(capsys.readouterr().out)["devices"]) == 2
     assert main(["simulate", *words, "--even"]) == 0
     assert "with equal shares: balance is 1.00 x as fast" in capsys.readouterr().out
+    assert main(["simulate", *words, "--faults", "0.5", "--restart", "60"]) == 0
+    assert "a fault every 24 hours on 2 devices, restart in 60 s" in (printed := capsys.readouterr().out) and "(best)" in printed
+    assert main(["simulate", *words, "--faults", "0.5", "--json"]) == 0
+    faults = json.loads(capsys.readouterr().out)["faults"]
+    assert faults["mean_seconds"] == 86_400 and len(faults["goodput"]) == 3 and faults["best_interval_seconds"] > 0
+    with pytest.raises(SystemExit):
+        main(["simulate", *words, "--faults", "0"])
+    assert "'0' is not a number above 0" in capsys.readouterr().err
 
 
 def test_a_plan_is_for_the_devices_that_are_named(captured: str, capsys: pytest.CaptureFixture[str]) -> None:
