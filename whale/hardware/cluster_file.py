@@ -167,8 +167,8 @@ MOST = 100_000
 """Devices of one entry, hosts of one entry: more is a slip of the pen."""
 
 _REPEATED = re.compile(r"(\d+)\s*[x*]\s*(\S.*)")
-_KEYS = ("model", "count", "memory", "bandwidth", "flops", "efficiency", "num_cores", "kernel_start", "price_per_hour", "handling", *SPEEDS)
 _FULL = ("memory", "bandwidth", "flops", "efficiency")
+_KEYS = ("model", "count", *_FULL, "num_cores", "kernel_start", "price_per_hour", "handling", "slowdown", *SPEEDS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,6 +260,7 @@ def _with_overrides(base: KnownDevice, entry: Entry, cores: float) -> Callable[[
         host_seconds=speeds.get("host_seconds", usual.host_seconds),
         host_link=speeds.get("host_link", usual.host_link),
         handling=_read_handling(entry),
+        slowdown=entry.number("slowdown") or 1.0,
     )
     return lambda name, host: replace(changed, name=name, host=host)
 
@@ -363,6 +364,8 @@ def _device(kind: Device, count: int) -> str:
         said["price_per_hour"] = f"{kind.price_per_hour:.6g}"
     if kind.handling:
         said["handling"] = _handling(kind.handling)
+    if kind.slowdown != 1:
+        said["slowdown"] = f"{kind.slowdown:.4g}"
     return _mapping(said)
 
 

@@ -54,6 +54,9 @@ class Handling:
     def __bool__(self) -> bool:
         return self.seconds > 0 or self.per_byte > 0
 
+    def __mul__(self, factor: float) -> Handling:
+        return Handling(self.seconds * factor, self.per_byte * factor)
+
 
 NO_HANDLING = Handling()
 """Of a device that moves messages beside its computing, or of which nobody knows."""
@@ -80,6 +83,7 @@ class Device:
         price_per_hour: in any currency, the same for all devices; None where nobody said it.
         handling: of messages; nothing where that was not measured.
         host_link: bytes per second, one way, between its memory and its host's; 0 where the host is the device.
+        slowdown: so many times as long as these figures say does it take for what it computes: of one that is throttled, or shared.
     """
 
     name: str
@@ -97,6 +101,7 @@ class Device:
     price_per_hour: float | None = None
     handling: Handling = NO_HANDLING
     host_link: float = 0.0
+    slowdown: float = 1.0
 
     @cached_property
     def _hash(self) -> int:
@@ -117,7 +122,17 @@ class Device:
 
     def reached_flops(self, dtype: str) -> float:
         """FLOP/s that large matrix products reach at a dtype."""
-        return self.peak_flops(dtype) * dict(self.efficiencies).get(dtype, self.efficiency)
+        return self.peak_flops(dtype) * dict(self.efficiencies).get(dtype, self.efficiency) / self.slowdown
+
+    @property
+    def reached_bandwidth(self) -> float:
+        """Bytes per second of its own memory that kernels reach."""
+        return self.bandwidth * self.traffic / self.slowdown
+
+    @property
+    def reached_handling(self) -> Handling:
+        """What messages take of it as fast as it is."""
+        return self.handling * self.slowdown
 
     def __str__(self) -> str:
         return f"{self.name} {self.model} {format_bytes(self.memory)}"
@@ -199,6 +214,19 @@ class Cluster:
         kept = {host.name for host in hosts if host.devices}
         pairs = tuple(pair for pair in self.pairs if kept.issuperset(pair[0]))
         return replace(self, hosts=tuple(host for host in hosts if host.devices), pairs=pairs)
+
+    def slowed(self, slowdowns: Mapping[str, float]) -> Cluster:
+        """The cluster with devices that take so many times as long as their figures say, by name; the others are as they were."""
+
+        def slowed(device: Device) -> Device:
+            return replace(device, slowdown=slowdowns.get(device.name, device.slowdown))
+
+        return replace(self, hosts=tuple(replace(host, devices=tuple(map(slowed, host.devices))) for host in self.hosts))
+
+    @property
+    def slowdowns(self) -> dict[str, float]:
+        """By how much devices are slowed, by name."""
+        return {device.name: device.slowdown for device in self.devices}
 
     def price_per_hour(self, devices: Collection[str]) -> float | None:
         """What some devices cost together, with the hosts that they are on; None where one has no price, and its host has none."""

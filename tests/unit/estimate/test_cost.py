@@ -14,6 +14,7 @@ from whale.estimate import (
     Line,
     StateBytes,
     all_reduce_seconds,
+    estimate,
     kept_names,
     kept_tensors,
     op_seconds,
@@ -26,9 +27,10 @@ from whale.estimate import (
 )
 from whale.estimate.costs.op_table import fused_ops
 from whale.estimate.prices.prices import Prices
-from whale.ir.cluster import Cluster, Host, Link
+from whale.ir.cluster import Cluster, Handling, Host, Link
 from whale.ir.graph import Parameter, TensorSpec
 from whale.ir.plan import Form, states_of
+from whale.planning import make_plan
 
 
 def test_an_op_takes_the_larger_of_arithmetic_and_traffic() -> None:
@@ -42,6 +44,17 @@ def test_an_op_takes_the_larger_of_arithmetic_and_traffic() -> None:
     slow_memory = op_seconds(table, device("d", "h", flops=1e12, bandwidth=1e6), 1, Costs())
     assert slow_memory.forward_per_row[place] == pytest.approx(moved / 1e6)
     assert slow_memory.forward_fixed[place] == pytest.approx(100 * 100 * 4 / 1e6 + Costs().launch_seconds)  # the weight
+
+
+def test_a_slowed_device_takes_so_many_times_as_long() -> None:
+    graph = chain(3)
+    handling = Handling(1e-4, 1e-9)
+    here = Cluster("c", (Host("h", tuple(replace(device(f"h/{n}", "h"), handling=handling) for n in range(2)), Link(1e30, 0.0)),), None)
+    plan = make_plan(graph, here, Config({"pipeline.num_stages": 2, "planning.search": "off"}))
+    alone = make_plan(graph, here.only(["h/0"]), Config({"planning.search": "off"}))
+    for each in (plan, alone):
+        once, thrice = (estimate(each, graph, here.slowed(dict.fromkeys(here.by_name, factor))) for factor in (1.0, 3.0))
+        assert thrice.step_seconds == pytest.approx(3 * once.step_seconds)
 
 
 def test_views_and_placeholders_are_free() -> None:

@@ -47,6 +47,9 @@ def test_an_op_takes_what_it_took(rows: float, expected: float) -> None:
     assert found.forward_fixed[place] + rows * found.forward_per_row[place] == pytest.approx(expected)
     assert found.backward_fixed[place] + rows * found.backward_per_row[place] == pytest.approx(2 * expected)
     assert found.forward_fixed[place] >= 0 and found.forward_per_row[place] >= 0
+    slowed = HERE.slowed({HERE.devices[0].name: 2.0})
+    twice = op_seconds(table, slowed.devices[0], rows, replace(Costs(), measured=measured(profile(graph), graph, slowed)))
+    assert twice.forward_fixed[place] + rows * twice.forward_per_row[place] == pytest.approx(2 * expected)
     loss, plain = table.position["loss"], op_seconds(table, HERE.devices[0], rows, Costs())
     assert found.forward_fixed[loss] == plain.forward_fixed[loss], "what was not measured keeps the price worked out"
 

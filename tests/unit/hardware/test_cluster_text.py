@@ -32,6 +32,14 @@ PROBED = Cluster(
 )
 
 
+def test_a_slowed_device_reads_back() -> None:
+    cluster = parse_cluster("name: c\nhosts:\n  - {name: h, devices: [{model: T4, slowdown: 2.5}, T4]}\n")
+    assert [device.slowdown for device in parse_cluster(cluster_text(cluster)).devices] == [2.5, 1.0]
+    assert cluster.slowed({"h/0": 1.0}) == parse_cluster("name: c\nhosts:\n  - {name: h, devices: 2 x T4}\n")
+    with pytest.raises(ClusterError, match="slowdown is a number above 0"):
+        parse_cluster("name: c\nhosts:\n  - {name: h, devices: {model: T4, slowdown: 0}}\n")
+
+
 def test_a_device_that_reaches_its_peak_at_any_size_reads_back() -> None:
     cluster = parse_cluster("name: c\nhosts:\n  - {name: h, devices: {model: V100-32GB, half_width: 0}}\n")
     assert parse_cluster(cluster_text(cluster)).devices[0].half_width == cluster.devices[0].half_width == 0

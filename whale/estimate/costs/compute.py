@@ -65,9 +65,9 @@ def op_seconds(table: OpTable, device: Device, num_rows: float, costs: Costs) ->
     """
     filled = 1 / (1 + device.half_width / np.maximum(table.narrowest(num_rows), 1.0))
     peaks = np.array([device.reached_flops(_computed_in(dtype, device, costs)) for dtype in table.dtypes])[table.dtype] * filled
-    bandwidth = device.bandwidth * device.traffic
+    bandwidth = device.reached_bandwidth
     launch, launched_again = kernel_seconds(table, device, costs)
-    start = table.launches * device.host_seconds
+    start = table.launches * device.host_seconds * device.slowdown
     forward = _rule(
         (table.flops_fixed / peaks, table.flops_per_row / peaks), (table.bytes_fixed / bandwidth, table.bytes_per_row / bandwidth), num_rows
     )
@@ -83,7 +83,8 @@ def op_seconds(table: OpTable, device: Device, num_rows: float, costs: Costs) ->
 
 def kernel_seconds(table: OpTable, device: Device, costs: Costs) -> tuple[Floats, Floats]:
     """Of the times of all ops, forward and backward, the fixed part of their kernels: the same however small the part of an op is."""
-    forward: Floats = table.launches * (costs.launch_seconds if device.kernel_start is None else device.kernel_start)
+    start = costs.launch_seconds if device.kernel_start is None else device.kernel_start
+    forward: Floats = table.launches * start * device.slowdown
     return forward, forward * costs.backward_traffic * table.trains
 
 
@@ -122,13 +123,13 @@ def host_step_seconds(device: Device, bandwidth: float, stepped: float, moved: f
         moved: bytes of gradients to the host, and of weights back.
     """
     if not device.host_link:
-        return (2 * stepped + moved) / (device.bandwidth * device.traffic)
+        return (2 * stepped + moved) / device.reached_bandwidth
     return 2 * stepped / bandwidth + moved / device.host_link
 
 
 def copy_seconds(device: Device, num_bytes: float) -> float:
     """Seconds of bringing so many bytes to the memory of a device's host, or back; where it is the host, of a copy."""
-    return num_bytes / (device.host_link or device.bandwidth * device.traffic / 2)
+    return num_bytes / (device.host_link or device.reached_bandwidth / 2)
 
 
 def rounding_seconds(device: Device, gradients: float, sent: float, *, feeds_back: bool) -> float:
@@ -139,9 +140,9 @@ def rounding_seconds(device: Device, gradients: float, sent: float, *, feeds_bac
         feeds_back: whether what that loses is kept, and what was lost before is added.
     """
     moved = 7 * gradients + 3 * sent if feeds_back else 2 * (gradients + sent)
-    return moved / (device.bandwidth * device.traffic)
+    return moved / device.reached_bandwidth
 
 
 def optimizer_seconds(device: Device, weights: float, gradients: float, states: float) -> float:
     """Seconds of one step over so many bytes of trained weights, of their gradients and of what is kept of them."""
-    return 2 * (weights + gradients + states) / (device.bandwidth * device.traffic)
+    return 2 * (weights + gradients + states) / device.reached_bandwidth

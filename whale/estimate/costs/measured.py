@@ -49,7 +49,7 @@ class Measured:
         """
         known = self.kinds[device.kind]
         fixed, per_row = _lines(known.rows, (known.backward if backward else known.forward)[ops], num_rows * shares)
-        return fixed, per_row * shares
+        return fixed * device.slowdown, per_row * shares * device.slowdown
 
     def apart(self, device: Device, num_rows: float) -> Line | None:
         """Seconds about a number of rows by which the passes of the whole graph are longer where weight gradients wait; None as above."""
@@ -57,7 +57,7 @@ class Measured:
         if not len(known.apart):
             return None
         (fixed,), (per_row,) = _lines(known.rows, known.apart[None], np.array([num_rows]))
-        return Line(float(fixed), float(per_row))
+        return Line(float(fixed), float(per_row)) * device.slowdown
 
 
 def _lines(rows: Floats, seconds: Floats, at: Floats) -> tuple[Floats, Floats]:
@@ -100,8 +100,8 @@ def measured(profile: Profile, graph: ModelGraph, cluster: Cluster) -> Measured:
 
 
 def _speed(kind: Device) -> Device:
-    """The kind without its memory and its handling of messages: neither changes the time of an op."""
-    return replace(kind, memory=0, handling=NO_HANDLING)
+    """The kind without its memory and its handling of messages, which do not change the time of an op, and as fast as it is undisturbed."""
+    return replace(kind, memory=0, handling=NO_HANDLING, slowdown=1.0)
 
 
 def _told(kind: Device) -> str:

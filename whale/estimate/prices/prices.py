@@ -297,7 +297,7 @@ class Prices:
         """
         known = None if self.costs.measured is None else self.costs.measured.apart(device, num_rows)
         if known is None or not self._num_waiting:
-            return Started(host=self.costs.waiting_seconds)
+            return Started(host=self.costs.waiting_seconds * device.slowdown)
         return Started(known * (1 / (3 * self._num_waiting)))
 
     @cached_property
@@ -306,7 +306,7 @@ class Prices:
 
     def adding(self, device: Device) -> Floats:
         """Per op, the seconds of a backward pass in which it adds its gradients of parameters to what earlier micro-batches gave."""
-        result: Floats = self._accumulated / (device.bandwidth * device.traffic)
+        result: Floats = self._accumulated / device.reached_bandwidth
         return result
 
     @cached_property

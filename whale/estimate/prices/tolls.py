@@ -155,7 +155,7 @@ class Tolls:
         copied = [Line.sum(copied_bytes(self.site.width, *each) for each in way) for way in zip(*map(self._travels, bridges), strict=True)]
         volumes = self.volumes(bridges)
         there, back = (
-            volume.line(device.handling) + num_bytes * (1 / device.bandwidth)
+            volume.line(device.reached_handling) + num_bytes * (device.slowdown / device.bandwidth)
             for volume, num_bytes in zip(volumes, copied or (Line(), Line()), strict=True)
         )
         return there, back
@@ -176,7 +176,7 @@ class Tolls:
     @cached_property
     def _handles(self) -> tuple[Handling, ...]:
         """The unlike ones of the devices."""
-        found = dict.fromkeys(self.prices.cluster.by_name[name].handling for group in self.site.groups for name in group)
+        found = dict.fromkeys(self.prices.cluster.by_name[name].reached_handling for group in self.site.groups for name in group)
         return tuple(handling for handling in found if handling)
 
     def awaited(self, messages: Line, volume: Volume) -> Line:

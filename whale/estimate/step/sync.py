@@ -291,4 +291,4 @@ def giving_seconds(plan: Plan, prices: Prices, bucket: Bucket) -> Mapping[str, f
     over = fabric(prices.cluster, devices)
     way, volume = fastest_way(over, 1, num_bytes), ring_volume(len(devices), Line(num_bytes), 1)
     seconds = way.seconds_per_byte(over) * num_bytes + len(bucket.runs) * (way.latency + prices.costs.message_seconds)
-    return {device: seconds + volume.seconds(prices.cluster.by_name[device].handling) for device in devices}
+    return {device: seconds + volume.seconds(prices.cluster.by_name[device].reached_handling) for device in devices}

@@ -217,7 +217,7 @@ class Workers:
             ),
             optimizer_seconds(known, *held.stepped) + summed.seconds(known) + on_host + self._given(device),
             costs.capacity(known),
-            known.handling,
+            known.reached_handling,
             held.on_host + away,
             sent=float(summed.on_their_way),
             freed=freed,

@@ -31,7 +31,7 @@ class EndOfStep:
 
 def handled_sums(prices: Prices, replicas: Sequence[ReplicaModel]) -> tuple[float, ...]:
     """Per replica, the seconds that sums of gradients take of the device that they take most of, whatever hides behind what."""
-    handling = {device.name: device.handling for device in prices.cluster.devices if device.handling}
+    handling = {device.name: device.reached_handling for device in prices.cluster.devices if device.handling}
     if not handling or not prices.training:
         return (0.0,) * len(replicas)
     taken: dict[str, float] = {}
