@@ -63,9 +63,8 @@ def main() -> None:
         batch=example,
     )
     report = Report(options, engine.plan)
-    if options.resume and (newest := newest_checkpoint(options.checkpoint)) is not None:
-        engine.load(newest)
-        report.say(f"resumed from {newest}")
+    if options.resume:
+        engine.resume(options.checkpoint)
     loader = engine.loader(train, global_batch_size=options.global_batch_size, shuffle=True, seed=options.seed)
     with report:
         while engine.step_number < options.steps:
@@ -146,12 +145,6 @@ class Report:
 
     def end(self) -> None:
         self.say(f"done in {time.perf_counter() - self.begin:.1f} s")
-
-
-def newest_checkpoint(folder: Path) -> Path | None:
-    """The checkpoint of the highest step in a folder."""
-    found = {int(path.name.removeprefix("step_")): path for path in folder.glob("step_*") if path.name.removeprefix("step_").isdigit()}
-    return found[max(found)] if found else None
 
 
 def parse_options(words: list[str] | None = None) -> argparse.Namespace:

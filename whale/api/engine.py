@@ -28,13 +28,14 @@ from whale.api.results import OwnedParameters, give_extra_state, state_keys, ste
 from whale.api.row_source import RowSource
 from whale.api.step_log import StepLog
 from whale.api.tracing import Tracing
-from whale.comm import together
+from whale.comm import on_first_rank, together
 from whale.config import Source
 from whale.errors import PREEMPTED_CODE, ConfigError, Preempted, RuntimeFault, WhaleError, first_few, warn
 from whale.ir.graph import ModelGraph
 from whale.ir.plan import Plan
 from whale.ir.schedule import Schedule
 from whale.progress import progress
+from whale.runtime.checkpoint.files import newest_complete
 from whale.runtime.checkpoint.model_files import without_compiled
 from whale.runtime.checkpoint.moving import move_state
 from whale.runtime.checkpoint.saving import Saving
@@ -501,6 +502,31 @@ class Engine:
         self._accumulated = None
         self.state.forget_gradients()
         self._data.resume()
+        return extra
+
+    @all_ranks
+    def resume(self, folder: str | Path, *, trust: bool = False) -> Any:
+        """Loads the checkpoint of a folder that was complete last, if there is one, so that one script both begins and goes on.
+
+        Args:
+            folder: in which checkpoints are saved; rank 0 looks into it.
+            trust: as `load` takes it.
+
+        Returns:
+            What `load` returns; None where there was nothing to load.
+
+        Raises:
+            CheckpointError: as `load`.
+        """
+        self.runtime.call_together("resume")
+        world = self.runtime.roster.world
+        self._finish_saving()
+        path = on_first_rank(world, lambda: newest_complete(Path(folder)))
+        if path is None:
+            return None
+        extra = self.load(path, trust=trust)
+        if world.rank == 0:
+            print(f"whale: goes on after step {self.step_number}, from {path}", file=sys.stderr, flush=True)
         return extra
 
     def _finish_saving(self) -> None:

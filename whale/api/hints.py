@@ -45,7 +45,7 @@ _ANSWERS: Mapping[str, str] = {
     "explain": "engine.plan has what was decided, and engine.plan.choices why; `whale explain` prints them",
     "estimate": "engine.plan.step_seconds is the predicted time of a step; `whale simulate` prints where it goes",
     "save_checkpoint": "engine.save(path)",
-    "load_checkpoint": "engine.load(path)",
+    "load_checkpoint": "engine.load(path), or engine.resume(folder) for the newest there",
 }
 
 

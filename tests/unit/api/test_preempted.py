@@ -43,6 +43,19 @@ def test_what_the_script_has_saved_at_the_same_step_stays(tmp_path: Path) -> Non
     assert parallelize().load(told.value.path) == {"step": 2}
 
 
+def test_a_script_goes_on_from_the_newest_complete_checkpoint_of_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    engine = parallelize()
+    assert engine.resume(tmp_path / "none") is None and engine.step_number == 0
+    for step in (1, 2, 3):
+        engine.step(BATCH)
+        engine.save(tmp_path / f"step_{step}", extra={"step": step})
+    engine.close()
+    (tmp_path / "step_3" / "complete.json").unlink()
+    another = parallelize()
+    assert another.resume(tmp_path) == {"step": 2} and another.step_number == 2
+    assert f"whale: goes on after step 2, from {tmp_path / 'step_2'}" in capsys.readouterr().err
+
+
 class Signalled(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
     """Samples that say whether a worker has begun as it was told; torchrun's signals go to the group of a rank."""
 

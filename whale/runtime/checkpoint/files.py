@@ -238,15 +238,12 @@ def check_complete(path: Path) -> None:
     found = faults(path)
     if not found:
         return
-    nearby = _newest_complete(path)
+    nearby = previous(path) if not faults(previous(path)) else newest_complete(path.parent)
     hint = f"a complete checkpoint lies at {nearby}" if nearby is not None else "no complete checkpoint lies beside it"
     raise CheckpointError(f"a checkpoint must be complete to be loaded ({path}: {'; '.join(found)})", hint=hint)
 
 
-def _newest_complete(path: Path) -> Path | None:
-    """What the path held before, if that is still there, else the newest complete checkpoint beside it."""
-    if not faults(previous(path)):
-        return previous(path)
-    folders = [folder for folder in path.parent.glob("*") if folder.is_dir()] if path.parent.is_dir() else []
-    complete_ones = [folder for folder in folders if not faults(folder)]
-    return max(complete_ones, key=_completed_at, default=None)
+def newest_complete(folder: Path) -> Path | None:
+    """The checkpoint in a folder that was complete last; None where there is none, or no such folder."""
+    folders = [each for each in folder.glob("*") if each.is_dir()] if folder.is_dir() else []
+    return max((each for each in folders if not faults(each)), key=_completed_at, default=None)

@@ -91,6 +91,7 @@ Call = Literal[
     "load_state_dict",
     "save",
     "load",
+    "resume",
     "replan",
 ]
 
