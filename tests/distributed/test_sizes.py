@@ -91,6 +91,7 @@ def train(rank: int, num_ranks: int, case: Case) -> tuple[list[float], dict[str,
     losses = [float(engine.step(texts(*sizes))) for sizes in SIZES]
     losses.append(float(engine.evaluate(texts(8, 9))))
     outputs = [engine.predict({"ids": texts(8, length)["ids"]}) for length in (5, 9)]
+    outputs += [engine.predict(texts(8, length)) for length in (5, 9)]  # with labels, which the model does not take
     state = engine.state_dict()
     assert state is not None
     engine.close()
@@ -107,7 +108,7 @@ def test_lengths_that_change(world: World, name: str) -> None:
         assert found == pytest.approx(losses, rel=1e-5)
         for key, value in model.state_dict().items():
             torch.testing.assert_close(state[key], value, rtol=1e-4, atol=1e-5)
-        for output, length in zip(outputs, (5, 9), strict=True):
+        for output, length in zip(outputs, (5, 9, 5, 9), strict=True):
             torch.testing.assert_close(output, model(texts(8, length)["ids"]).detach(), rtol=1e-4, atol=1e-5)
 
 
@@ -132,6 +133,10 @@ def unequal(rank: int, num_ranks: int, case: Case) -> tuple[list[str], float]:
         with pytest.raises(BatchError) as caught:
             engine.step(batch)
         said.append(caught.value.message)
+    engine.predict(texts(8, 5))
+    engine.predict({"ids": texts(8, 5)["ids"]})
+    with pytest.raises(BatchError, match="must be the same on every rank"):
+        engine.predict(texts(8, 5) if rank == 0 else {"ids": texts(8, 5)["ids"]})
     loss = float(engine.step(texts(8, 6)))
     engine.close()
     return said, loss
@@ -143,7 +148,7 @@ def test_lengths_that_differ_between_ranks(world: World) -> None:
     world.prepare(prepare, "two stages")
     for rank, (said, loss) in enumerate(world.run(unequal, CASES["pipeline"], num_ranks=2)):
         for text, sizes in zip(said[:2], ((5, 6), (6, 7)), strict=True):
-            assert "the batch must have the same sizes on every rank" in text
+            assert "the batch must have the same parts and sizes on every rank" in text
             assert f"ids int64[b, {sizes[1]}] on rank 1, int64[b, {sizes[0]}] on rank 0" in text
         assert ("batch['labels'] is [rows, 6]" in said[2]) if rank else ("refused on rank 1: " in said[2]), said
         assert loss == pytest.approx(losses[1], rel=1e-5)

@@ -123,6 +123,8 @@ class Modes:
     def fitting(self, name: ModeName, batch: Any, forget: Callable[[str], None]) -> CapturedMode:
         """The capture of a mode that serves a batch of this rank's; one more where its sizes are new, or values near it have changed.
 
+        But for the training, also one more where it has other parts than those before: labels, say, or none.
+
         After 1, 2, 4, 8 ... calls of a mode, before the next one, the model is traced again and compared with what was captured.
 
         No other rank takes part.
@@ -133,18 +135,18 @@ class Modes:
             forget: called with the key of a capture that is dropped for it.
 
         Raises:
-            BatchError: the batch is not like the example, or the model cannot be captured for its sizes.
+            BatchError: the batch is not like the example, or the model cannot be captured for its sizes or parts.
             CaptureError: the model computes something else than was captured.
         """
         mode = self._modes[name]
         data = batch.data if isinstance(batch, RankBatch) else batch
-        structure = mode.base.structure if data is None else mode.base.structure.like(data)
+        structure = mode.base.structure if data is None else self._structure(name, data)
         captured, is_new = self._fitting(name, structure), False
         if captured is None:
             captured, is_new = self._capture_other(name, structure), True
             if len(mode.others) > self._num_sizes:
                 forget(mode.others.pop(0).captured.key)
-                self._warn("the model has been captured for so many sizes and values that the least used are dropped, and captured again")
+                self._warn("the model has been captured for so many batches and values that the least used are dropped, and captured again")
         done = mode.num_calls
         is_due = self._retrace == "always" or (self._retrace == "doubling" and done and done & (done - 1) == 0)
         if captured.is_unproven or (is_due and not is_new):
@@ -166,6 +168,15 @@ class Modes:
         if self.train.is_unproven:
             self.train.check_again(call)
 
+    def _structure(self, name: ModeName, data: Any) -> BatchStructure:
+        """That of a batch: like the mode's first, or like the last one with the parts that it has."""
+        mode = self._modes[name]
+        known = [mode.base.structure, *(other.structure for other in reversed(mode.others))]
+        like = next((each for each in known if each.has_parts_of(data)), None)
+        if like is None:
+            like = mode.base.structure if name == "train" else structure_for(data, self._example, self._batch_dims)
+        return like.like(data)
+
     def _fitting(self, name: ModeName, structure: BatchStructure) -> CapturedMode | None:
         """A capture that is there, for these sizes and the values of now."""
         mode, trains = self._modes[name], name == "train"
@@ -181,12 +192,22 @@ class Modes:
     def _capture(self, name: ModeName, batch: Any) -> CapturedMode:
         structure = together(self._world, lambda: structure_for(batch, self._example, self._batch_dims))
         kept, found = self._kept(structure) if name == "train" else (None, None)
-        captured = together(self._world, lambda: self._made(self.model, structure, self._loss, name, kept=kept, found=found))
+        captured = together(self._world, lambda: self._first(name, structure, kept, found))
         _compare_captures(None if batch is None else captured.graph, self._world)
         if kept is not None and found is None and self._world.local_rank == 0:
             kept.keep(captured.graph, captured.program)
         self._modes[name] = _Mode(captured, self._near.seen(), captured.program.reads)
         return captured
+
+    def _first(
+        self, name: ModeName, structure: BatchStructure, kept: KeptCapture | None, found: tuple[ModelGraph, CapturedProgram] | None
+    ) -> CapturedMode:
+        try:
+            return self._made(self.model, structure, self._loss, name, kept=kept, found=found)
+        except CaptureError as error:
+            if name == "train" or not (parts := self.train.structure.other_parts(structure)):
+                raise
+            raise CaptureError(f"{_of_parts(parts)}: {error.message}", where=error.where, hint=error.hint) from None
 
     def _kept(self, structure: BatchStructure) -> tuple[KeptCapture | None, tuple[ModelGraph, CapturedProgram] | None]:
         """Where the capture of the training is kept, and what is there, unless it is another thing on another rank."""
@@ -202,9 +223,12 @@ class Modes:
         return kept, found if all(each == prints[0] for each in prints) else None
 
     def _capture_other(self, name: ModeName, structure: BatchStructure) -> CapturedMode:
-        """A capture for other sizes than the example's, or for other plain values than those of the first capture."""
+        """A capture for other sizes or parts than the first capture's, or for other plain values."""
         mode, trains = self._modes[name], name == "train"
-        sizes, changed = mode.base.structure.differing(structure), first_few(mode.then.changed(mode.read, trains=trains))
+        changed, first = first_few(mode.then.changed(mode.read, trains=trains)), mode.base.structure
+        sizes, parts = first.other_sizes(structure), first.other_parts(structure)
+        if parts:
+            rule = _of_parts(parts)
         if sizes:
             rule = f"the model takes batches of these sizes ({sizes})"
             self._warn("a batch has other sizes than the example's, and the model is captured anew for each, as slowly as the first time")
@@ -213,7 +237,7 @@ class Modes:
             self._warn_of_values(changed)
         try:
             number = f" {self._number(mode, trains)}" if changed else ""
-            captured = self._made(self.model, structure, self._loss, name, key=f"{name}{number}: {sizes}")
+            captured = self._made(self.model, structure, self._loss, name, key=f"{name}{number}: {'; '.join(filter(None, (parts, sizes)))}")
         except CaptureError as error:
             raise BatchError(f"{rule}: {error.message}", where=error.where, hint=error.hint) from None
         if changed:
@@ -243,6 +267,10 @@ class Modes:
             self._warned.add(text)
             advice = "pad to a few lengths (pad_to_multiple_of of a collator) or set runtime.num_sizes"
             warn(f"{text} (runtime.num_sizes: {self._num_sizes} are kept); {advice}")
+
+
+def _of_parts(parts: str) -> str:
+    return f"model and loss read parts that the batch has (it is one {parts})"
 
 
 def _compare_captures(graph: ModelGraph | None, world: World) -> None:

@@ -114,11 +114,26 @@ class BatchStructure:
         parts = tuple(part if part.name is None else part.sized_as(found[part.path]) for part in self.parts)
         return self if parts == self.parts else replace(self, parts=parts)
 
-    def differing(self, other: BatchStructure) -> str:
+    def has_parts_of(self, batch: object) -> bool:
+        """Whether a batch has the parts of the example, whatever they are."""
+        tree = plain(batch)
+        if pytree.tree_flatten(tree)[1] == self.spec:
+            return True
+        return {pytree.keystr(path) for path, _ in pytree.tree_flatten_with_path(tree)[0]} == {part.path for part in self.parts}
+
+    def other_parts(self, other: BatchStructure) -> str:
+        """Parts that another structure lacks, or has beside those of this one, in words."""
+        ours, theirs = ({part.path: part for part in each.parts} for each in (self, other))
+        found = [f"without batch{path}" for path in ours if path not in theirs]
+        found += [f"with batch{path}, {_shape(part.sizes)}" for path, part in theirs.items() if path not in ours]
+        return "; ".join(found)
+
+    def other_sizes(self, other: BatchStructure) -> str:
         """Parts whose sizes differ in another structure, in words."""
-        pairs = zip(self.parts, other.parts, strict=True)
+        ours = {part.path: part for part in self.parts}
+        pairs = ((ours[now.path], now) for now in other.parts if now.path in ours)
         return ", ".join(
-            f"batch{part.path} is {_shape(now.sizes)}, the example's {_shape(part.sizes)}" for part, now in pairs if part != now
+            f"batch{part.path} is {_shape(now.sizes)}, the example's {_shape(part.sizes)}" for part, now in pairs if part.sizes != now.sizes
         )
 
     def leaves(self, batch: object) -> dict[str, Tensor]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import whale
-from whale.errors import BatchError, PlanError
+from whale.errors import BatchError, CaptureError, PlanError
 
 
 class Pooled(nn.Module):
@@ -53,6 +53,47 @@ def test_other_ops_run_where_they_can() -> None:
     model = Pooled()
     model.load_state_dict(engine.state_dict() or {})
     assert torch.isclose(engine.step(batch), loss(model(batch), batch).double())
+
+
+class Optional(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 3), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor, gate: Tensor | None = None, labels: Tensor | None = None) -> tuple[Tensor, ...]:
+        hidden = self.first(x) if gate is None else self.first(x) * self.second(gate)
+        return (hidden,) if labels is None else ((hidden - labels).square().mean(), hidden)
+
+
+@pytest.mark.parametrize("first", ["x", "x labels", "x gate labels"])
+def test_batches_of_any_parts_that_the_model_takes_are_predicted(first: str) -> None:
+    torch.manual_seed(0)
+    rows = torch.randn(6, 4)
+    batch = {"x": rows, "gate": rows.cos(), "labels": rows[:, :3].sin()}
+    model = Optional()
+    engine = whale.parallelize(model, loss=lambda output, batch: output[0], batch=batch)
+    plain = Optional()
+    plain.load_state_dict(engine.state_dict() or {})
+    for names in (first, "x", "x labels", "x gate labels", "x gate", "x"):
+        for given in (batch, {name: value[:1] for name, value in batch.items()}):
+            part = {name: given[name] for name in names.split()}
+            for found, expected in zip(engine.predict(part), plain(**part), strict=True):
+                torch.testing.assert_close(found, expected.detach(), check_dtype=False)
+    torch.testing.assert_close(engine.predict(rows)[0], plain(rows)[0].detach())
+    assert torch.isclose(engine.evaluate({"x": rows, "labels": batch["labels"]}), plain(rows, None, batch["labels"])[0].double())
+    with pytest.raises(BatchError, match=r"missing: batch\['labels'\]"):
+        engine.step({"x": rows, "gate": rows.cos()})
+    with pytest.raises(BatchError, match=r"lacks|requires|needs"):
+        engine.predict({"gate": rows})
+
+
+def test_parts_that_the_loss_misses_are_named() -> None:
+    batch = {"input": torch.randn(4, 4), "y": torch.randn(4, 3)}
+    engine = whale.parallelize(nn.Linear(4, 3), loss=lambda output, batch: (output - batch["y"]).square().mean(), batch=batch)
+    for _ in range(2):  # as the first batch of its kind, and as another
+        with pytest.raises((BatchError, CaptureError), match=r"that the batch has \(it is one without batch\['y'\]\): .*KeyError"):
+            engine.evaluate({"input": batch["input"]})
+        engine.evaluate(batch)
 
 
 def test_what_a_plan_cannot_be_carried_over_to() -> None:

@@ -255,15 +255,16 @@ class Agreement:
         )
 
     def _refuse_capture(self, told: _Told) -> NoReturn:
-        """Says whose batch has other sizes; all ranks come here together."""
+        """Says whose batch has other sizes or parts; all ranks come here together."""
         found = cast(list[Mapping[str, str] | None], self._world.gather_objects(None if told.capture is None else self._sizes))
         known = {rank: sizes for rank, sizes in enumerate(found) if sizes is not None}
         first, reference = next(iter(known.items()))
+        names = dict.fromkeys(name for sizes in known.values() for name in sizes)
         odd = [
-            f"{name} {sizes[name]} on rank {rank}, {size} on rank {first}"
-            for name, size in reference.items()
+            f"{name} {sizes.get(name, 'missing')} on rank {rank}, {reference.get(name, 'missing')} on rank {first}"
+            for name in names
             for rank, sizes in known.items()
-            if sizes[name] != size
+            if sizes.get(name) != reference.get(name)
         ]
         if not odd:
             raise BatchError(
@@ -271,7 +272,7 @@ class Agreement:
                 hint="start with whale run, or set PYTHONHASHSEED: the model's code may iterate over a set",
             )
         raise BatchError(
-            f"the batch must have the same sizes on every rank (b: rows; {'; '.join(odd)})",
+            f"the batch must have the same parts and sizes on every rank (b: rows; {'; '.join(odd)})",
             hint="what pads to the longest row must see all rows: engine.loader(..., whole_batches=True), or pad to a fixed length",
         )
 
@@ -288,7 +289,8 @@ class Agreement:
         found = cast(list[Mapping[str, int] | None], self._world.gather_objects(told.contents))
         known = {rank: contents for rank, contents in enumerate(found) if contents is not None}
         first, reference = next(iter(known.items()))
-        odd = {name: [rank for rank, contents in known.items() if contents[name] != digest] for name, digest in reference.items()}
+        names = dict.fromkeys(name for contents in known.values() for name in contents)
+        odd = {name: [rank for rank, contents in known.items() if contents.get(name) != reference.get(name)] for name in names}
         listing = "; ".join(f"{name}: {listed('rank', ranks)} unlike rank {first}" for name, ranks in odd.items() if ranks)
         raise BatchError(
             f"the batch must be the same on every rank ({listing})",
