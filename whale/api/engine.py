@@ -474,7 +474,7 @@ class Engine:
             self._saved = Path(path).resolve(), self.state.step_number, extra
 
     @all_ranks
-    def load(self, path: str | Path, *, trust: bool = False) -> Any:
+    def load(self, path: str | Path) -> Any:
         """Reads a checkpoint that any plan of the same model wrote.
 
         One of weights alone, as `whale checkpoint import` makes it, changes the weights alone, as `load_state_dict` does.
@@ -483,7 +483,6 @@ class Engine:
 
         Args:
             path: that it was saved at.
-            trust: whether a checkpoint of the older form, which is unpickled, may run the code that is in it. Others run none.
 
         Returns:
             What `save` was given as `extra`; None without.
@@ -495,7 +494,7 @@ class Engine:
         self._finish_saving()
         roster, holdings = self.runtime.roster, self.runtime.holdings
         graph, model = self.model_graph, self.modes.model
-        extra = load_state(Path(path), self.state, roster, holdings, graph, model, self._data.check, trust=trust)
+        extra = load_state(Path(path), self.state, roster, holdings, graph, model, self._data.check)
         self.runtime.publish()
         self.runtime.losses.forget()
         self.runtime.forget_lost()
@@ -505,12 +504,11 @@ class Engine:
         return extra
 
     @all_ranks
-    def resume(self, folder: str | Path, *, trust: bool = False) -> Any:
+    def resume(self, folder: str | Path) -> Any:
         """Loads the checkpoint of a folder that was complete last, if there is one, so that one script both begins and goes on.
 
         Args:
             folder: in which checkpoints are saved; rank 0 looks into it.
-            trust: as `load` takes it.
 
         Returns:
             What `load` returns; None where there was nothing to load.
@@ -524,7 +522,7 @@ class Engine:
         path = on_first_rank(world, lambda: newest_complete(Path(folder)))
         if path is None:
             return None
-        extra = self.load(path, trust=trust)
+        extra = self.load(path)
         if world.rank == 0:
             print(f"whale: goes on after step {self.step_number}, from {path}", file=sys.stderr, flush=True)
         return extra

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from whale.config import Config, read_plan
 from whale.config.keys import range_of
@@ -302,19 +301,12 @@ def _told_of(path: str | Path | None) -> Iterator[None]:
 
 def _read(path: Path) -> Plan:
     try:
-        found: Plan = decode(Plan, _with_names(read_json(path)))
+        found: Plan = decode(Plan, read_json(path))
         return found
     except OSError as error:
         raise PlanError(f"cannot read the plan {path}: {error.strerror}", hint=_WRITES_ONE) from error
     except (ValueError, TypeError) as error:  # not JSON is a ValueError too
         raise PlanError(f"{path} is not a plan: {error}", hint=f"{_WRITES_ONE}; one that is written by hand is a FILE.yaml") from error
-
-
-def _with_names(data: Any) -> Any:
-    """What a plan's file says, without states of classes of parameters, which older ones have: there was one that could be."""
-    states = data.get("parameter_states", ()) if isinstance(data, dict) else ()
-    is_older = isinstance(states, list) and any(isinstance(each, dict) and isinstance(each.get("parameters"), str) for each in states)
-    return {**data, "parameter_states": []} if is_older else data
 
 
 def numbers_of_rows(low: int, high: int) -> tuple[int, ...]:

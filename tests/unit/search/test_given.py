@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +11,6 @@ from tests.unit.search.test_search import GIB, layers, made
 from whale.config import Config
 from whale.errors import PlanError
 from whale.ir.cluster import Cluster, Device, Host
-from whale.ir.plan import Form
 from whale.ir.serialization import to_json
 from whale.search import decide
 
@@ -50,16 +48,3 @@ def test_figures_are_those_of_the_devices_that_there_are() -> None:
     assert now.step_seconds == step.step_seconds > 2 * before.step_seconds
     assert now.choices[0].subject == "figures" and now.replicas[0].stages[0].ops == plan.replicas[0].stages[0].ops
     assert now.replicas[1].stages[0].estimates[0].forward > 2 * plan.replicas[1].stages[0].estimates[0].forward
-
-
-def test_a_plan_that_does_not_name_its_parameters_has_them_as_ops_read_them(tmp_path: Path) -> None:
-    """Plans were written with states of classes of parameters, or with none."""
-    plan, _ = decide(None, GRAPH, CLUSTER, Config({"planning.search": "off"}), rows=16)
-    assert plan.state_of("layer0.weight").optimizer == Form("float32")
-    written = json.loads(to_json(plan))
-    path = tmp_path / "plan.json"
-    form = {"sharding": "stage", "dtype": "own", "home": "device"}
-    older = {"parameters": "trained", "compute": form, "gradient": form, "optimizer": form, "num_optimizer_tensors": 2}
-    for states in ([older, {**older, "parameters": "fixed", "gradient": None, "optimizer": None}], []):
-        path.write_text(json.dumps({**written, "parameter_states": states}))
-        assert decide(path, GRAPH, CLUSTER, Config())[0] == plan

@@ -9,13 +9,10 @@
 
 A tensor that is cut over ranks is one entry, too: of the whole shape, in chunks that its holders write. So nothing tells
 by which plan a checkpoint was written, and no rank needs more of a tensor than it holds.
-
-Older ones are of `torch.distributed.checkpoint`: unpickled, which can run code, so they are read only when asked.
 """
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -23,70 +20,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict_loader import load as read_entries
 
 from whale.comm import World, together
 from whale.errors import CheckpointError
 from whale.ir.graph import TensorSpec
 from whale.ir.serialization import read_value
 from whale.runtime.checkpoint.boxes import Box, Share, boxes
-from whale.runtime.checkpoint.contents import Contents, Index, StoredPiece, StoredTensor, open_contents
-from whale.runtime.checkpoint.files import INDEX, check_complete, is_older, standing
+from whale.runtime.checkpoint.contents import Contents, Index, StoredTensor, open_contents
+from whale.runtime.checkpoint.files import INDEX, check_complete, standing
 from whale.runtime.state.optimizer_state import OptimizerState
 from whale.units import counted
-
-
-class _Reader(FileSystemReader):
-    """Reads the metadata once, for however many entries."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__(path)
-        self._metadata = super().read_metadata()
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        return self._metadata
-
-
-def open_older(path: Path) -> Contents:
-    """A checkpoint of the older form; each tensor is one piece, and read whole.
-
-    Raises:
-        CheckpointError: it is damaged.
-    """
-    try:
-        reader = _Reader(path)
-        metadata = reader.read_metadata()
-    except Exception as error:
-        raise CheckpointError(f"{path / '.metadata'} cannot be read: {type(error).__name__}: {error}") from error
-    tensors: dict[str, StoredTensor] = {}
-    for key, entry in metadata.state_dict_metadata.items():
-        if isinstance(entry, TensorStorageMetadata):
-            piece = StoredPiece("", key, (0,) * len(entry.size), tuple(entry.size), 0)
-            tensors[key] = StoredTensor(key, str(entry.properties.dtype).removeprefix("torch."), tuple(entry.size), (piece,))
-
-    def fetch(key: str, room: Tensor | None) -> Any:
-        wanted: dict[str, Any] = {key: room}
-        planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-        try:
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-                read_entries(wanted, storage_reader=reader, planner=planner, no_dist=True)
-        except (Exception, CheckpointException) as error:  # torch's own is a BaseException
-            raise CheckpointError(f"{path} cannot be read in full ({key}): {type(error).__name__}") from error
-        return wanted[key]
-
-    def read(tensor: StoredTensor, piece: StoredPiece) -> Tensor:
-        found: Tensor = fetch(tensor.key, torch.empty(tensor.shape, dtype=getattr(torch, tensor.dtype)))
-        return found
-
-    plain = [key for key in metadata.state_dict_metadata if key not in tensors]
-    save_id = str(getattr(metadata.storage_meta, "save_id", None))
-    return Contents(save_id, tensors, plain, lambda key: fetch(key, None) if key in plain else None, read)
-
 
 MODEL = "model."
 """Begins the keys of parameters and buffers."""
@@ -121,7 +64,6 @@ def load(
     ties: Mapping[str, str] | None = None,
     may_lack: Collection[str] = (),
     check: Callable[[OptimizerState, Extras], None] | None = None,
-    trust: bool = False,
 ) -> tuple[OptimizerState, Extras]:
     """Reads a checkpoint, whatever plan wrote it; all ranks of the world call it together.
 
@@ -136,7 +78,6 @@ def load(
         ties: other names of the model's tensors, and the first name of each.
         may_lack: tensors that one of weights alone need not have; they stay as they are.
         check: raises where what has been read beside the tensors does not fit this rank; nothing has changed then, on any rank.
-        trust: whether a checkpoint of the older form may be unpickled, which can run code.
 
     Returns:
         The optimizer state of this rank's parameters, and the plain data.
@@ -147,7 +88,7 @@ def load(
     shares = shares or {}
 
     def read_rest() -> tuple[Contents, OptimizerState, Extras]:
-        contents = _under_first_names(path, open_checkpoint(path, trust), ties or {})
+        contents = _under_first_names(path, open_checkpoint(path), ties or {})
         _check_model(path, contents, specs, () if contents.plain else may_lack)
         kept, extras = _rest(contents, tensors, world.rank, shares)
         if check is not None:
@@ -167,25 +108,18 @@ def load(
     return kept, extras
 
 
-def open_checkpoint(path: Path, trust: bool = False) -> Contents:
+def open_checkpoint(path: Path) -> Contents:
     """A checkpoint that is complete.
 
     Raises:
-        CheckpointError: it is not, or is of the older form, which is not trusted.
+        CheckpointError: it is not.
     """
     path = standing(path)
     check_complete(path)
-    if not is_older(path):
-        try:
-            return open_contents(path, read_value(Index, path / INDEX))
-        except (OSError, ValueError) as error:
-            raise CheckpointError(f"{path / INDEX} cannot be read: {error}") from error
-    if not trust:
-        raise CheckpointError(
-            f"what is loaded is plain data ({path} is of the older form, which is unpickled: that can run code)",
-            hint="load(path, trust=True) reads it, if you trust whoever wrote it; saved once more it is plain data",
-        )
-    return open_older(path)
+    try:
+        return open_contents(path, read_value(Index, path / INDEX))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path / INDEX} cannot be read: {error}") from error
 
 
 def _rest(contents: Contents, tensors: Mapping[str, Tensor], rank: int, shares: Mapping[str, Share]) -> tuple[OptimizerState, Extras]:

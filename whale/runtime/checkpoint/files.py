@@ -24,7 +24,7 @@ from whale.ir.serialization import read_json
 
 MARKER, INDEX, PLAN, WRITING = "complete.json", "index.json", "plan.json", "writing"
 ASIDE, PREVIOUS = ".incomplete", ".previous"
-FORMAT, OLDER_FORMAT = 3, 2
+FORMAT = 3
 _MISREAD = (ValueError, KeyError, TypeError, AttributeError)
 
 
@@ -183,7 +183,7 @@ def faults(path: Path) -> list[str]:
         return [f"{MARKER} is missing, which is written last"]
     except _MISREAD:
         return [f"{MARKER} is damaged"]
-    if number not in (FORMAT, OLDER_FORMAT):
+    if number != FORMAT:
         return [f"it is of form {number}, and this version reads form {FORMAT}"]
     found = []
     for name, size in files.items():
@@ -197,11 +197,6 @@ def faults(path: Path) -> list[str]:
     return found
 
 
-def is_older(path: Path) -> bool:
-    """Whether a complete checkpoint is of the older form, which torch unpickles."""
-    return _marker(path)[0] == OLDER_FORMAT
-
-
 def score_of(path: Path) -> float | None:
     """The score of a complete checkpoint, if it was given one."""
     return _marker(path)[3]
@@ -211,10 +206,11 @@ def _marker(path: Path) -> tuple[int, dict[str, int], dict[str, int], float | No
     """The format, the size of every file, the checksum of every text, and the score."""
     marker = read_json(path / MARKER)
     own, number = marker.pop("own_crc32", None), marker["format"]
-    if (own is not None or number == FORMAT) and own != zlib.crc32(json.dumps(marker).encode()):
+    if number != FORMAT:
+        return number, {}, {}, None
+    if own != zlib.crc32(json.dumps(marker).encode()):
         raise ValueError
-    files, checksums = marker["files"], marker["crc32"] if number == FORMAT else {}
-    return number, files, checksums, marker.get("score")
+    return number, marker["files"], marker["crc32"], marker["score"]
 
 
 def _completed_at(path: Path) -> int:

@@ -119,8 +119,6 @@ def load_state(
     model: ModelGraph,
     module: nn.Module,
     check_position: Callable[[Mapping[str, int]], None],
-    *,
-    trust: bool = False,
 ) -> Any:
     """Fills a state's tensors in place, as they last, and puts everything else back; all ranks of the world call it.
 
@@ -129,7 +127,6 @@ def load_state(
     Args:
         module: the user's.
         check_position: raises where the data cannot go on as the checkpoint says.
-        trust: whether a checkpoint of the older form may be unpickled, which can run code.
 
     Returns:
         The user's own data in it; None without.
@@ -159,7 +156,6 @@ def load_state(
         ties={tie: parameter.name for parameter in model.parameters for tie in parameter.ties},
         may_lack=_left_out(module, model),
         check=check,
-        trust=trust,
     )
     if STEP not in extras.shared:
         return None

@@ -22,12 +22,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch._dynamo
-import torch._functorch.config
 from torch import fx, nn
-from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException, Unsupported
-from torch._dynamo.utils import counters
-from torch._inductor.runtime.cache_dir_utils import cache_dir
 
 from whale.deferred import deferred
 from whale.errors import first_few, warn
@@ -96,6 +91,8 @@ class Compilation:
         compiled, fails = self.compiled, f" and fails on {num_failed}" if num_failed else ""
         eager = [f"{count} x {name}" for name, count in self.eager.most_common()]
         rest = f"; not compiled: {first_few(eager, 4)}" if eager else ""
+        from torch._inductor.runtime.cache_dir_utils import cache_dir
+
         return (
             f"torch.compile made {counted(self.num_graphs, 'graph')}{fails} in {self.seconds:.1f} s, {self.num_cached} from its cache "
             f"({cache_dir()}): {counted(len(compiled), 'run')} of {counted(sum(map(Counter.total, compiled.values())), 'op')}{rest}"
@@ -110,7 +107,11 @@ class Compilation:
         return self._shared[key]
 
     def _backend(self, name: str) -> Callable[..., Any]:
-        compile_graph = torch._dynamo.lookup_backend(BACKEND)
+        import torch._functorch.config  # with Dynamo, a second: where nothing is compiled, nothing of it is imported
+        from torch._dynamo import lookup_backend
+        from torch._dynamo.utils import counters
+
+        compile_graph = lookup_backend(BACKEND)
 
         def timed(module: fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
             self.note(f"torch.compile has {name}")
@@ -185,6 +186,8 @@ class CompiledRun(nn.Module):
             graph = self._graph = self._compilation.graph_of(self, inputs)
         if graph.function is None:
             return self.module(*inputs)
+        from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
+
         try:
             return _called(graph.function, inputs)
         except (torch.OutOfMemoryError, torch.AcceleratorError):
@@ -204,6 +207,8 @@ def _called(function: Callable[..., Any], inputs: Sequence[Any]) -> Any:
 
     Where that traces it, gradients of another type than their tensors are set aside meanwhile: Dynamo refuses tensors that have such.
     """
+    from torch._dynamo.exc import Unsupported
+
     try:
         return function(*inputs)
     except Unsupported:

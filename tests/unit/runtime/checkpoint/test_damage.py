@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import pickle
 import sys
@@ -17,13 +16,10 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint import DefaultSavePlanner
-from torch.distributed.checkpoint import save as torch_save
 
 from tests.unit.runtime.checkpoint.test_boxes import stored_tensors
-from tests.unit.runtime.checkpoint.test_checkpoint import ALONE, EXTRAS, OPTIMIZER, holds, read, specs, tensors, write
+from tests.unit.runtime.checkpoint.test_checkpoint import ALONE, holds, read, specs, tensors, write
 from whale.errors import CheckpointError
-from whale.runtime.checkpoint.boxes import Share
 from whale.runtime.checkpoint.checkpoint import Extras, load
 from whale.runtime.checkpoint.files import aside, previous, writing_aside
 from whale.runtime.state.optimizer_state import OptimizerState
@@ -186,44 +182,3 @@ def test_what_nests_too_deep_is_told_when_it_is_saved(tmp_path: Path) -> None:
         deep = [deep]
     with pytest.raises(CheckpointError, match=r"nests at most 32 deep \(extra\.deep\[0\]"):
         write(tmp_path / "c", extras=Extras({"step": 4, "deep": deep}))
-
-
-class Bomb:
-    """Makes a file when it is unpickled."""
-
-    def __init__(self, file: Path) -> None:
-        self.file = file
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return (self.file.touch, ())
-
-
-def write_older(path: Path, bomb: Bomb | None = None) -> None:
-    """A checkpoint in pieces as torch writes them."""
-    own = tensors()
-    entries: dict[str, Any] = {f"model.{name}": value.detach() for name, value in own.items()}
-    for key, value in OPTIMIZER.state["a.weight"].items():
-        entries[f"optimizer.a.weight.{key}"] = value
-    entries |= {"options.0": OPTIMIZER.options, "extra.step": 3, "rank.0.random": {"cpu": torch.get_rng_state(), "bomb": bomb}}
-    torch_save(entries, checkpoint_id=path, planner=DefaultSavePlanner(flatten_state_dict=False), no_dist=True)
-    sizes = {file.name: file.stat().st_size for file in path.iterdir()}
-    (path / "complete.json").write_text(json.dumps({"format": 2, "files": sizes}))
-
-
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_one_of_the_older_form_is_read_when_asked(tmp_path: Path) -> None:
-    went_off = tmp_path / "went off"
-    write_older(tmp_path / "c", Bomb(went_off))
-    with pytest.raises(CheckpointError, match=r"older form, which is unpickled.*\n  hint: load\(path, trust=True\)"):
-        read(tmp_path / "c")
-    assert not went_off.exists()
-    own = tensors(0.0)
-    own["a.weight"] = torch.zeros(1, 2)
-    share = Share((3, 2), (((1, 2),), ((0, 2),)))
-    kept, extras = load(tmp_path / "c", tensors=own, specs=specs(tensors()), world=ALONE, shares={"a.weight": share}, trust=True)
-    assert went_off.exists()  # it does run code
-    assert own["a.weight"].eq(1).all() and all(torch.equal(own[key], value) for key, value in tensors().items() if key != "a.weight")
-    assert torch.equal(kept.state["a.weight"]["exp_avg"], torch.ones(1, 2)) and kept.state["a.weight"]["phase"] == 7
-    assert kept.options == OPTIMIZER.options and extras.shared["step"] == EXTRAS.shared["step"]
-    write(tmp_path / "c", 2.0)  # and is replaced like any other
-    assert holds(tmp_path / "c", 2.0)
