@@ -18,7 +18,18 @@ export PYTHONDONTWRITEBYTECODE :=
 test quick laws versions: export OMP_NUM_THREADS := 1
 DEMO_RECIPE ?= strategies/recipes/pipeline_data_parallel.yaml
 
-.PHONY: demo test quick laws versions lint types bench clean
+.PHONY: help demo test quick laws versions lint types bench clean
+
+help:
+	@echo "make demo      train a byte-level GPT on 4 CPU ranks"
+	@echo "make test      all tests"
+	@echo "make quick     the unit tests that take no time"
+	@echo "make laws      all tests, each law with many examples, drawn anew"
+	@echo "make versions  what torch can break, with each version of torch that is admitted (5 GB each with CUDA)"
+	@echo "make lint      ruff"
+	@echo "make types     mypy, strict"
+	@echo "make bench     benchmarks against torch, on the CPU"
+	@echo "make clean     remove what these have made"
 
 demo: $(VENV)/installed
 	$(BIN)/whale run --ranks 4 --recipe $(DEMO_RECIPE) examples/train_gpt.py --steps 60 --evaluate-every 30 --checkpoint checkpoints/demo
