@@ -14,17 +14,18 @@ FIRST_SECONDS = 1.0
 
 
 @contextmanager
-def progress(what: str, *, on_first: bool = True) -> Iterator[Callable[[str], None]]:
+def progress(what: str, *, on_first: bool = True, first_seconds: float | None = None) -> Iterator[Callable[[str], None]]:
     """Tells what goes on inside, if it goes on for long, and the last of what was said of it.
 
     Args:
         what: is done (``capturing the model``).
         on_first: whether this is rank 0, which alone tells.
+        first_seconds: how long it goes on before it is told; None for `FIRST_SECONDS`.
 
     Yields:
         A function that takes what there is to say of the work so far.
     """
-    teller = _Teller(what)
+    teller = _Teller(what, FIRST_SECONDS if first_seconds is None else first_seconds)
     if not on_first:
         yield teller.note
         return
@@ -43,11 +44,13 @@ class _Teller:
 
     Attributes:
         what: is done.
+        first_seconds: before it is told.
         seen: what was said of it last; "" for nothing.
         done: is set at its end.
     """
 
     what: str
+    first_seconds: float
     seen: str = ""
     done: threading.Event = field(default_factory=threading.Event)
 
@@ -56,7 +59,7 @@ class _Teller:
 
     def tell(self) -> None:
         """Prints a line each time, until the work is done."""
-        start, pause = time.monotonic(), FIRST_SECONDS
+        start, pause = time.monotonic(), self.first_seconds
         while not self.done.wait(pause):
             seen = f": {self.seen}" if self.seen else ""
             print(f"whale: still {self.what}, for {time.monotonic() - start:.0f} s{seen}", file=sys.stderr, flush=True)

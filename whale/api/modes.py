@@ -31,6 +31,9 @@ from whale.runtime.runtime import Runtime
 from whale.schedules import forward_schedules_of, short_schedules_of
 from whale.units import listed
 
+RETRACE_SECONDS = 8.0
+"""How long tracing again may take in silence: it comes again and again."""
+
 
 @dataclass
 class _Mode:
@@ -150,7 +153,7 @@ class Modes:
         done = mode.num_calls
         is_due = self._retrace == "always" or (self._retrace == "doubling" and done and done & (done - 1) == 0)
         if captured.is_unproven or (is_due and not is_new):
-            with progress("tracing the model again", on_first=self._world.rank == 0):
+            with progress("tracing the model again", on_first=self._world.rank == 0, first_seconds=RETRACE_SECONDS):
                 captured.check_again(f"{name} {done + 1}" if name != "train" else f"step {done + 1}")
         mode.num_calls += 1
         captured.is_used = True
