@@ -754,6 +754,7 @@ class Engine:
 
     def _rest(self) -> None:
         """States that the script goes on, so that what stops it there is not laid to a wait that is over."""
+        self.runtime.status.step = self.state.step_number
         self.runtime.status.set(f"the script after step {self.state.step_number}")
         if self.runtime.compilation is not None and self.runtime.roster.world.rank == 0 and (news := self.runtime.compilation.news()):
             print(f"whale: {news}", file=sys.stderr, flush=True)

@@ -6,7 +6,7 @@ Done once, and again for each other plan. Which rank stands for which device fol
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -15,9 +15,10 @@ from whale.api.modes import Modes, warn_where_apart
 from whale.api.tracing import Tracing
 from whale.comm import World, on_first_rank, together
 from whale.config import Config, Source, load_config
-from whale.errors import ClusterError, ConfigError, warn
+from whale.config.sections import ClusterSettings
+from whale.errors import ClusterError, ConfigError, first_few, warn
 from whale.hardware import DeviceProfile, load_cluster, make_cluster, select
-from whale.ir.cluster import Cluster
+from whale.ir.cluster import Cluster, Device
 from whale.ir.plan import Plan
 from whale.measure import local_profile
 from whale.planning.whole import whole_plan
@@ -65,7 +66,7 @@ class Opening:
         compare_settings(settings, self.world)
         attachment = self.attachment
         if settings.cluster != self.settings.cluster:
-            attachment = attach(settings.cluster.file, self.world, settings.cluster.devices)
+            attachment = attach(settings.cluster, self.world)
         return replace(self, settings=settings, attachment=attachment)
 
     def decide(self, plan: Plan | str | Path | None) -> Plan:
@@ -135,32 +136,43 @@ class Attachment:
         return Roster(plan, world, tuple(self.rank_of[device] for device in plan.devices))
 
 
-def attach(cluster: Cluster | str | Path | None, world: World, devices: str | None = None) -> Attachment:
+def attach(settings: ClusterSettings, world: World, cluster: Cluster | str | Path | None = None) -> Attachment:
     """Finds the ranks that stand for a cluster's devices; with no cluster, the devices at hand are the cluster.
 
-    Of the cluster it is the part that `devices` names, as `select` reads them; None for the whole.
+    Ranks whose host and hardware are what the cluster file says take those devices first, then those whose hardware is; the others follow
+    in order, so a plan for other hardware can be tried on CPU ranks.
 
-    Ranks whose hardware is what the cluster file says take those devices first; the others follow in order, so a plan
-    for other hardware can be tried on CPU ranks.
+    Args:
+        settings: its file, which of its devices are meant, as `select` reads them, and whether all of them are there.
+        world: this process among its peers.
+        cluster: in place of the file.
 
     Raises:
         ClusterError: the cluster has more devices than the world has ranks, or not those that are named.
     """
-    described = together(world, lambda: _described(cluster, devices))
+    described = together(world, lambda: _described(settings.file if cluster is None else cluster, settings.devices))
     own = local_profile(world.local_rank, world.local_size)
     profiles = [profile for profile in world.gather_objects(own) if isinstance(profile, DeviceProfile)]
     if described is None:
         found, names = make_cluster(profiles)
-        part = found if devices is None else together(world, lambda: select(found, devices))
+        part = found if settings.devices is None else together(world, lambda: select(found, str(settings.devices)))
         return Attachment(part, {name: rank for rank, name in enumerate(names)})
     for warning in described.warnings if world.rank == 0 else ():
         warn(warning)
-    if len(described.devices) > world.size:
+    num_devices = len(described.devices)
+    if num_devices > world.size and not settings.partial:
         raise ClusterError(
-            f"every device of the cluster needs a rank (cluster {described.name}: {len(described.devices)} devices, {world.size} ranks)",
-            hint=f"start {len(described.devices)} ranks (whale run --ranks {len(described.devices)} ...), or name fewer (cluster.devices)",
+            f"every device of the cluster needs a rank (cluster {described.name}: {num_devices} devices, {world.size} ranks)",
+            hint=f"start {num_devices} ranks (whale run --ranks {num_devices} ...), or name fewer (cluster.devices)",
         )
-    return Attachment(described, _match(described, profiles))
+    rank_of = _match(described, profiles)
+    if num_devices > world.size:
+        away = [device.name for device in described.devices if device.name not in rank_of]
+        if world.rank == 0:
+            told = f"{world.size} of {num_devices} devices of cluster {described.name} are there, without {first_few(away)}"
+            print(f"whale: {told}", file=sys.stderr, flush=True)
+        described = described.only(rank_of)
+    return Attachment(described, rank_of)
 
 
 def _described(cluster: Cluster | str | Path | None, devices: str | None) -> Cluster | None:
@@ -169,16 +181,20 @@ def _described(cluster: Cluster | str | Path | None, devices: str | None) -> Clu
 
 
 def _match(cluster: Cluster, profiles: Sequence[DeviceProfile]) -> dict[str, int]:
+    """The rank of each device, by its name; where ranks are fewer, of so many devices."""
     free = list(range(len(profiles)))
     rank_of: dict[str, int] = {}
-    for device in cluster.devices:
-        rank = next((rank for rank in free if profiles[rank].model == device.model), None)
-        if rank is not None:
-            rank_of[device.name] = rank
-            free.remove(rank)
-    for device in cluster.devices:
-        if device.name not in rank_of:
-            rank_of[device.name] = free.pop(0)
+    fits: tuple[Callable[[Device, DeviceProfile], bool], ...] = (
+        lambda device, profile: (profile.host, profile.model) == (device.host, device.model),
+        lambda device, profile: profile.model == device.model,
+        lambda device, profile: True,
+    )
+    for is_it in fits:
+        for device in cluster.devices:
+            rank = next((rank for rank in free if is_it(device, profiles[rank])), None) if device.name not in rank_of else None
+            if rank is not None:
+                rank_of[device.name] = rank
+                free.remove(rank)
     return rank_of
 
 

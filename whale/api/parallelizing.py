@@ -94,7 +94,7 @@ def parallelize(
             warn_of_hooks(model)
             warn_of_evaluation_mode(model)
         on_first_rank(world, lambda: _warn_of_profile(settings.cluster.profile))
-        attachment = attach(cluster if cluster is not None else settings.cluster.file, world, settings.cluster.devices)
+        attachment = attach(settings.cluster, world, cluster)
         with progress("capturing the model", on_first=world.rank == 0):
             loss_of = together(world, lambda: _as_loss(loss, model, batch))
             if settings.precision.dtype == "tf32":

@@ -14,20 +14,19 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from whale.cli import rank_start
+from whale.cli.deaths import describe_failure, rank_processes, watching
+from whale.cli.elastic import be_elastic
 from whale.cli.inputs import refuse_unknown
 from whale.config import RECIPE_VARIABLE, load_config
 from whale.errors import PREEMPTED_CODE, ConfigError
 
 if TYPE_CHECKING:
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
-
-    from whale.runtime.execute.status import RankStatus
+    pass
 
 TIMEOUT = "WHALE_COMMUNICATION_TIMEOUT_SECONDS"
 TRACE = "WHALE_TRACE_DIRECTORY"
@@ -76,13 +75,14 @@ def run(words: Sequence[str]) -> int:
     parser = make_parser()
     arguments, rest = parser.parse_known_args(list(words))
     refuse_unknown(parser, rest)
+    elastic = {} if arguments.elastic is None else be_elastic(arguments)
     _check(arguments)
-    variables, begun = _variables(arguments), time.time()
+    variables, begun = {**_variables(arguments), **elastic}, time.time()
     with (
         _meeting_on_loopback(arguments),
         _run_directory() as directory,
         _environment({**variables, RUN_DIRECTORY: directory}),
-        _watching(directory) as deaths,
+        watching(directory, is_elastic=arguments.elastic is not None) as deaths,
         _passing_on_sigterm(arguments, directory),
     ):
         _bind_ranks(arguments, directory)
@@ -96,6 +96,9 @@ def run(words: Sequence[str]) -> int:
             _tell_recorded(variables.get(TRACE), begun)
             return 1
         except SignalException as error:
+            if deaths.has_left:
+                print(f"whale run: leaves the run: {error}", file=sys.stderr)
+                return 1
             print(f"whale run: stopped by {error.sigval.name}", file=sys.stderr)
             return 128 + error.sigval
         except (DistError, RendezvousError) as error:
@@ -125,7 +128,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = get_args_parser()
     parser.prog = "whale run"
     parser.usage = (
-        "whale run [--ranks N] [--recipe R.yaml] [--timeout SECONDS] [--trace DIR] [--progress] [--log FILE]\n"
+        "whale run [--ranks N] [--recipe R.yaml] [--timeout SECONDS] [--trace DIR] [--progress] [--log FILE] [--elastic MIN:MAX]\n"
         "                 [torchrun's flags] SCRIPT [the script's own words]"
     )
     parser.description = "Start a training script on several ranks. Accepts torchrun's flags beside its own."
@@ -144,6 +147,11 @@ def make_parser() -> argparse.ArgumentParser:
     )
     own.add_argument("--progress", action="store_true", help="show loss, speed, norm, learning rate, memory (runtime.progress)")
     own.add_argument("--log", metavar="FILE", help="add a line of JSON for each step (runtime.log_file)")
+    own.add_argument(
+        "--elastic",
+        metavar="MIN:MAX",
+        help="launchers (on each host one) that may come and go: when one does, or a rank dies, all ranks begin anew on what is there",
+    )
     for action in parser._actions:
         if not action.option_strings:
             action.metavar, action.required = _POSITIONAL[action.dest]
@@ -235,47 +243,6 @@ def _bind_ranks(arguments: argparse.Namespace, directory: str) -> None:
     arguments.training_script_args = ["-I", "-S", rank_start.__file__, str(os.getpid()), directory, *command]
 
 
-@dataclass
-class Deaths:
-    """What torchrun's account leaves out: it ends all ranks when one has ended badly.
-
-    Attributes:
-        first: the process that ended badly before all others.
-        stopped: those that stood still then (SIGSTOP, a debugger). They would not end by SIGTERM, and are killed.
-    """
-
-    first: int | None = None
-    stopped: set[int] = field(default_factory=set)
-
-
-@contextmanager
-def _watching(directory: str) -> Iterator[Deaths]:
-    """Sees which rank ends first; of the ranks that stand still it knows those with a record in the run directory."""
-    from whale.runtime.execute.status import read_all
-
-    found = Deaths()
-
-    def look(_: int, __: FrameType | None) -> None:
-        ended = None if found.first is not None else os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-        if ended is None or ended.si_status == 0:
-            return
-        found.first = ended.si_pid
-        for status in read_all(directory).values():
-            with suppress(ChildProcessError):
-                if os.waitid(os.P_PID, status.pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT) is not None:
-                    found.stopped.add(status.pid)
-                    os.kill(status.pid, signal.SIGKILL)
-
-    if not hasattr(os, "waitid") or threading.current_thread() is not threading.main_thread():
-        yield found
-        return
-    before = signal.signal(signal.SIGCHLD, look)
-    try:
-        yield found
-    finally:
-        signal.signal(signal.SIGCHLD, before)
-
-
 def is_preempted(exit_codes: Sequence[int]) -> bool:
     """Whether ranks have saved and ended because SIGTERM came to one; torchrun then sends it to those that still live."""
     return PREEMPTED_CODE in exit_codes and {*exit_codes} <= {PREEMPTED_CODE, -signal.SIGTERM}
@@ -292,7 +259,7 @@ def _passing_on_sigterm(arguments: argparse.Namespace, directory: str) -> Iterat
 
     def pass_on(_: int, __: FrameType | None) -> NoReturn:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        ranks = [int(file.suffix[1:]) for file in Path(directory).glob(f"{rank_start.PROCESS}.*")]
+        ranks = rank_processes(directory)
         for pid in filter(_lives, ranks):
             os.kill(pid, signal.SIGTERM)
         while any(map(_lives, ranks)):
@@ -383,60 +350,3 @@ def _environment(variables: Mapping[str, str]) -> Iterator[None]:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
-
-
-def describe_failure(error: ChildFailedError, statuses: Mapping[int, RankStatus], now: float, deaths: Deaths) -> str:
-    """Which rank died, its last action, and what every other rank was doing or waiting for.
-
-    Args:
-        error: torchrun's account: the ranks that it saw fail.
-        statuses: what the ranks of this host last said.
-        now: seconds of ``time.time()``.
-        deaths: what was seen of them.
-    """
-    failures = sorted(error.failures.items(), key=lambda item: _blame(item[0], item[1], statuses, deaths))
-    lines = []
-    for rank, failure in failures:
-        lines.append(f"whale run: rank {rank} (pid {failure.pid}) {_how(failure, deaths)}; {_last(statuses.get(rank), now)}")
-    for rank, status in sorted(statuses.items()):
-        if rank not in error.failures:
-            lines.append(f"  rank {rank} was {_last(status, now).removeprefix('last ')}")
-    silent = "" if statuses else "\n  no rank had begun a step"
-    return "\n".join(lines) + silent
-
-
-def _blame(rank: int, failure: ProcessFailure, statuses: Mapping[int, RankStatus], deaths: Deaths) -> tuple[int, int, int]:
-    """Sorts the likely cause first: killed, then failed by itself, then failed while it waited, then stopped by torchrun.
-
-    Ranks that fail end at about the same time, and torchrun stops all others when the first has ended. So a rank that it stopped
-    counts as failed by itself where it waited for nobody and others failed while they waited for it.
-    """
-    status = statuses.get(rank)
-    waited = status is not None and bool(status.waits_for)
-    if failure.exitcode >= 0:
-        order = 2 if waited else 1
-    elif not _was_told_to_end(failure, deaths):
-        order = 0
-    else:
-        awaited = any(other.state == "failed" and rank in other.waits_for for other in statuses.values())
-        order = 1 if awaited and not waited else 3
-    return order, int(failure.timestamp), rank
-
-
-def _was_told_to_end(failure: ProcessFailure, deaths: Deaths) -> bool:
-    """Whether it got what torchrun sends the others after a death."""
-    return -failure.exitcode == signal.SIGTERM and failure.pid != deaths.first
-
-
-def _how(failure: ProcessFailure, deaths: Deaths) -> str:
-    if failure.exitcode >= 0:
-        return f"exited with code {failure.exitcode}"
-    if failure.pid in deaths.stopped:
-        return "stood still (SIGSTOP, or a debugger) and was killed"
-    if _was_told_to_end(failure, deaths):
-        return "was stopped by SIGTERM"
-    return f"was killed by {failure.signal_name()}"
-
-
-def _last(status: RankStatus | None, now: float) -> str:
-    return "last seen before its first action" if status is None else f"last {status.describe(now)}"

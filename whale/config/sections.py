@@ -40,6 +40,11 @@ class ClusterSettings:
     profile: str | None = key(
         None, "what `whale profile` has measured of the model on these devices; found as the cluster file is; null: prices are worked out"
     )
+    partial: bool = key(
+        False,
+        "a cluster file may have more devices than there are ranks: it is planned for those of which ranks are there, by host and model; "
+        "`whale run --elastic` sets it",
+    )
     colocate_split_and_replicate: bool = key(False, "put all TaskGraphs of a replica on the same devices")
     device_place_prefer_intra_node: bool = key(True, "prefer to keep one model replica within one host")
 

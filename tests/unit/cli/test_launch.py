@@ -14,7 +14,7 @@ from typing import Any, cast
 
 import pytest
 
-from whale.cli import launch
+from whale.cli import deaths, launch
 from whale.errors import ConfigError
 from whale.runtime.execute.status import RankStatus
 
@@ -43,11 +43,11 @@ def status(rank: int, state: Any, action: str, *waits_for: int) -> RankStatus:
     return RankStatus(rank, 100 + rank, state, action, waits_for, len(waits_for), since=10.0)
 
 
-NOBODY = launch.Deaths()
+NOBODY = deaths.Deaths()
 
 
-def describe(failures: dict[int, Failure], *statuses: RankStatus, deaths: launch.Deaths = NOBODY) -> list[str]:
-    return launch.describe_failure(cast(Any, Failed(failures)), {s.rank: s for s in statuses}, 12.0, deaths).splitlines()
+def describe(failures: dict[int, Failure], *statuses: RankStatus, seen: deaths.Deaths = NOBODY) -> list[str]:
+    return deaths.describe_failure(cast(Any, Failed(failures)), {s.rank: s for s in statuses}, 12.0, seen).splitlines()
 
 
 def test_the_killed_rank_comes_before_those_that_lost_it() -> None:
@@ -72,22 +72,20 @@ def test_a_rank_that_failed_by_itself_comes_before_those_that_waited() -> None:
 
 def test_a_rank_that_was_stopped_while_it_ended_comes_before_those_that_waited_for_it() -> None:
     failures = {0: Failure(1, timestamp=4), 1: Failure(-15, pid=7, timestamp=5)}
-    lines = describe(
-        failures, status(0, "failed", "0RECV_B3: rank 1 has failed", 1), status(1, "running", "STEP"), deaths=launch.Deaths(100)
-    )
+    lines = describe(failures, status(0, "failed", "0RECV_B3: rank 1 has failed", 1), status(1, "running", "STEP"), seen=deaths.Deaths(100))
     assert lines[0].startswith("whale run: rank 1 (pid 7) was stopped by SIGTERM; last running in STEP")
 
 
 def test_a_rank_that_sigterm_ended_before_all_others_comes_before_them() -> None:
     lines = describe(
-        {0: Failure(-15, pid=7), 1: Failure(1), 2: Failure(-15, pid=8)}, status(2, "waiting", "2RECV_F3", 1), deaths=launch.Deaths(first=8)
+        {0: Failure(-15, pid=7), 1: Failure(1), 2: Failure(-15, pid=8)}, status(2, "waiting", "2RECV_F3", 1), seen=deaths.Deaths(first=8)
     )
     assert [line.split()[3] for line in lines if line.startswith("whale run: rank")] == ["2", "1", "0"]
     assert "was killed by SIGTERM" in lines[0] and "was stopped by SIGTERM" in lines[2]
 
 
 def test_a_rank_that_stood_still_comes_before_those_that_waited_for_it() -> None:
-    lines = describe({0: Failure(1), 1: Failure(-9, pid=7)}, status(0, "failed", "1RECV_F0", 1), deaths=launch.Deaths(100, {7}))
+    lines = describe({0: Failure(1), 1: Failure(-9, pid=7)}, status(0, "failed", "1RECV_F0", 1), seen=deaths.Deaths(100, {7}))
     assert lines[0].startswith("whale run: rank 1 (pid 7) stood still (SIGSTOP, or a debugger) and was killed;")
 
 

@@ -29,8 +29,8 @@ State = Literal["running", "waiting", "failed", "finished"]
 _STATES: tuple[State, ...] = ("running", "waiting", "failed", "finished")
 _MAX_PEERS = 32
 _TEXT_BYTES = 168
-_RECORD = struct.Struct(f"=8sqqdqq{_MAX_PEERS}q{_TEXT_BYTES}s")
-_MAGIC = b"whale\0\0\1"
+_RECORD = struct.Struct(f"=8sqqdqqq{_MAX_PEERS}q{_TEXT_BYTES}s")
+_MAGIC = b"whale\0\0\2"
 _NO_PEERS = (0,) * _MAX_PEERS
 
 
@@ -46,6 +46,7 @@ class RankStatus:
         waits_for: ranks that it waits for, the first 32 of them; `num_waits` counts all.
         num_waits: how many ranks it waits for.
         since: when the action began, in seconds of ``time.time()``.
+        step: steps done when the action began.
     """
 
     rank: int
@@ -55,6 +56,7 @@ class RankStatus:
     waits_for: tuple[int, ...]
     num_waits: int
     since: float
+    step: int = 0
 
     def describe(self, now: float) -> str:
         """The status as a line: ``waiting in 1RECV_B3 for rank 2, for 0.4 s``."""
@@ -70,10 +72,14 @@ class StatusBoard:
     """This rank's own record, written in place at every action.
 
     Make one with `open`; the last record stays readable after `close` and after the process has died.
+
+    Attributes:
+        rank: its number in the world.
+        step: steps done, as the next record says.
     """
 
     def __init__(self, rank: int, buffer: mmap.mmap) -> None:
-        self.rank = rank
+        self.rank, self.step = rank, 0
         self._buffer = buffer
         self._pid = os.getpid()
         self._write(0, "", ())
@@ -132,7 +138,7 @@ class StatusBoard:
         count = len(waits_for)
         peers = (*waits_for, *_NO_PEERS[count:]) if count <= _MAX_PEERS else tuple(waits_for[:_MAX_PEERS])
         text = action.encode(errors="replace")
-        _RECORD.pack_into(self._buffer, 0, _MAGIC, self._pid, state, time.time(), count, len(text), *peers, text)
+        _RECORD.pack_into(self._buffer, 0, _MAGIC, self._pid, state, time.time(), self.step, count, len(text), *peers, text)
 
 
 def read_all(directory: str | os.PathLike[str]) -> dict[int, RankStatus]:
@@ -153,9 +159,9 @@ def _path(directory: Path, rank: int) -> Path:
 def _decode(rank: int, data: bytes) -> RankStatus | None:
     if len(data) != _RECORD.size:
         return None
-    magic, pid, state, since, count, length, *rest = _RECORD.unpack(data)
+    magic, pid, state, since, step, count, length, *rest = _RECORD.unpack(data)
     if magic != _MAGIC:
         return None
     peers, text = rest[:-1], rest[-1]
     action = text[: min(length, _TEXT_BYTES)].decode(errors="replace")
-    return RankStatus(rank, pid, _STATES[state], action, tuple(peers[: min(count, _MAX_PEERS)]), count, since)
+    return RankStatus(rank, pid, _STATES[state], action, tuple(peers[: min(count, _MAX_PEERS)]), count, since, step)

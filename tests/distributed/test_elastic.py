@@ -1,0 +1,95 @@
+"""`whale run --elastic`: launchers that are killed and that come, and losses that are those of an undisturbed training."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from tests.distributed.test_launch import PATIENCE_SECONDS, wait_until
+
+SCRIPT = Path(__file__).parent / "elastic_script.py"
+NUM_STEPS = 8
+
+
+class Launchers:
+    """Of one run, on this machine; the place where they meet is this process's.
+
+    Args:
+        folder: of the run.
+        num_ranks: of each.
+        words: faults, as the script takes them.
+    """
+
+    def __init__(self, folder: Path, num_ranks: int, *words: str, bounds: str = "1:2") -> None:
+        self.folder, self.words = folder, words
+        self.started: list[subprocess.Popen[str]] = []
+        self._store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+        place = ("--rdzv-endpoint", f"localhost:{self._store.port}", "--rdzv-conf", "is_host=0", "--local-addr", "localhost")
+        flags = ("--elastic", bounds, *place, "--ranks", str(num_ranks), "--timeout", "60")
+        self._command = [sys.executable, "-m", "whale", "run", *flags, str(SCRIPT), str(folder), str(NUM_STEPS), *words]
+
+    def start(self, enough: int) -> None:
+        """One more; its ranks train on until they are enough."""
+        environment = {**os.environ, "ENOUGH_RANKS": str(enough)}
+        self.started.append(subprocess.Popen(self._command, stderr=subprocess.PIPE, text=True, env=environment))
+
+    def end(self) -> list[tuple[int, str]]:
+        """The exit code of each, and what it said."""
+        said = [launcher.communicate(timeout=PATIENCE_SECONDS)[1] for launcher in self.started]
+        return [(launcher.returncode, text) for launcher, text in zip(self.started, said, strict=True)]
+
+    @property
+    def losses(self) -> list[tuple[int, float, int]]:
+        """Step, loss and number of ranks, as they came."""
+        return losses_in(self.folder)
+
+
+def losses_in(folder: Path) -> list[tuple[int, float, int]]:
+    """What the script has written."""
+    file = folder / "losses.jsonl"
+    return [tuple(json.loads(line)) for line in file.read_text().splitlines()] if file.exists() else []
+
+
+@contextmanager
+def launchers(folder: Path, num_ranks: int, *words: str, bounds: str = "1:2") -> Iterator[Launchers]:
+    """Launchers that all end here."""
+    folder.mkdir()
+    found = Launchers(folder, num_ranks, *words, bounds=bounds)
+    try:
+        yield found
+    finally:
+        for launcher in found.started:
+            launcher.kill()
+            launcher.wait()
+
+
+def check_undisturbed(losses: list[tuple[int, float, int]], folder: Path) -> None:
+    """Holds the last loss of each step to those of one rank that nothing happens to: no sample came twice, and none was left out."""
+    last = {step: loss for step, loss, _ in losses}
+    folder.mkdir()
+    subprocess.run([sys.executable, str(SCRIPT), str(folder), str(max(last))], check=True, timeout=PATIENCE_SECONDS)
+    assert last == pytest.approx({step: loss for step, loss, _ in losses_in(folder)}, rel=1e-10)
+
+
+def test_a_launcher_is_killed_and_another_comes(tmp_path: Path) -> None:
+    with launchers(tmp_path / "run", 1, "6:1:launcher") as run:
+        run.start(enough=2)
+        run.start(enough=2)
+        wait_until(lambda: any(size == 1 for *_, size in run.losses), "one rank goes on alone")
+        run.start(enough=2)
+        ended = run.end()
+        assert sorted(code for code, _ in ended) == [-9, 0, 0], ended
+        sizes = [size for *_, size in run.losses]
+        assert sizes[0] == sizes[-1] == 2 and 1 in sizes
+        (survivor,) = (text for code, text in ended[:2] if code == 0)
+        assert "whale run: rank 0 " in survivor and "all ranks begin anew" in survivor, survivor
+        assert "whale: goes on after step 4, from" in survivor, survivor
+        check_undisturbed(run.losses, tmp_path / "alone")

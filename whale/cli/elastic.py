@@ -1,0 +1,65 @@
+"""``whale run --elastic MIN:MAX``: torchrun's own agents and rendezvous, set so that a run goes on with the launchers that are there.
+
+A launcher, on each host one, is what comes and goes. When a rank dies, and when a launcher comes or goes, all ranks end, the launchers
+that are there meet anew, and start the script anew with new numbers of ranks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+
+from whale.errors import ConfigError
+
+PARTIAL = "WHALE_CLUSTER_PARTIAL"
+
+MOST_RESTARTS = 1 << 20
+"""Of torchrun, which counts those of a training of months too; `deaths` ends what begins anew in vain."""
+
+LAST_CALL_SECONDS = 3
+"""So long do launchers, if they are enough, wait for others."""
+
+BEATS = 4
+"""So many signs of life may a launcher miss before the others meet without it."""
+
+
+def be_elastic(arguments: argparse.Namespace) -> dict[str, str]:
+    """Sets torchrun's arguments for the number of launchers that ``--elastic`` says; gives the environment of launcher and ranks.
+
+    Raises:
+        ConfigError: the number is none, or other flags contradict it.
+    """
+    least, most = _bounds(arguments.elastic)
+    for flag, is_given in {
+        "--standalone": arguments.standalone,
+        "--nnodes": str(arguments.nnodes) != "1:1",
+        "--node-rank": arguments.node_rank != 0,
+    }.items():
+        if is_given:
+            raise ConfigError(f"--elastic says how many launchers meet, and numbers them (got {flag}, too)", hint=f"leave out {flag}")
+    arguments.nnodes = f"{least}:{most}"
+    if arguments.rdzv_backend == "static":  # torchrun's default
+        arguments.rdzv_backend = "c10d"
+    if not arguments.rdzv_endpoint:
+        if most > 1:
+            raise ConfigError(
+                f"--elastic {arguments.elastic} needs --rdzv-endpoint HOST:PORT, where launchers meet: the same for all",
+                hint="take the host that is least likely to leave: its first launcher keeps the place, and without it the run ends",
+            )
+        arguments.rdzv_endpoint, arguments.local_addr = "localhost:0", arguments.local_addr or "localhost"
+    beat_seconds = 1 + most // 64
+    own = f"last_call_timeout={LAST_CALL_SECONDS},keep_alive_interval={beat_seconds},keep_alive_max_attempt={BEATS}"
+    arguments.rdzv_conf = f"{own},{arguments.rdzv_conf}" if arguments.rdzv_conf else own  # of equal keys the last counts
+    arguments.max_restarts = arguments.max_restarts or MOST_RESTARTS
+    # torchrun would let ranks meet at the store of the first launcher, which may be gone, by a number of restarts that launchers differ in
+    return {PARTIAL: "true", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+
+
+def _bounds(text: str) -> tuple[int, int]:
+    found = re.fullmatch(r"(\d+)(?::(\d+))?", text)
+    if found is None:
+        raise ConfigError(f"--elastic takes MIN:MAX, numbers of launchers, one on each host ({text} is not)", hint="--elastic 2:8")
+    least, most = int(found[1]), int(found[2] or found[1])
+    if not 1 <= least <= most:
+        raise ConfigError(f"--elastic MIN:MAX has 1 <= MIN <= MAX (MIN: {least}, MAX: {most})")
+    return least, most
