@@ -214,7 +214,7 @@ def settle(rank: int, num_ranks: int, odd: object) -> None:
 @pytest.mark.parametrize(
     ("odd", "said"),
     [
-        ({"gradient.clip_norm": 1.0}, "every rank has the same settings (gradient.clip_norm: None on rank 0, 1.0 on rank 1)"),
+        ({"gradient.clip_norm": 1.0}, "settings differ between ranks (gradient.clip_norm: None on rank 0, 1.0 on rank 1)"),
         ({"gradient.clipnorm": 1.0}, "gradient.clipnorm"),
         ("no_such_recipe.yaml", "no_such_recipe.yaml"),
     ],

@@ -138,7 +138,7 @@ def test_a_run_that_ends_before_its_first_recorded_step_says_so(world: World, tm
     config = (("pipeline.num_micro_batch", 2), ("trace.directory", str(tmp_path / "there")))
     said = run_case(world, train_and_hear, Case(PIPELINES, (8, 8), (1.0,) * 2, config))
     assert [len(warnings) for warnings in said] == [1, 0]
-    assert "nothing was recorded in" in said[0][0] and list((tmp_path / "there").iterdir()) == []
+    assert "no step was recorded in" in said[0][0] and list((tmp_path / "there").iterdir()) == []
 
 
 def train_and_hear(rank: int, num_ranks: int, case: Case) -> list[str]:
@@ -154,4 +154,4 @@ def test_a_folder_that_cannot_be_made_is_an_error_on_all_ranks(world: World, tmp
     with pytest.raises(RankFailure) as failure:
         run_case(world, train, Case(PIPELINES, (8,), (1.0,) * 2, config))
     assert len(failure.value.errors) == 2
-    assert all(isinstance(error, ConfigError) and "no step can be recorded in" in error.message for error in failure.value.errors.values())
+    assert all(isinstance(error, ConfigError) and "cannot record steps in" in error.message for error in failure.value.errors.values())

@@ -63,7 +63,7 @@ class Turn:
         own = f"{method} in thread {threading.current_thread().name}"
         if not self._lock.acquire(blocking=False):
             raise RuntimeFault(
-                f"an engine does one thing at a time (called: {own}; under way: {self.holder})",
+                f"{own} was called while {self.holder} is running",
                 hint="call the engine from one thread; others may make batches (a DataLoader's workers, a queue)",
             )
         outer, self.holder = self.holder, own

@@ -151,7 +151,7 @@ class Engine:
         self.runtime.check_open()
         self.runtime.call_together("update", scale)
         if not math.isfinite(scale):
-            raise ConfigError(f"engine.update(scale=) takes a finite number (got {scale})")
+            raise ConfigError(f"engine.update: scale={scale} is not finite")
         accumulated = self._waiting()
         loss = update(self.runtime, self.state, accumulated, scale)
         self._accumulated = None
@@ -175,7 +175,7 @@ class Engine:
         self.runtime.check_open()
         self.runtime.call_together("clip_grad_norm_", max_norm)
         if not max_norm > 0:
-            raise ConfigError(f"engine.clip_grad_norm_ takes a norm above 0 (got {max_norm})")
+            raise ConfigError(f"engine.clip_grad_norm_: max_norm={max_norm} is not above 0")
         self._waiting()
         return self.runtime.clip(self.state, None if math.isinf(max_norm) else max_norm)
 
@@ -184,7 +184,7 @@ class Engine:
         self._end_if_told()
         if self._warns_of_no_optimizer:
             self._warns_of_no_optimizer = False
-            warn("step computes gradients and applies none: parallelize was given no optimizer=")
+            warn("no weights are updated: parallelize was given no optimizer=, so step computes gradients only")
         if self.state.step_number == self._first_step and self._accumulated is None:
             with progress("taking the first step", on_first=self.runtime.roster.world.rank == 0) as note:
                 if self.runtime.compilation is not None:
@@ -241,7 +241,7 @@ class Engine:
     def _waiting(self) -> Accumulated:
         if self._accumulated is None:
             raise ConfigError(
-                "no gradients wait for an update",
+                "engine.update was called without gradients to apply",
                 hint="call engine.forward_backward(batch) first; engine.step(batch) is forward, backward and update in one",
             )
         return self._accumulated
@@ -249,8 +249,8 @@ class Engine:
     def _check_applied(self, call: str) -> None:
         if self._accumulated is not None:
             raise ConfigError(
-                f"engine.{call} was called while the gradients of {self._accumulated.num_batches} x forward_backward wait for "
-                "an update; they are no part of what it takes along",
+                f"engine.{call} would lose the gradients of {counted(self._accumulated.num_batches, 'forward_backward call')}, which are "
+                "not applied yet",
                 hint="call engine.update() first",
             )
 
@@ -315,7 +315,7 @@ class Engine:
         self.runtime.check_open()
         self.runtime.call_together("average", decay)
         if not 0 <= decay <= 1:
-            raise ConfigError(f"engine.average takes a decay from 0 to 1 (got {decay})")
+            raise ConfigError(f"engine.average: decay={decay} is not between 0 and 1")
         self.state.decay = decay
 
     @user_call
@@ -384,7 +384,7 @@ class Engine:
         """
         size = self.runtime.roster.world.size
         if rank is not None and not 0 <= rank < size:
-            raise RuntimeFault(f"state_dict(rank=) is one of the {counted(size, 'rank')}, from 0 (got {rank})")
+            raise RuntimeFault(f"engine.state_dict: there is no rank {rank}; ranks are 0 to {size - 1}")
         self.runtime.call_together("state_dict(averaged=True)" if averaged else "state_dict", rank)
         if averaged:
             self._check_averages()
@@ -624,11 +624,11 @@ class Engine:
         self.runtime.check_open()
         if self.runtime.clipping is None:
             raise ConfigError(
-                "the norm of the gradients is worked out where a setting needs it (gradient.clip_norm is null)",
-                hint="set gradient.clip_norm: the largest norm, a very large one clips nothing",
+                "the gradient norm was not computed: gradient.clip_norm is not set",
+                hint="set gradient.clip_norm; a very large value clips nothing",
             )
         if (norm := self.runtime.clipping.last) is None:
-            raise RuntimeFault("the norm of the gradients is that of the last step (no step has been done by this plan)")
+            raise RuntimeFault("there is no gradient norm: no step has run under this plan")
         return norm
 
     @property
@@ -738,7 +738,10 @@ class Engine:
 
     def _check_averages(self) -> None:
         if self.state.decay is None:
-            raise ConfigError("no averages of weights are kept", hint="call engine.average(decay=0.999) before the steps that they average")
+            raise ConfigError(
+                "there are no averaged weights: engine.average was not called",
+                hint="call engine.average(decay=0.999) before the steps to average over",
+            )
 
     def _tell_of_parts(self) -> None:
         """Warns, once, that what this rank holds are parts; the first rank that holds parts of those speaks for the others."""
@@ -747,9 +750,8 @@ class Engine:
         if parts and not self._has_told_of_parts and self.rank == min(holders(parts[0])):
             self._has_told_of_parts = True
             warn(
-                f"engine.parameters are what this rank holds, which of {first_few(parts)} is a part: a norm or a count of it is that of "
-                "the part. gradient.clip_norm clips by the norm of all gradients; engine.state_dict() has whole weights, and "
-                "engine.load_state_dict(...) takes them"
+                f"engine.parameters has only this rank's part of {first_few(parts)}: norms and counts computed from it are of that part. "
+                "Clip by gradient.clip_norm; engine.state_dict() returns whole weights, and engine.load_state_dict(...) writes them"
             )
 
     def _rest(self) -> None:

@@ -40,8 +40,8 @@ def check_types(device: torch.device) -> None:
     if torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type):
         dtype = str(torch.get_autocast_dtype(device.type)).removeprefix("torch.")
         raise CaptureError(
-            f"a captured model computes in the types that it was built with (torch.autocast to {dtype} is in force on {device.type})",
-            hint="write the autocast inside the model's forward, where it is captured, and none around parallelize and step",
+            f"torch.autocast to {dtype} is active on {device.type} around a captured model, which ignores it",
+            hint="move the autocast inside the model's forward, where it is captured",
         )
 
 
@@ -85,8 +85,8 @@ class Guards:
             replaced = [path for path, held, key, part in self._parts if held.get(key) is not part]
             if replaced:
                 raise CaptureError(
-                    f"a model has the layers and parameters that it was captured with (replaced since: {first_few(replaced)})",
-                    hint="build the model before parallelize; to change it in mid-training call parallelize again, with the weights of "
+                    f"{first_few(replaced)} of the model was replaced after capture",
+                    hint="build the model before parallelize; to change it during training call parallelize again, with the weights of "
                     "engine.state_dict()",
                 )
             changed = dict.fromkeys(name for name, tensor in self._flags if tensor.requires_grad is not self._was_trained[name])
@@ -96,9 +96,9 @@ class Guards:
 
     def _frozen(self, names: Iterable[str], word: str, *, was_trained: bool) -> list[WhaleError]:
         these = first_few([name for name in names if self._was_trained[name] is was_trained])
-        rule = f"which parameters are trained is decided when the model is captured ({word} since: {these})"
-        hint = "set requires_grad before parallelize; to change it in mid-training save, call parallelize again, and load"
-        return [CaptureError(rule, hint=hint)] if these else []
+        message = f"{these} of the model was {word} after capture, which decides what is trained"
+        hint = "set requires_grad before parallelize; to change it during training save, call parallelize again, and load"
+        return [CaptureError(message, hint=hint)] if these else []
 
     def trained(self) -> None:
         """Notes that the engine has trained: from now on the user's model lags behind."""
@@ -149,8 +149,8 @@ class _OutsideWrites:
         if written:
             self._warns = False
             warn(
-                "what is written to the model after parallelize does not reach the engine, which trains tensors of its own "
-                f"(written since: {first_few(written)}); engine.load_state_dict takes weights, engine.state_dict gives them"
+                f"{first_few(written)} of the model was written after parallelize; the engine trains its own copies and does not see "
+                "this: write weights by engine.load_state_dict, read them by engine.state_dict"
             )
 
 
@@ -158,7 +158,7 @@ def _num_writes(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-_RULE = "the model that parallelize was given has the weights that it had then: the engine trains tensors of its own"
+_RULE = "the model given to parallelize keeps its initial weights: the engine trains its own copies"
 _READERS = (Tensor.item, Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__bool__, Tensor.__float__, Tensor.__int__)
 
 _GRADIENT = vars(torch._C.TensorBase)["grad"].__get__  # what the script has computed itself
@@ -174,10 +174,10 @@ class _Untrained(nn.Parameter):
         is_read = func in _READERS or (func != _GRADIENT and _makes_tensors(found, args))
         if is_read and not _is_trained_by_script(args) and not _is_our_own():
             raise RuntimeFault(
-                f"{_RULE} (its parameters are read one by one)",
+                f"a parameter of the model was read after parallelize, but {_RULE}",
                 where=user_line(),
-                hint="engine.state_dict() gives the trained ones, under the keys of model.state_dict(), to compare or copy; "
-                "engine.average(decay=0.999) keeps moving averages of them",
+                hint="engine.state_dict() returns the trained weights, under the keys of model.state_dict(); "
+                "engine.average(decay=0.999) keeps moving averages",
             )
         return found
 
@@ -239,7 +239,7 @@ class _StaleModel:
         if self._listens:
             self._hear_no_more()  # torch is going through the hooks: none is taken away now
             if self._warns:
-                warn(f"{_RULE}; engine.state_dict() gives the trained ones, engine.predict(batch) their output")
+                warn(f"{_RULE}; engine.state_dict() returns the trained weights, engine.predict(batch) their output")
 
     def _hear_no_more(self) -> None:
         self._listens = False
@@ -280,8 +280,8 @@ def warn_of_hooks(model: nn.Module) -> None:
     forward = list(_hooks(model, "_forward_hooks", "_forward_pre_hooks"))
     if forward:
         warn(
-            "forward hooks are called while the model is captured and never again: the tensor operations in them stay in the model, "
-            f"nothing else that they do is repeated ({first_few(forward)})"
+            f"forward hooks run only during capture ({first_few(forward)}): their tensor operations become part of the model, nothing "
+            "else they do is repeated"
         )
 
 

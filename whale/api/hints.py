@@ -64,26 +64,26 @@ def answer(name: str, known: Iterable[str]) -> AttributeError:
         found = nearest(name, (each for each in known if not each.startswith("_")), cutoff=0.75)
         meant = f", did you mean {found!r}?" if found else ""
         return AttributeError(f"'Engine' object has no attribute {name!r}{meant}", name=name)
-    return NotOfAnEngine(f"an engine has no {name}", hint=_ANSWERS[name])
+    return NotOfAnEngine(f"an Engine has no {name}", hint=_ANSWERS[name])
 
 
 def warn_of_evaluation_mode(model: nn.Module) -> None:
     """Warns where the whole model is in evaluation mode when it is given; where parts alone are, they stay in it."""
     if not model.training:
         warn(
-            f"the model is in evaluation mode, and step trains all of it in training mode ({_NO_MODE}): call model.train() before "
-            "parallelize, and then eval() of the parts that are to stay in evaluation mode"
+            f"the model is in evaluation mode, but step runs all of it in training mode ({_NO_MODE}): call model.train() before "
+            "parallelize, then eval() on the parts that should stay in evaluation mode"
         )
 
 
 def call_answer() -> ConfigError:
     """The error for ``engine(batch)``."""
-    return ConfigError("an engine is not called as a module is", hint=_ANSWERS["forward"])
+    return ConfigError("an Engine is not callable", hint=_ANSWERS["forward"])
 
 
 def copy_answer() -> ConfigError:
     """The error for `copy.deepcopy`, `pickle.dumps` and `torch.save` of an engine."""
     return ConfigError(
-        "an engine is neither copied nor pickled: it is at work on the devices of its plan, with all other ranks",
+        "an Engine cannot be copied or pickled: it holds this rank's devices and process groups",
         hint="engine.state_dict() has the weights, for a copy of the model too; engine.save(path) writes a checkpoint",
     )

@@ -112,7 +112,7 @@ def _take_from_rank_0(
     if not differing:
         return
     if world.rank == 0:
-        warn(f"ranks built the model with different weights ({first_few(list(differing))}); rank 0's are taken")
+        warn(f"ranks built the model with different weights ({first_few(list(differing))}); rank 0's are used")
     groups = Groups(world, differing.values())
     for name, ranks in differing.items():
         if world.rank in ranks:
@@ -163,9 +163,8 @@ def make_optimizer(
     if reasons and world.rank == 0:
         ranks = first_few(list(reasons))
         warn(
-            f"the optimizer of a rank has the parameters of that rank alone ({next(iter(reasons.values()))}; not all of them are on "
-            f"rank {ranks}): what it works out over several parameters, such as a norm that it clips by, is that of its own; "
-            "gradient.clip_norm clips by the norm of all gradients"
+            f"the optimizer may combine several parameters ({next(iter(reasons.values()))}), but each of ranks {ranks} has only some of "
+            "them: a norm that it computes is of that rank's parameters alone; clip by gradient.clip_norm, which uses all gradients"
         )
     return optimizer
 
@@ -206,8 +205,8 @@ def _made_by_pattern(
     idle = [pattern for pattern, names in of_model.items() if not names]
     if idle:
         raise ConfigError(
-            f"each pattern of optimizer= has parameters ({', '.join(map(repr, idle))}: none that no earlier pattern matches)",
-            hint=f"the parameters that are trained are {first_few(sorted(trained))}; the first pattern that matches has a parameter",
+            f"no parameters are left for {' and '.join(map(repr, idle))} of optimizer=",
+            hint=f"the trained parameters are {first_few(sorted(trained))}; each goes to the first pattern that matches it",
         )
     members = {
         pattern: _made(make[pattern], {name: owned[name] for name in names}, lacks_some) for pattern, names in divided(owned, make).items()
@@ -227,9 +226,8 @@ def _made(make: MakeOne | None, owned: Mapping[str, nn.Parameter], lacks_some: b
         if not lacks_some:
             raise
         raise ConfigError(
-            f"optimizer= makes an optimizer of the parameters that a rank has, which are not all ({first_few(list(owned))}: "
-            f"{type(error).__name__}: {error})",
-            hint="leave out parameter groups that are empty there: [group for group in groups if group['params']]",
+            f"optimizer= failed on the parameters of this rank ({first_few(list(owned))}): {type(error).__name__}: {error}",
+            hint="a rank has some of the parameters: leave out groups that are empty, [group for group in groups if group['params']]",
         ) from error
     _check_returned("optimizer", found)
     _check_own(found, owned)
@@ -243,9 +241,8 @@ def _check_own(optimizer: torch.optim.Optimizer, owned: Mapping[str, nn.Paramete
     if others:
         shapes = first_few([str(list(parameter.shape)) for parameter in others])
         raise ConfigError(
-            f"optimizer= makes an optimizer of the parameters that it is given ({len(others)} of {type(optimizer).__name__}'s are others, "
-            f"of shapes {shapes})",
-            hint="the engine trains parameters of its own: functools.partial(torch.optim.AdamW, lr=3e-4) gets them with their names",
+            f"optimizer= returned {type(optimizer).__name__} with {len(others)} parameters that it was not given (of shapes {shapes})",
+            hint="build it from the parameters of the call, which are the engine's own: functools.partial(torch.optim.AdamW, lr=3e-4)",
         )
 
 
@@ -253,8 +250,7 @@ def _check_no_closure(optimizer: torch.optim.Optimizer) -> None:
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise ConfigError(
-            f"an optimizer steps once for each batch, by the gradients at hand ({type(optimizer).__name__}.step needs a closure "
-            "that computes the loss several times)",
+            f"{type(optimizer).__name__}.step needs a closure that computes the loss several times, which engine.step does not support",
             hint="use an optimizer without a closure, such as torch.optim.AdamW",
         )
 
@@ -280,4 +276,4 @@ def _check_returned(name: str, value: object) -> None:
     kind, wanted = _RETURNED[name]
     if not all(hasattr(value, each) for each in wanted):
         returned = "None" if value is None else type(value).__name__
-        raise ConfigError(f"{name}= must return {kind} (it returned {returned})", hint="a function that makes one has to return it")
+        raise ConfigError(f"{name}= returned {returned}, not {kind}", hint="does the function lack a return statement?")

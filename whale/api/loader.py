@@ -66,15 +66,18 @@ def make_loader(
         BatchError: full batches, or the short last one, are too small for the plan; or the options do not go together.
     """
     for name in sorted(_OWN_OPTIONS & options.keys()):
-        raise BatchError(f"a loader decides {name} itself (got {options[name]!r})", hint="see global_batch_size, shuffle, seed and collate")
+        raise BatchError(
+            f"engine.loader does not take {name}= (got {options[name]!r})", hint="use global_batch_size, shuffle, seed and collate"
+        )
     if global_batch_size < 1:
-        raise BatchError(f"global_batch_size must be at least 1 (got {global_batch_size})")
+        raise BatchError(f"global_batch_size={global_batch_size} is not at least 1")
     division = Division(global_batch_size, plan, rank, drop_last, collate or default_collate, whole_batches)
     source: RowSource
     if isinstance(dataset, IterableDataset):
         if shuffle or num_workers > 1:
             raise BatchError(
-                f"an iterable dataset is read in its own order by at most one worker (shuffle={shuffle}, num_workers={num_workers})"
+                f"shuffle={shuffle}, num_workers={num_workers} for an iterable dataset, which is read in its own order by at most one "
+                "worker"
             )
         source = IterableSource(dataset, division)
     else:
@@ -153,7 +156,7 @@ class Loader:
         """
         if (values := self.mismatch(position)) is not None:
             raise CheckpointError(
-                f"a data position must come from a loader of the same samples in the same order ({values})",
+                f"the data position is of a loader with other samples or another order ({values})",
                 hint="make the loader with the same dataset, shuffle and seed, or start an epoch with set_epoch",
             )
 
@@ -288,14 +291,15 @@ class DataPosition:
         if source is not self._resumed:
             source.check(read)
             raise CheckpointError(
-                "training goes on with the loader that has taken up the checkpoint's data position, the first that was made of the "
-                f"same samples (the batch comes from another, at epoch {source.epoch})",
-                hint="make the loader of the training before others, or start an epoch with set_epoch",
+                "the batch comes from another loader than the one that took up the checkpoint's data position, the first that was made "
+                f"of the same samples (this one is at epoch {source.epoch})",
+                hint="make the training loader before other loaders of the same samples, or start an epoch with set_epoch",
             )
         if batch.start != read:
             raise CheckpointError(
-                f"training goes on where the checkpoint's data does (there: {_place_text(read)}; the batch: {_place_text(batch.start)})",
-                hint="after engine.load begin another iteration over the loader, and leave out no batch; or start an epoch with set_epoch",
+                f"the batch does not follow the checkpoint's data position (checkpoint: {_place_text(read)}; the batch: "
+                f"{_place_text(batch.start)})",
+                hint="after engine.load start a new iteration over the loader and skip no batch, or start an epoch with set_epoch",
             )
 
     def check(self, position: Mapping[str, int]) -> None:

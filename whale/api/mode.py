@@ -98,22 +98,22 @@ class CapturedMode:
             CaptureError: it computes something else than what was captured, or cannot be traced any more.
         """
         kept, self._unproven = self._unproven, None
-        rule = f"a captured model computes in each step what it did when it was captured (traced again before {when}"
+        fault = f"the model changed since it was captured (traced again before {when}"
         try:
             again = self._capture(self._model, self.structure, self._loss, mode=self._name)
             found = difference((self.graph, self.program), again)
         except CaptureError as error:
             if kept is not None:
                 kept.drop()
-            raise CaptureError(f"{rule}: {error.message})", where=error.where, hint=error.hint) from None
+            raise CaptureError(f"{fault}: {error.message})", where=error.where, hint=error.hint) from None
         if found is None:
             return
         if kept is None:
-            raise CaptureError(f"{rule}: {found.what})", where=found.where, hint=_FAR)
+            raise CaptureError(f"{fault}: {found.what})", where=found.where, hint=_FAR)
         kept.drop()
         kept.keep(*again)
-        rule = f"a capture that was kept on disk serves the model that it was made of (traced again before {when}"
-        raise CaptureError(f"{rule}: {found.what})", where=found.where, hint=_STALE)
+        fault = f"the model changed since the capture that was kept on disk (traced again before {when}"
+        raise CaptureError(f"{fault}: {found.what})", where=found.where, hint=_STALE)
 
     def prepare(self, row_counts: Collection[int]) -> None:
         """Captures for pieces of these numbers of rows, where one capture does not serve all.
@@ -142,7 +142,7 @@ class CapturedMode:
             graph, program = self._capture(self._model, structure, self._loss, mode=self._name, static=True)
         except CaptureError as error:
             raise CaptureError(
-                f"the model must be captured for {num_rows} rows too, which a device takes of {self.graph.num_rows}: {error.message}",
+                f"the model cannot be captured for {num_rows} rows, a device's share of {self.graph.num_rows}: {error.message}",
                 where=error.where,
                 hint="; or ".join(hint for hint in (error.hint, AS_LARGE_AS_THE_BATCH) if hint),
             ) from error
@@ -150,8 +150,8 @@ class CapturedMode:
         odd = next((op for op in graph.ops if op.name not in ours or ours[op.name].target != op.target), None)
         if odd is not None or len(graph.ops) != len(self.graph.ops):
             raise CaptureError(
-                f"the model must run the same ops for any number of rows ({self.graph.num_rows} and {num_rows} rows differ "
-                f"from %{'the end' if odd is None else odd.name} on)",
+                f"the model runs other ops for {num_rows} rows than for {self.graph.num_rows}, from "
+                f"%{'the end' if odd is None else odd.name} on",
                 where=None if odd is None else odd.where,
                 hint="a Python loop or a condition in forward depends on the batch size: write it with tensor operations over all rows",
             )
@@ -164,8 +164,8 @@ class CapturedMode:
         for ours, theirs in zip(self.graph.loss, other.loss, strict=True):
             if replace(ours, reason="", where=None) != replace(theirs, reason="", where=None):
                 raise CaptureError(
-                    f"the loss must be made of the same terms for any number of rows ({self.graph.num_rows} and {other.num_rows} rows "
-                    f"differ: {_term_text(ours)}, {_term_text(theirs)})",
+                    f"the loss has other terms for {other.num_rows} rows than for {self.graph.num_rows}: {_term_text(theirs)}, not "
+                    f"{_term_text(ours)}",
                     where=ours.where,
                     hint="divide by the number of rows itself, or return a (sum, weight) pair",
                 )
@@ -175,8 +175,7 @@ class CapturedMode:
         for name, ours in self.constants.items():
             if not are_same(ours, other.tensors[name]):
                 raise CaptureError(
-                    f"a tensor that the model's code makes must be the same for any number of rows (%{name} differs for "
-                    f"{self.graph.num_rows} and {num_rows} rows)",
+                    f"the constant tensor %{name} that the model's code makes differs for {self.graph.num_rows} and {num_rows} rows",
                     where=self.graph.by_name[name].where,
                     hint="make it from the tensors of the batch: x.new_full((), x.shape[0])",
                 )

@@ -149,7 +149,7 @@ class Modes:
             captured, is_new = self._capture_other(name, structure), True
             if len(mode.others) > self._num_sizes:
                 forget(mode.others.pop(0).captured.key)
-                self._warn("the model has been captured for so many batches and values that the least used are dropped, and captured again")
+                self._warn("captures for the least used batches and values are dropped, and made again when they are needed")
         done = mode.num_calls
         is_due = self._retrace == "always" or (self._retrace == "doubling" and done and done & (done - 1) == 0)
         if captured.is_unproven or (is_due and not is_new):
@@ -221,7 +221,7 @@ class Modes:
             found = None if kept is None else kept.find()
         except ValueError as error:
             if self._world.local_rank == 0:
-                warn(f"a capture that was kept on disk cannot be read and is removed; the model is captured again ({error})")
+                warn(f"the capture kept on disk cannot be read and is removed ({error}); the model is captured again")
         prints = self._world.gather_objects(None if found is None else found[0].fingerprint)
         return kept, found if all(each == prints[0] for each in prints) else None
 
@@ -231,18 +231,20 @@ class Modes:
         changed, first = first_few(mode.then.changed(mode.read, trains=trains)), mode.base.structure
         sizes, parts = first.other_sizes(structure), first.other_parts(structure)
         if parts:
-            rule = _of_parts(parts)
+            fault = _of_parts(parts)
         if sizes:
-            rule = f"the model takes batches of these sizes ({sizes})"
-            self._warn("a batch has other sizes than the example's, and the model is captured anew for each, as slowly as the first time")
+            fault = f"the model cannot be captured for a batch of other sizes ({sizes})"
+            self._warn(
+                "a batch has other sizes than the example's: the model is captured for each size, which takes as long as the first time"
+            )
         if changed:
-            rule = f"a model is captured anew for plain values that have changed since ({changed})"
+            fault = f"the model cannot be captured for plain values that changed ({changed})"
             self._warn_of_values(changed)
         try:
             number = f" {self._number(mode, trains)}" if changed else ""
             captured = self._made(self.model, structure, self._loss, name, key=f"{name}{number}: {'; '.join(filter(None, (parts, sizes)))}")
         except CaptureError as error:
-            raise BatchError(f"{rule}: {error.message}", where=error.where, hint=error.hint) from None
+            raise BatchError(f"{fault}: {error.message}", where=error.where, hint=error.hint) from None
         if changed:
             self._near = NearValues(self.model, self._loss)  # with what new objects and functions keep
         mode.read |= captured.program.reads
@@ -261,8 +263,8 @@ class Modes:
         if self._world.rank == 0 and "values" not in self._warned:
             self._warned.add("values")
             warn(
-                f"plain values that the model or its loss reads have changed since the capture ({changed}), and the model is captured "
-                "anew for each, as slowly as the first time; what changes often is best a tensor of the batch"
+                f"plain values that the model or its loss reads changed since the capture ({changed}): the model is captured for each, "
+                "which takes as long as the first time; put what changes often into the batch, as a tensor"
             )
 
     def _warn(self, text: str) -> None:
@@ -287,9 +289,9 @@ def _compare_captures(graph: ModelGraph | None, world: World) -> None:
     pairs = zip_longest(cast(list[str], texts[first]), cast(list[str], texts[odd[0]]), fillvalue="nothing")
     mine, theirs = next((pair for pair in pairs if pair[0] != pair[1]), ("the same ops", "the same ops, of another form"))
     raise CaptureError(
-        f"every rank must capture the same model ({listed('rank', odd)} unlike rank {first}: {theirs} in place of {mine})",
-        hint="build the model, its scopes and the example batch's shapes the same on every rank. Code that iterates over a set does so in "
-        "another order in each process unless PYTHONHASHSEED is set, as whale run does",
+        f"ranks captured different models ({listed('rank', odd)}: {theirs}; rank {first}: {mine})",
+        hint="build the model, its scopes and the example batch's shapes the same on every rank. A set is iterated in another order in "
+        "each process unless PYTHONHASHSEED is set, as whale run does",
     )
 
 

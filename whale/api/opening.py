@@ -162,7 +162,7 @@ def attach(settings: ClusterSettings, world: World, cluster: Cluster | str | Pat
     num_devices = len(described.devices)
     if num_devices > world.size and not settings.partial:
         raise ClusterError(
-            f"every device of the cluster needs a rank (cluster {described.name}: {num_devices} devices, {world.size} ranks)",
+            f"cluster {described.name} has {num_devices} devices, but {counted(world.size, 'rank')} started; each device needs one",
             hint=f"start {num_devices} ranks (whale run --ranks {num_devices} ...), or name fewer (cluster.devices)",
         )
     rank_of = _match(described, profiles)
@@ -213,6 +213,6 @@ def compare_settings(settings: Config, world: World) -> None:
         if odd:
             listing = "; ".join(f"{name}: {first.get(name)} on rank 0, {own.get(name)} on rank {rank}" for name in odd)
             raise ConfigError(
-                f"every rank has the same settings ({listing})",
-                hint="each rank reads its own environment (WHALE_...), recipe and arguments: start all of them with the same ones",
+                f"settings differ between ranks ({listing})",
+                hint="start all ranks with the same environment (WHALE_...), recipe and arguments",
             )

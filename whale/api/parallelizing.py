@@ -121,7 +121,7 @@ def _uncompiled(model: nn.Module, settings: Config, *, tells: bool) -> tuple[nn.
         if tells:
             print("whale: the model was given through torch.compile, so its stages are compiled (runtime.compile)", file=sys.stderr)
     elif is_compiled and not settings.runtime.compile and tells:
-        warn("the model was given through torch.compile, and runtime.compile is false: nothing is compiled")
+        warn("the model is a torch.compile module, but runtime.compile is false: nothing is compiled")
     return inner, settings
 
 
@@ -182,8 +182,8 @@ def _check_patterns(optimizer: object, scheduler: object) -> None:
     known = optimizer if isinstance(optimizer, Mapping) else {}
     if unknown := [pattern for pattern in scheduler if pattern not in known]:
         raise ConfigError(
-            f"scheduler= has the patterns of optimizer= ({', '.join(map(repr, unknown))}: no optimizer has it)",
-            hint="pass one function for all, or the patterns of optimizer=, of which some may be left out",
+            f"scheduler= has patterns that optimizer= lacks ({', '.join(map(repr, unknown))})",
+            hint="pass one function for all, or some of the patterns of optimizer=",
         )
 
 
@@ -202,16 +202,14 @@ def _check_arguments(model: object, kinds: Mapping[str, tuple[object, tuple[type
         ConfigError: something that is called is no function, or another argument is of none of its kinds.
     """
     if not isinstance(model, nn.Module):
-        raise CaptureError(f"a model is a torch.nn.Module (got {type(model).__name__})")
+        raise CaptureError(f"model= is {type(model).__name__}, not a torch.nn.Module")
     for name, function in functions.items():
         if function is not None and not callable(function):
-            raise ConfigError(
-                f"{name}= is a function that whale calls, or None (got {type(function).__name__})", hint=_HINTS.get(name.partition("[")[0])
-            )
+            raise ConfigError(f"{name}= is {type(function).__name__}, not a function or None", hint=_HINTS.get(name.partition("[")[0]))
     for name, (value, wanted) in kinds.items():
         if value is not None and not isinstance(value, wanted):
             listing = ", ".join(kind.__name__ for kind in wanted)
-            raise ConfigError(f"{name}= is one of {listing}, or None (got {type(value).__name__})")
+            raise ConfigError(f"{name}= is {type(value).__name__}, not one of {listing}, or None")
 
 
 _BY_POSITION = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -248,7 +246,7 @@ def _as_loss(loss: Callable[..., Any] | None, model: nn.Module, batch: Any) -> C
             found = f"the output and one target, the part of the batch that forward leaves over (left over: {listing})"
         wanted = ", ".join(f"batch[{each!r}]" for each in (takes[1:2] if takes_target else takes[1:]))
         raise ConfigError(
-            f"loss(output, batch) is called with the whole batch: {name} takes {found}",
+            f"loss= is called as loss(output, batch), but {name} takes {found}",
             hint=f"loss=lambda output, batch: {name}(output, {wanted})",
         )
     key = left[0]
@@ -282,4 +280,4 @@ def _warn_of_profile(file: str | None) -> None:
     for warning in profile.warnings:
         warn(warning)
     for version in sorted({kind.torch for kind in profile.kinds} - {torch.__version__}):
-        warn(f"the profile {file} was measured with torch {version} (here: {torch.__version__}); whale profile measures it again")
+        warn(f"the profile {file} was measured with torch {version}, this is torch {torch.__version__}; whale profile measures it again")

@@ -79,7 +79,7 @@ class RankBatch:
         """
         if self.mixed:
             raise BatchError(
-                f"tensors of engine.loader in one batch come from one global batch ({self.mixed})",
+                f"a batch mixes tensors of two global batches of engine.loader ({self.mixed})",
                 hint="take all of them from one batch; a copy (clone()) counts as a tensor of your own",
             )
         origin = self.origin
@@ -88,9 +88,9 @@ class RankBatch:
         needed = rank_rows(plan.with_micro_batches_for(origin.num_rows), rank, origin.num_rows)
         if not all(any(low <= start and stop <= high for low, high in origin.rows) for start, stop in needed):
             raise BatchError(
-                f"a batch of engine.loader has the rows that the plan at work gives this rank ({origin.place}: of "
+                f"a batch of engine.loader has other rows than the current plan gives this rank ({origin.place}: of "
                 f"{counted(origin.num_rows, 'row')} it has {_listed(origin.rows)}, needed: {_listed(needed)})",
-                hint="another plan divided it: after engine.replan take the next batch of the loader, and use whole_batches=True where "
+                hint="another plan divided it: after engine.replan take the next batch of the loader; use whole_batches=True where "
                 "engines share a loader",
             )
 
@@ -105,8 +105,8 @@ class RankBatch:
         """
         if num_rows != self.origin.num_held:
             raise BatchError(
-                f"a batch of engine.loader keeps the rows that it was given with, in their order ({self.origin.place}: "
-                f"rows {_listed(self.origin.rows)} of {self.origin.num_rows}, which are {self.origin.num_held}; now {num_rows})",
+                f"a batch of engine.loader has {counted(num_rows, 'row')} now, not the {self.origin.num_held} that it was made with "
+                f"({self.origin.place}: rows {_listed(self.origin.rows)} of {self.origin.num_rows})",
                 hint="choose and repeat rows in the dataset; tensors that you add have a row for each of these",
             )
 

@@ -53,8 +53,8 @@ def state_keys(model: nn.Module, graph: ModelGraph) -> dict[str, str | None]:
         name = own.get(id(value))
         if name is None and isinstance(value, torch.Tensor) and not key.endswith(_EXTRA):
             raise CheckpointError(
-                f"a state dict holds parameters and buffers of the model ({key} is a tensor that a hook has made)",
-                hint="a hook of state_dict may rename keys; what it works out is best worked out from engine.state_dict()",
+                f"{key} of the state dict is a tensor made by a hook, not a parameter or buffer of the model",
+                hint="a hook of state_dict may rename keys; compute other tensors from engine.state_dict()",
             )
         found[key] = None if name is None else graph.parameter_by_name[name].name
     return found
@@ -86,15 +86,15 @@ class StepLoss(torch.Tensor):
     ) -> Any:
         if func in _DIFFERENTIATING:
             raise ConfigError(
-                "engine.step runs backward and the optimizer itself (backward was asked of the loss that it, or engine.evaluate, returned)",
+                "backward() was called on the loss of engine.step or engine.evaluate; engine.step has run backward and the optimizer",
                 hint="leave out loss.backward(), optimizer.step() and a GradScaler; engine.gradients() has the gradients of the step",
             )
         plain_args, plain_kwargs = pytree.tree_map_only(StepLoss, _as_plain, (args, dict(kwargs or {})))
         result = func(*plain_args, **plain_kwargs)
         if isinstance(result, torch.Tensor) and result.requires_grad:
             raise ConfigError(
-                "the loss of a step has no graph to train through (it was put together with a tensor that requires a gradient)",
-                hint="add what is to be trained to the loss= of parallelize, or take loss.detach() where the number is meant",
+                "the loss of a step was combined with a tensor that requires a gradient, but it has no autograd graph",
+                hint="add the term to the loss= of parallelize, or use loss.detach() for the number",
             )
         return step_loss(result) if func in _SCALING else result
 

@@ -102,8 +102,7 @@ class IndexedSource:
         rest = len(self.dataset) % self.division.batch_size
         if self.num_batches() == 0:
             raise BatchError(
-                f"an epoch needs at least one batch of {counted(self.division.batch_size, 'row')} "
-                f"(the dataset: {counted(len(self.dataset), 'sample')})",
+                f"the dataset has {counted(len(self.dataset), 'sample')}, fewer than one batch of {self.division.batch_size}",
                 hint="use a smaller global_batch_size, or drop_last=False",
             )
         if rest and not self.division.drop_last:
@@ -190,7 +189,7 @@ class IterableSource:
         self.division.check(self.division.batch_size)
 
     def num_batches(self) -> int:
-        raise TypeError("a loader of an iterable dataset does not know its number of batches")
+        raise TypeError("a loader of an iterable dataset has no len()")
 
     def read(self, epoch: int, row: int) -> dict[str, Any]:
         return {"dataset": _StreamShares(self.dataset, self.division, row)}

@@ -119,7 +119,7 @@ class StepLog:
                 self._file = self.path.open("a")
             except OSError as error:
                 raise ConfigError(
-                    f"the steps cannot be logged in {self.path}: {error.strerror}", hint="the file is what --log or runtime.log_file says"
+                    f"cannot write the log of steps {self.path}: {error.strerror}", hint="--log or runtime.log_file names the file"
                 ) from error
         close_at_exit(self)
 

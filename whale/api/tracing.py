@@ -84,10 +84,7 @@ class Tracing:
     def close(self) -> None:
         """Warns on rank 0 where nothing has been recorded."""
         if self.roster.world.rank == 0 and not self._recordings and not self._is_closed:
-            warn(
-                f"nothing was recorded in {self.directory}: the run ended with {self.steps.start} steps or less (trace.first_step says how "
-                "many are done before the first recorded one)"
-            )
+            warn(f"no step was recorded in {self.directory}: the run ended before step {self.steps.start + 1} (trace.first_step)")
         self._is_closed = True
 
     def give_way(self) -> None:
@@ -135,6 +132,4 @@ def make_folder(directory: str) -> None:
 
 
 def _unwritable(directory: str | Path, error: OSError) -> ConfigError:
-    return ConfigError(
-        f"no step can be recorded in {directory}: {error.strerror}", hint="the folder is what --trace or trace.directory says"
-    )
+    return ConfigError(f"cannot record steps in {directory}: {error.strerror}", hint="--trace or trace.directory names the folder")

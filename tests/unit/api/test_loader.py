@@ -223,11 +223,11 @@ def test_a_batch_with_too_few_rows_for_all_micro_batches_is_divided_into_fewer()
 
 
 def test_options_that_do_not_go_together() -> None:
-    with pytest.raises(BatchError, match=r"at least one batch of 8 rows \(the dataset: 5 samples\)"):
+    with pytest.raises(BatchError, match="the dataset has 5 samples, fewer than one batch of 8"):
         load(Samples(5), 8, drop_last=True)
     with pytest.raises(BatchError, match="at least 1"):
         load(Samples(5), 0)
-    with pytest.raises(BatchError, match="decides sampler itself"):
+    with pytest.raises(BatchError, match="does not take sampler="):
         load(Samples(5), 2, sampler=[1, 2])
     with pytest.raises(BatchError, match="iterable dataset"):
         load(Stream(5), 2, shuffle=True)
@@ -372,7 +372,7 @@ def test_a_batch_of_two_batches_is_refused() -> None:
 def test_rows_are_those_that_were_given() -> None:
     (batch,) = load(Pairs(8), 8, FIVE_THREE, 1)
     recognized(batch).check_rows(3)
-    with pytest.raises(BatchError, match=r"rows 5:8 of 8, which are 3; now 2"):
+    with pytest.raises(BatchError, match=r"has 2 rows now, not the 3 that it was made with .* rows 5:8 of 8"):
         recognized(batch).check_rows(2)
 
 

@@ -45,9 +45,9 @@ def parallelize(model: Any = None, **changes: Any) -> whale.Engine:
 @pytest.mark.parametrize(
     ("changes", "kind", "said"),
     [
-        ({"model": lambda input: input}, CaptureError, "is a torch.nn.Module"),
-        ({"optimizer": torch.optim.SGD([torch.zeros(1)], lr=0.1)}, ConfigError, "optimizer= is a function .*got SGD"),
-        ({"scheduler": 3}, ConfigError, "scheduler= is a function .*got int"),
+        ({"model": lambda input: input}, CaptureError, "model= is function, not a torch.nn.Module"),
+        ({"optimizer": torch.optim.SGD([torch.zeros(1)], lr=0.1)}, ConfigError, "optimizer= is SGD, not a function"),
+        ({"scheduler": 3}, ConfigError, "scheduler= is int, not a function"),
         ({"config": {"pipeline.num_micro_batches": 2}}, ConfigError, "did you mean 'pipeline.num_micro_batch'"),
         ({"config": {"pipeline.num_micro_batch": 16}}, BatchError, "need 16 rows .the batch has 8"),
         (
@@ -59,11 +59,11 @@ def parallelize(model: Any = None, **changes: Any) -> whale.Engine:
         ({"config": {"cluster.profile": "none.json"}}, ConfigError, "cannot read the profile none.json"),
         ({"cluster": "none.yaml"}, WhaleError, "cannot read none.yaml"),
         ({"plan": "none.json"}, PlanError, "cannot read the plan none.json"),
-        ({"plan": 3}, ConfigError, "plan= is one of Plan, str, Path, or None .got int"),
-        ({"cluster": 4}, ConfigError, "cluster= is one of Cluster, str, Path, or None .got int"),
-        ({"optimizer": lambda owned: None}, ConfigError, "optimizer= must return an optimizer .it returned None"),
-        ({"optimizer": lambda owned: 3}, ConfigError, "optimizer= must return an optimizer .it returned int"),
-        ({"scheduler": lambda optimizer: None}, ConfigError, "scheduler= must return a scheduler .it returned None"),
+        ({"plan": 3}, ConfigError, "plan= is int, not one of Plan, str, Path, or None"),
+        ({"cluster": 4}, ConfigError, "cluster= is int, not one of Cluster, str, Path, or None"),
+        ({"optimizer": lambda owned: None}, ConfigError, "optimizer= returned None, not an optimizer"),
+        ({"optimizer": lambda owned: 3}, ConfigError, "optimizer= returned int, not an optimizer"),
+        ({"scheduler": lambda optimizer: None}, ConfigError, "scheduler= returned None, not a scheduler"),
     ],
 )
 def test_bad_arguments(changes: dict[str, Any], kind: type[WhaleError], said: str) -> None:
@@ -140,7 +140,7 @@ def test_a_profile_of_another_torch_is_told_and_of_another_model_refused(tmp_pat
     path = tmp_path / "p.json"
     path.write_text(to_json(Profile("another", (KindProfile(devices_at_hand(1).devices[0].kind, "", "1.0", (8,), ()),))))
     with (
-        pytest.warns(UserWarning, match=r"was measured with torch 1\.0 \(here"),
+        pytest.warns(UserWarning, match=r"was measured with torch 1\.0, this is torch"),
         pytest.raises(ConfigError, match="a profile serves the model that it was measured of"),
     ):
         parallelize(config={"cluster.profile": str(path)})
@@ -168,7 +168,7 @@ def test_gradients_of_batches_wait_for_an_update(tmp_path: Path) -> None:
     with pytest.raises(BatchError):
         engine.forward_backward({"input": torch.randn(8, 3), "target": torch.randn(8, 1)})
     for verb, call in (("save", lambda: engine.save(tmp_path / "c")), ("replan", engine.replan)):
-        with pytest.raises(ConfigError, match=f"engine.{verb} was called while the gradients of 2 x forward_backward wait"):
+        with pytest.raises(ConfigError, match=f"engine.{verb} would lose the gradients of 2 forward_backward calls"):
             call()
     norm = engine.clip_grad_norm_(0.1)
     torch.testing.assert_close(norm.float(), nn.utils.clip_grad_norm_(plain.parameters(), 0.1))
@@ -182,9 +182,9 @@ def test_gradients_of_batches_wait_for_an_update(tmp_path: Path) -> None:
             own.sub_(0.1 * 0.5 * own.grad)
     torch.testing.assert_close(engine.state_dict(), dict(plain.state_dict()))
     assert engine.step_number == 1
-    with pytest.raises(ConfigError, match="no gradients wait for an update"):
+    with pytest.raises(ConfigError, match=r"engine\.update was called without gradients"):
         engine.update()
-    with pytest.raises(ConfigError, match=r"finite number .got nan"):
+    with pytest.raises(ConfigError, match="scale=nan is not finite"):
         engine.update(scale=float("nan"))
     engine.forward_backward(batches[0])
     engine.step(batches[1])  # takes what waits along
@@ -211,9 +211,9 @@ def test_batches_of_one_update_draw_other_numbers_and_are_undone_together() -> N
 def test_averages_that_are_not_kept(tmp_path: Path) -> None:
     engine = parallelize()
     for call in (engine.state_dict, partial(engine.evaluate, BATCH), partial(engine.predict, BATCH)):
-        with pytest.raises(ConfigError, match="no averages of weights are kept"):
+        with pytest.raises(ConfigError, match="there are no averaged weights"):
             call(averaged=True)
-    with pytest.raises(ConfigError, match=r"a decay from 0 to 1 .got 1\.5"):
+    with pytest.raises(ConfigError, match=r"decay=1\.5 is not between 0 and 1"):
         engine.average(1.5)
     engine.average(0.9)
     torch.testing.assert_close(engine.state_dict(averaged=True), engine.state_dict())

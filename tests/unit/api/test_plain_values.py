@@ -183,9 +183,7 @@ def by_engine(model: nn.Module, loss: Loss) -> Callable[[], float]:
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
 def test_a_value_that_changes_between_steps(case: Callable[[], tuple[Loss, Change]]) -> None:
-    with pytest.warns(
-        UserWarning, match=r"plain values that the model or its loss reads have changed since the capture \(.*, now "
-    ) as said:
+    with pytest.warns(UserWarning, match=r"plain values that the model or its loss reads changed since the capture \(.*, now ") as said:
         found = run(case, (2.0, 0.5), by_engine)
     assert found == pytest.approx(run(case, (2.0, 0.5), plain_loop), rel=1e-12)
     assert len(said) == 1 and said[0].filename == __file__
@@ -251,7 +249,7 @@ def test_a_value_with_which_the_model_cannot_be_captured() -> None:
     model.scale = 2.0
     with (
         pytest.warns(UserWarning),
-        pytest.raises(BatchError, match=r"captured anew for plain values .* \(Doubtful.scale: 1.0, now 2.0\): a capt"),
+        pytest.raises(BatchError, match=r"cannot be captured for plain values that changed \(Doubtful.scale: 1.0, now 2.0\): "),
     ):
         engine.step(BATCH)
 
@@ -260,7 +258,7 @@ def test_layers_that_are_replaced_are_told() -> None:
     model = scaled()
     engine = whale.parallelize(model, loss=plain, optimizer=SGD, batch=BATCH)
     model.last = nn.Linear(3, 1).double()
-    with pytest.raises(CaptureError, match=r"the layers and parameters that it was captured with \(replaced since: last\)"):
+    with pytest.raises(CaptureError, match="last of the model was replaced after capture"):
         engine.step(BATCH)
 
 
@@ -269,7 +267,7 @@ def test_what_is_written_to_the_users_model_is_told_to_be_lost_once() -> None:
     engine = whale.parallelize(model, loss=plain, optimizer=SGD, batch=BATCH)
     with torch.no_grad():
         model.first.weight.clamp_(-0.1, 0.1)  # type: ignore[union-attr]
-    with pytest.warns(UserWarning, match=r"does not reach the engine, .* \(written since: first.weight\); engine.load_state_dict") as said:
+    with pytest.warns(UserWarning, match=r"first.weight of the model was written after parallelize; .* engine.load_state_dict") as said:
         engine.step(BATCH)
         engine.step(BATCH)
     assert len(said) == 1 and said[0].filename == __file__
@@ -279,7 +277,7 @@ def test_a_buffer_that_is_replaced_is_told_to_be_lost() -> None:
     model = nn.Sequential(nn.Linear(4, 1), nn.BatchNorm1d(1)).double()
     engine = whale.parallelize(model, loss=lambda output, batch: output.square().mean(), optimizer=SGD, batch=BATCH["x"])
     model[1].running_mean = torch.ones(1, dtype=torch.float64)
-    with pytest.warns(UserWarning, match=r"does not reach the engine, .* \(written since: 1.running_mean\)"):
+    with pytest.warns(UserWarning, match="1.running_mean of the model was written after parallelize"):
         engine.step(BATCH["x"])
 
 

@@ -171,7 +171,7 @@ def by_engine(model: nn.Module, loss: Loss, changes: list[Callable[[], object]])
         for change in changes:
             change()
             losses.append(float(engine.step(BATCH)))
-    assert any("plain values that the model or its loss reads have changed since the capture (" in str(each.message) for each in said)
+    assert any("plain values that the model or its loss reads changed since the capture (" in str(each.message) for each in said)
     return losses
 
 

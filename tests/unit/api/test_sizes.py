@@ -40,7 +40,7 @@ def test_one_capture_for_each_size_up_to_a_limit() -> None:
         for length in (5, 6, 5, 7, 3):
             engine.step(torch.randn(4, length, 4))
     texts = [str(warning.message) for warning in said if "captured" in str(warning.message)]
-    assert len(texts) == 2 and "captured anew for each" in texts[0] and "the least used are dropped" in texts[1]
+    assert len(texts) == 2 and "captured for each size" in texts[0] and "the least used batches and values are dropped" in texts[1]
     assert all("runtime.num_sizes: 2 are kept" in text for text in texts)
     plans = {length: engine.runtime.plan_of(f"train: batch is [rows, {length}, 4], the example's [rows, 3, 4]") for length in (5, 6, 7)}
     assert plans[6] is None and plans[5] is not None and plans[5].model != engine.plan.model

@@ -64,7 +64,7 @@ def test_a_model_that_is_asked_after_training_is_told_once_at_the_users_line(ask
     assert not heard(lambda: [engine.step(BATCH), engine.evaluate(BATCH), engine.predict(BATCH), engine.step(BATCH)])
     only, *others = heard(lambda: [ask(model), ask(model)])
     assert not others and only.filename == __file__
-    assert str(only.message).startswith("the model that parallelize was given has the weights that it had then")
+    assert str(only.message).startswith("the model given to parallelize keeps its initial weights")
 
 
 def averaged(model: nn.Module) -> None:
@@ -90,7 +90,9 @@ def test_parameters_that_are_read_one_by_one_after_training_are_an_error(read: C
     engine.step(BATCH)
     kept = [(p, p.shape, p.device, p.requires_grad, p.grad, p.numel()) for p in model.parameters()]  # what is no value may be read
     assert len(kept) == 4 and len(torch.optim.SGD(model.parameters(), lr=0.1).param_groups[0]["params"]) == 4
-    with pytest.raises(RuntimeFault, match=r"(?s)has the weights that it had then.* \(its parameters are read one by one\)") as caught:
+    with pytest.raises(
+        RuntimeFault, match=r"a parameter of the model was read after parallelize, but .* keeps its initial weights"
+    ) as caught:
         read(model)
     file = "copy.py" if read is copy.deepcopy else "test_stale_model.py"
     assert f"/{file}:" in str(caught.value.where) and "engine.state_dict()" in str(caught.value)
@@ -127,20 +129,20 @@ def test_a_model_that_trains_under_two_engines_is_captured_in_silence() -> None:
     other = whale.parallelize(model, loss=loss, optimizer=SGD, batch=BATCH)
     assert not heard(lambda: [engine.step(BATCH), other.step(BATCH), other.state_dict()])
     first, *others = heard(model.state_dict)
-    assert not others and str(first.message).startswith("the model that parallelize was given")
+    assert not others and str(first.message).startswith("the model given to parallelize")
 
 
 def test_a_pickled_model_is_one_that_computes() -> None:
     model, engine = made()
     engine.step(BATCH)
-    with pytest.warns(UserWarning, match="has the weights that it had then"):
+    with pytest.warns(UserWarning, match="keeps its initial weights"):
         text = pickle.dumps(model)
     assert not heard(lambda: torch.testing.assert_close(pickle.loads(text)(BATCH["input"]), model(BATCH["input"])))
 
 
 @pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, pickle.dumps])
 def test_an_engine_is_not_copied(duplicate: Callable[[object], object]) -> None:
-    with pytest.raises(ConfigError, match=r"(?s)neither copied nor pickled.*engine.state_dict\(\) has the weights"):
+    with pytest.raises(ConfigError, match=r"(?s)an Engine cannot be copied or pickled.*engine.state_dict\(\) has the weights"):
         duplicate(made()[1])
 
 

@@ -45,7 +45,7 @@ def test_a_loss_that_is_not_finite(tmp_path: Path) -> None:
 
 def test_a_file_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match=r"(?s)cannot be logged in .*steps\.jsonl.*runtime\.log_file"):
+    with pytest.raises(ConfigError, match=r"(?s)cannot write the log of steps .*steps\.jsonl.*runtime\.log_file"):
         parallelize(config={"runtime.log_file": str(tmp_path / "file" / "steps.jsonl")})
 
 

@@ -212,7 +212,7 @@ def test_a_folder_for_the_record_that_cannot_be_made_is_told_before_a_rank_start
     for path in (script, file):
         path.touch()
     for directory in (file, file / "below"):
-        with pytest.raises(ConfigError, match=re.escape(f"no step can be recorded in {directory}: ")):
+        with pytest.raises(ConfigError, match=re.escape(f"cannot record steps in {directory}: ")):
             launch._check(launch.make_parser().parse_args(["--trace", str(directory), str(script)]))
     launch._check(launch.make_parser().parse_args(["--nnodes", "2", "--trace", str(file), str(script)]))
     launch._check(launch.make_parser().parse_args(["--trace", str(tmp_path / "new"), str(script)]))
