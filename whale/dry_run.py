@@ -154,8 +154,7 @@ class DryRank:
         kept = max(self.plan.state_of(name).num_optimizer_tensors for name in parameters)
         if kept not in _OPTIMIZERS:
             raise ConfigError(
-                f"a dry run knows optimizers that keep {min(_OPTIMIZERS)} to {max(_OPTIMIZERS)} tensors for each parameter "
-                f"(memory.optimizer_states: {kept})",
+                f"a dry run does not support memory.optimizer_states: {kept}",
                 hint=f"set memory.optimizer_states to {min(_OPTIMIZERS)}..{max(_OPTIMIZERS)}, or leave out the dry run",
             )
         return _OPTIMIZERS[kept](list(parameters.values()), lr=1e-3)
@@ -170,9 +169,9 @@ def _without_values() -> Iterator[None]:
         if isinstance(fault, OpFault) and not isinstance(fault.__cause__, _LOOKS):
             raise
         raise OpFault(
-            "a dry run has shapes and no values, and the model looks at some",
+            "a dry run cannot run this model: it reads values of tensors, and a dry run has shapes only",
             where=fault.where if isinstance(fault, OpFault) else None,
-            hint="leave out the dry run: what the estimate says of the memory does not depend on them",
+            hint="leave out the dry run; the estimate of memory needs no values",
         ) from fault
 
 
@@ -327,13 +326,13 @@ def dry_run(plan: Plan, captured: Captured, config: Config) -> DryRun:
     """
     if any(state.is_gathered for state in plan.parameter_states):
         raise ConfigError(
-            "a dry run counts memory until nobody has it any more (memory.zero: 3, memory.offload: optimizer+parameters: weights that are "
-            "let go keep their tensors)",
+            "a dry run cannot count memory under memory.zero: 3 or memory.offload: optimizer+parameters, where weights are freed and keep "
+            "their tensors",
             hint="leave out the dry run, or take memory.zero: 2 and memory.offload: optimizer",
         )
     if any(state.gradient is not None and state.gradient.is_sparse for state in plan.parameter_states):
         raise ConfigError(
-            "a dry run has no values, so it does not know which rows a sparse gradient has (an embedding has sparse=True)",
+            "a dry run cannot tell which rows a sparse gradient has (an embedding has sparse=True), because its tensors have no values",
             hint="leave out the dry run; the estimate counts these gradients by the lookups of the example's batch",
         )
     holdings = Holdings.of(plan, captured.graph, discover_if_sharded(plan, captured.graph))

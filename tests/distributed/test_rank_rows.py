@@ -169,5 +169,5 @@ SAID = {
 }
 REFUSED = {
     "of two": "batch['input']: epoch 0, row 0, samples 16, shuffle 0, seed 0; batch['target']: epoch 0, row 8, ",
-    "cut": "rows 4:8 of 8, which are 4; now 1",
+    "cut": "has 1 row now, not the 4 that it was made with",
 }

@@ -99,14 +99,14 @@ def parse(text: str) -> Notation:
     """
     left, arrow, right = text.partition("->")
     if not arrow:
-        raise ConfigError(f"a rule needs '->' between operands and results ({text!r})", hint=_HINT)
+        raise ConfigError(f"rule {text!r} has no '->' between operands and results", hint=_HINT)
     reader = _RuleReader(text)
     operands: list[Operand] = []
     position = 0
     while left[position:].strip():
         found = _OPERAND.match(left, position)
         if not found:
-            raise ConfigError(f"a rule's operands are written name[letters] ({left[position:].strip()!r})", hint=_HINT)
+            raise ConfigError(f"{left[position:].strip()!r} is not an operand of the form name[letters]", hint=_HINT)
         operands.append(Operand(found[2], reader.terms(found[3], len(operands), bool(found[1])), bool(found[1])))
         position = found.end()
     results: list[tuple[Term, ...]] = []
@@ -114,7 +114,7 @@ def parse(text: str) -> Notation:
     while right[position:].strip():
         found = _RESULT.match(right, position)
         if not found:
-            raise ConfigError(f"a rule's results are written [letters] ({right[position:].strip()!r})", hint=_HINT)
+            raise ConfigError(f"{right[position:].strip()!r} is not a result of the form [letters]", hint=_HINT)
         results.append(reader.terms(found[1], None, False))
         position = found.end()
     return Notation(text, tuple(operands), tuple(results), reader.roles(), reader.sizes)
@@ -141,13 +141,13 @@ class _RuleReader:
         letters = [letter for term in found for letter in term]
         self._doubled.update(letter for letter in letters if letters.count(letter) > 1)
         if sum("..." in term for term in found) > 1:
-            raise ConfigError(f"'...' may stand once in an operand or result ({self.text!r})", hint=_HINT)
+            raise ConfigError(f"'...' occurs more than once in {self.text!r}", hint=_HINT)
         return found
 
     def _factor(self, text: str, operand: int | None, added: bool) -> str:
         found = _FACTOR.match(text)
         if not found:
-            raise ConfigError(f"{text!r} is no letter of a rule ({self.text!r})", hint=_HINT)
+            raise ConfigError(f"{text!r} is not a letter of the rule {self.text!r}", hint=_HINT)
         letter = found["letter"]
         self._letters[letter] = None
         if operand is None:
@@ -161,7 +161,7 @@ class _RuleReader:
         if found["open"]:
             how = found["how"] or "sum"
             if how not in COMBINES:
-                raise ConfigError(f"parts are combined by one of {', '.join(COMBINES)} ({text!r})")
+                raise ConfigError(f"{text!r} is not a way to combine parts: {', '.join(COMBINES)}")
             self._marks[letter] = how
         elif found["mark"]:
             self._marks[letter] = found["mark"]
@@ -177,7 +177,7 @@ class _RuleReader:
             return Role("whole", reason="has it twice in one tensor")
         if mark in COMBINES:
             if given:
-                raise ConfigError(f"a contracted letter cannot be in a result ({letter!r} in {self.text!r})", hint=_HINT)
+                raise ConfigError(f"letter {letter!r} is contracted, but occurs in a result of {self.text!r}", hint=_HINT)
             return Role("contracted", mark)
         if mark == "!":
             return Role("whole", reason="reads all of it at once" if taken else "makes all of it at once")

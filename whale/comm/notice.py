@@ -34,8 +34,8 @@ class Notice:
             return
         if threading.current_thread() is not threading.main_thread():
             warn(
-                "runtime.save_on_sigterm needs whale.parallelize to be called in the main thread, which alone hears signals "
-                f"(called in {threading.current_thread().name}): SIGTERM ends this process as before"
+                f"runtime.save_on_sigterm has no effect: whale.parallelize was called in thread {threading.current_thread().name}, and "
+                "only the main thread receives signals"
             )
             return
         self._before = signal.signal(signal.SIGTERM, self._hear)

@@ -224,9 +224,7 @@ def _join(device: torch.device, timeout: timedelta) -> None:
     named = device if "nccl" in backend else None
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout, device_id=named)
     if backend == "gloo" and rank == 0 and any(gpus):
-        warnings.warn(
-            f"messages between GPUs go through host memory, by Gloo: {_reason(gpus)}; NCCL wants a GPU for each rank", stacklevel=3
-        )
+        warnings.warn(f"messages between GPUs go through host memory, by Gloo: {_reason(gpus)}; NCCL needs one GPU per rank", stacklevel=3)
 
 
 def _check_group() -> None:
@@ -237,7 +235,7 @@ def _check_group() -> None:
     """
     if backend_of(torch.device("cpu")) is None:
         raise ConfigError(
-            f"the process group carries messages of host memory too (torch.distributed was initialised with {dist.get_backend_config()!r})",
+            f"the process group cannot carry tensors in host memory (torch.distributed was initialised with {dist.get_backend_config()!r})",
             hint='init_process_group("cpu:gloo,cuda:nccl", ...), or leave it out: whale.parallelize makes the group from the environment',
         )
 
@@ -346,7 +344,7 @@ def imagined_world(rank: int, size: int) -> Iterator[World]:
     from torch.testing._internal.distributed.fake_pg import FakeStore  # tells torch of a backend, which nobody else is to see
 
     if dist.is_initialized():
-        raise ConfigError("a dry run is a process of its own (this one is a rank among others already)", hint="run it without a launcher")
+        raise ConfigError("a dry run was started in a process that is a rank of a process group already", hint="run it without a launcher")
     dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
     try:
         yield World(rank, size, 0, 1, torch.device("cpu"), timedelta(seconds=60), is_imagined=True)

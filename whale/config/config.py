@@ -159,7 +159,7 @@ def _settings(source: Source, faults: list[WhaleError]) -> list[Setting]:
         return _recipe(source, faults)
     if isinstance(source, Mapping):
         return [Setting(name, value) for name, value in source.items()]
-    raise ConfigError(f"config is a whale.Config, a mapping or a recipe file ({type(source).__name__} is none of these)")
+    raise ConfigError(f"config= is {type(source).__name__}, not a whale.Config, a mapping or a recipe file")
 
 
 def from_environment(environment: Mapping[str, str]) -> list[Setting]:
@@ -199,7 +199,7 @@ def _recipe(path: str | Path, faults: list[WhaleError]) -> list[Setting]:
     if document.data is None:
         return []
     if not isinstance(document.data, dict):
-        raise ConfigError("a recipe is made of sections such as 'pipeline:'", where=document.place())
+        raise ConfigError("the recipe is not a mapping of sections such as 'pipeline:'", where=document.place())
     settings: list[Setting] = []
     for section, content in document.data.items():
         try:
@@ -221,7 +221,7 @@ def _section(document: Document, section: str, content: object) -> Iterable[Sett
         raise ConfigError(f"unknown section {section!r}", where=where, hint=hint)
     found = expand(Setting(section, content, where, partial(document.place, section)))
     if any(setting.name == section for setting in found):
-        raise ConfigError(f"section {section} is made of 'key: value' lines ({content!r} is not)", where=where)
+        raise ConfigError(f"section {section}: {content!r} is not 'key: value' lines", where=where)
     return found
 
 

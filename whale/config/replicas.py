@@ -120,7 +120,7 @@ def _names(what: str) -> Callable[[str, object, object], tuple[str, ...]]:
     def read(name: str, value: object, place: object) -> tuple[str, ...]:
         if isinstance(value, (list, tuple)) and value and all(isinstance(each, str) for each in value):
             return tuple(value)
-        raise ConfigError(f"{REPLICAS}.{name} takes a list of {what} ({value!r} is not)", where=place)
+        raise ConfigError(f"{REPLICAS}.{name}: {value!r} is not a list of {what}", where=place)
 
     return read
 
@@ -134,8 +134,7 @@ def _devices(name: str, value: object, place: object) -> tuple[str, ...] | tuple
     if lists and len(lists) == len(value) and all(isinstance(each, str) for own in lists for each in own):  # type: ignore[arg-type]
         return tuple(tuple(own) for own in lists)
     raise ConfigError(
-        f"{REPLICAS}.{name} takes names of devices, or lists of them (of each stage in order), or a whole number at least 1 "
-        f"({value!r} is not)",
+        f"{REPLICAS}.{name}: {value!r} is not names of devices, lists of them (of each stage in order), or a whole number at least 1",
         where=place,
     )
 
@@ -145,7 +144,7 @@ def _count(name: str, value: object, place: object) -> int | None:
         return None
     if isinstance(value, int) and not isinstance(value, bool) and value >= 1:
         return value
-    raise ConfigError(f"{REPLICAS}.{name} takes a whole number at least 1, or {ALL} ({value!r} is not)", where=place)
+    raise ConfigError(f"{REPLICAS}.{name}: {value!r} is not a whole number at least 1, or {ALL}", where=place)
 
 
 def _blocks(name: str, value: object, place: object) -> tuple[int, ...] | str:
@@ -153,13 +152,13 @@ def _blocks(name: str, value: object, place: object) -> tuple[int, ...] | str:
         return EVEN
     if isinstance(value, (list, tuple)) and value and all(type(each) is int and each >= 0 for each in value):
         return tuple(value)
-    raise ConfigError(f"{REPLICAS}.{name} takes the number of blocks of each stage, as a list, or {EVEN} ({value!r} is not)", where=place)
+    raise ConfigError(f"{REPLICAS}.{name}: {value!r} is not a list with the number of blocks of each stage, or {EVEN}", where=place)
 
 
 def _text(name: str, value: object, place: object) -> str:
     if isinstance(value, str) and value:
         return value
-    raise ConfigError(f"{REPLICAS}.{name} takes text ({value!r} is not)", where=place)
+    raise ConfigError(f"{REPLICAS}.{name}: {value!r} is not text", where=place)
 
 
 _READERS: Mapping[str, Key | Callable[[str, object, object], object]] = {
@@ -198,7 +197,7 @@ class Reader:
         if isinstance(data, tuple) and all(isinstance(block, ReplicaBlock) for block in data):
             return data, []
         if not isinstance(data, list) or not data:
-            return (), [ConfigError(f"{REPLICAS} is a list of blocks, one per replica ({data!r} is not)", where=where())]
+            return (), [ConfigError(f"{REPLICAS}: {data!r} is not a list of blocks, one per replica", where=where())]
         return self._blocks(data, where)
 
     def plan(self, data: object, where: Place) -> tuple[tuple[ReplicaBlock, ...], list[WhaleError]]:
@@ -209,22 +208,18 @@ class Reader:
             where: each value's place.
         """
         if not isinstance(data, Mapping):
-            said = "there are none" if data is None else f"{data!r} is not"
-            return (), [ConfigError(f"a plan is made of 'key: value' lines ({said})", where=where())]
+            found = "the file is empty" if data is None else repr(data)
+            return (), [ConfigError(f"a plan needs 'key: value' lines: {found}", where=where())]
         common = {name: value for name, value in data.items() if name != REPLICAS}
         asked = data.get(REPLICAS, ALL)
         if not isinstance(asked, list):
             block = common | {"count": asked}
             return self._blocks([block], lambda *way: where(*[REPLICAS if key == "count" else key for key in way[1:]]))
         if not asked:
-            return (), [
-                ConfigError(
-                    f"{REPLICAS} of a plan are a number, {ALL!r}, or a list of at least one block ([] is not)", where=where(REPLICAS)
-                )
-            ]
+            return (), [ConfigError(f"{REPLICAS}: [] is not a number, {ALL!r}, or a list of at least one block", where=where(REPLICAS))]
         own = [block if isinstance(block, Mapping) else {} for block in asked]
         faults: list[WhaleError] = [
-            ConfigError(f"a block of {REPLICAS} is made of 'key: value' lines ({block!r} is not)", where=where(REPLICAS, number))
+            ConfigError(f"a block of {REPLICAS}: {block!r} is not 'key: value' lines", where=where(REPLICAS, number))
             for number, block in enumerate(asked)
             if not isinstance(block, Mapping)
         ]
@@ -240,7 +235,7 @@ class Reader:
         faults: list[WhaleError] = []
         for number, block in enumerate(data):
             if not isinstance(block, Mapping):
-                faults.append(ConfigError(f"a block of {REPLICAS} is made of 'key: value' lines ({block!r} is not)", where=where(number)))
+                faults.append(ConfigError(f"a block of {REPLICAS}: {block!r} is not 'key: value' lines", where=where(number)))
                 continue
             values: dict[str, Any] = {}
             for name, value in block.items():
@@ -278,7 +273,8 @@ def _together(blocks: list[ReplicaBlock], where: Place) -> Iterator[WhaleError]:
     if stated and len(stated) < len(blocks):
         silent = [str(number) for number in range(len(blocks)) if number not in stated]
         yield ConfigError(
-            f"{REPLICAS}.rows is stated for all replicas or for none (stated: {', '.join(map(str, stated))}, not: {', '.join(silent)})",
+            f"{REPLICAS}.rows is given for replicas {', '.join(map(str, stated))} and not for {', '.join(silent)}; give it for all or "
+            "for none",
             where=where(stated[0], "rows"),
         )
     first: dict[str, int] = {}
@@ -286,9 +282,9 @@ def _together(blocks: list[ReplicaBlock], where: Place) -> Iterator[WhaleError]:
         yield from _contradictions(block, number, where)
         for name in block.names:
             if name in first:
-                message = f"a device belongs to one replica ({name}: to {first[name]} and {number})"
+                message = f"device {name} is in replicas {first[name]} and {number}; it can be in one"
                 if first[name] == number:
-                    message = f"a replica has each of its devices once ({name}: twice in replica {number})"
+                    message = f"device {name} is listed twice in replica {number}"
                 yield ConfigError(message, where=where(number, "devices"))
             first.setdefault(name, number)
 
@@ -296,32 +292,32 @@ def _together(blocks: list[ReplicaBlock], where: Place) -> Iterator[WhaleError]:
 def _contradictions(block: ReplicaBlock, number: int, where: Place) -> Iterator[WhaleError]:
     if block.model is not None and not block.stages:
         yield ConfigError(
-            f"{MODEL} says for which model {STAGES} were written down (replica {number} has no {STAGES})",
+            f"{MODEL} is given without {STAGES} (replica {number})",
             where=where(number, MODEL),
-            hint="what leaves its stages to the planner serves any model: leave it out",
+            hint=f"leave it out: without {STAGES} the planner cuts any model",
         )
     beside = [name for name in block.as_data() if name not in _BESIDE_STAGES]
     if block.stages and beside:
         yield ConfigError(
-            f"stages that are written down leave nothing open (replica {number} says {', '.join(beside)} too)",
+            f"{', '.join(beside)} cannot be given together with {STAGES}, which fix them (replica {number})",
             where=where(number, beside[0]),
-            hint=f"beside stages stand {', '.join(_BESIDE_STAGES[1:])}",
+            hint=f"keys that go with {STAGES}: {', '.join(_BESIDE_STAGES[1:])}",
         )
     if block.names and block.count != 1:
         count = ALL if block.count is None else block.count
         yield ConfigError(
-            f"devices by name make one replica (replica {number}, count: {count})",
+            f"devices are named for {count} replicas (replica {number}, count: {count}); named devices make one",
             where=where(number, "devices"),
-            hint="a number of devices in the place of names, or one replica: replicas: 1 where keys are said once for all, else count: 1",
+            hint="give a number of devices instead of names, or one replica: replicas: 1 where keys are given once for all, else count: 1",
         )
     if block.micro_batch_rows is not None and "num_micro_batch" in dict(block.pipeline):
         yield ConfigError(
-            f"micro-batches are stated by their number or by their rows (replica {number} says num_micro_batch and micro_batch_rows)",
+            f"num_micro_batch and micro_batch_rows are both given (replica {number}); give one of them",
             where=where(number, "micro_batch_rows"),
         )
     if block.more_axes and block.axes is None:
         yield ConfigError(
-            f"more_axes stands beside axes (replica {number} says more_axes alone)",
+            f"more_axes is given without axes (replica {number})",
             where=where(number, "more_axes"),
-            hint="without axes the planner may cut any",
+            hint="leave it out: without axes the planner may cut any",
         )

@@ -88,7 +88,7 @@ def check(settings: Iterable[Setting]) -> tuple[dict[str, object], list[WhaleErr
     for setting in (each for given in settings for each in expand(given)):
         if setting.name in (REPLICAS, PLAN):
             if REPLICAS in values:
-                faults.append(ConfigError(f"{REPLICAS} stand beside the sections or inside {PLAN} (both are there)", where=setting.where))
+                faults.append(ConfigError(f"{REPLICAS} are given twice: next to the sections and inside {PLAN}", where=setting.where))
                 continue
             reader = Reader(_BLOCK_KEYS, _checked_at)
             read = reader.plan if setting.name == PLAN else reader.replicas
@@ -102,7 +102,9 @@ def check(settings: Iterable[Setting]) -> tuple[dict[str, object], list[WhaleErr
             name, value = _carried(setting) if setting.name == STRATEGY else _read(setting)
             if values.setdefault(name, value) != value:  # only these two names can meet
                 raise ConfigError(
-                    f"{STRATEGY} and {SCHEDULE} must agree ({values[name]} and {value})", where=setting.where, hint=f"leave {STRATEGY} out"
+                    f"{STRATEGY} and {SCHEDULE} contradict each other ({values[name]} and {value})",
+                    where=setting.where,
+                    hint=f"leave {STRATEGY} out",
                 )
         except ConfigError as fault:
             faults.append(fault)
@@ -119,14 +121,14 @@ def _checked_at(key: Key, value: object, where: object) -> object:
 
 def _check_flag(setting: Setting) -> None:
     if not isinstance(setting.value, bool) and str(setting.value).lower() not in _BOOLEANS:
-        raise ConfigError(f"{AUTO} takes {TYPE_WORDS['bool']} ({setting.value!r} is not)", where=setting.where)
+        raise ConfigError(f"{AUTO}: {setting.value!r} is not {TYPE_WORDS['bool']}", where=setting.where)
 
 
 def _carried(setting: Setting) -> tuple[str, object]:
     """EPL's ``pipeline.strategy`` as the schedule it stands for."""
     if not isinstance(setting.value, str) or setting.value not in STRATEGIES:
         raise ConfigError(
-            f"{STRATEGY} is one of {', '.join(STRATEGIES)} ({setting.value!r} is not)",
+            f"{STRATEGY}: {setting.value!r} is not one of {', '.join(STRATEGIES)}",
             where=setting.where,
             hint=f"{SCHEDULE} takes the other schedules by name",
         )
@@ -141,7 +143,7 @@ def _read(setting: Setting) -> tuple[str, object]:
 def _known(setting: Setting) -> str:
     name = setting.name
     if not isinstance(name, str):
-        raise ConfigError(f"a configuration key is text, section.key ({name!r} is not)", where=setting.where)
+        raise ConfigError(f"configuration key {name!r} is not text of the form section.key", where=setting.where)
     if name in KEYS:
         return name
     if name in REFUSED:
@@ -172,16 +174,16 @@ def _checked(key: Key, setting: Setting) -> object:
         return _by_name(key, setting)
     value = _typed(key, setting.value)
     if value is None and not (key.optional and setting.value is None):
-        raise ConfigError(f"{key.name} takes {key.takes} ({setting.value!r} is not)", where=setting.where)
+        raise ConfigError(f"{key.name}: {setting.value!r} is not {key.takes}", where=setting.where)
     if value is None:
         return None
     if key.choices and value not in key.choices:
         hint = guess(str(value), key.choices)
         if value in STRATEGIES and key.name == SCHEDULE:
             hint = f"{value} of EPL is {SCHEDULE}: {STRATEGIES[str(value)]}"
-        raise ConfigError(f"{key.name} takes {key.takes} ({value!r} is not)", where=setting.where, hint=hint)
+        raise ConfigError(f"{key.name}: {value!r} is not {key.takes}", where=setting.where, hint=hint)
     if key.rule is not None and not key.rule.holds(value):
-        raise ConfigError(f"{key.name} must be {key.rule.words} ({value!r} is not)", where=setting.where)
+        raise ConfigError(f"{key.name}: {value!r} is not {key.rule.words}", where=setting.where)
     return value
 
 
@@ -197,13 +199,13 @@ def _shares(key: Key, setting: Setting) -> Shares:
     for stage, share in pairs:
         number = int(stage) if isinstance(stage, str) and stage.isdecimal() else stage
         if isinstance(number, bool) or not isinstance(number, Integral) or number < 0:
-            raise ConfigError(f"{key.name} takes shares by stage, a whole number from 0 ({stage!r} is not)", where=setting.where)
+            raise ConfigError(f"{key.name}: stage {stage!r} is not a whole number from 0", where=setting.where)
         if isinstance(share, str) and share in key.by_stage:
             found[int(number)] = share
         elif isinstance(share, bool) or not isinstance(share, Real) or not 0 <= float(share) <= 1:
-            words = f"a stage recomputes a share from 0 to 1, or {', '.join(key.by_stage)}"
+            words = f"stage {stage}: {share!r} is not a share from 0 to 1, or {', '.join(key.by_stage)}"
             hint = guess(share, key.by_stage) if isinstance(share, str) else None
-            raise ConfigError(f"{key.name}: {words} (stage {stage}: {share!r} is not)", where=setting.where, hint=hint)
+            raise ConfigError(f"{key.name}: {words}", where=setting.where, hint=hint)
         else:
             found[int(number)] = float(share)
     return tuple(sorted(found.items()))
@@ -216,21 +218,21 @@ def _by_name(key: Key, setting: Setting) -> tuple[tuple[str, str], ...]:
     found: dict[str, str] = {}
     for pattern, choice in pairs:
         if not isinstance(pattern, str) or not pattern:
-            raise ConfigError(f"{key.name} takes values by patterns of parameter names ({pattern!r} is none)", where=setting.where)
+            raise ConfigError(f"{key.name}: {pattern!r} is not a pattern of parameter names", where=setting.where)
         if choice not in key.by_name:
-            words = f"{key.name} of a pattern is one of {', '.join(key.by_name)}"
-            raise ConfigError(f"{words} ({pattern}: {choice!r} is not)", where=setting.where, hint=guess(str(choice), key.by_name))
+            words = f"{pattern}: {choice!r} is not one of {', '.join(key.by_name)}"
+            raise ConfigError(f"{key.name}: {words}", where=setting.where, hint=guess(str(choice), key.by_name))
         found[pattern] = str(choice)
     if [*found][-1:] != ["*"]:
         last = f"the last is {[*found][-1]}" if found else "there is none"
         raise ConfigError(
-            f"the last pattern of {key.name} is *, which ops without a parameter go by too ({last})",
+            f"{key.name} does not end with the pattern '*', which ops without a parameter use ({last})",
             where=setting.where,
             hint=f'{{"*norm*": {key.by_name[0]}, "*": {key.by_name[1]}}}',
         )
     others = sorted({choice for choice in found.values() if choice != key.by_name[0]})
     if len(others) > 1:
-        raise ConfigError(f"{key.name} has one type beside {key.by_name[0]} ({' and '.join(others)})", where=setting.where)
+        raise ConfigError(f"{key.name} has {' and '.join(others)}; it can have one type besides {key.by_name[0]}", where=setting.where)
     return tuple(found.items())
 
 

@@ -93,7 +93,7 @@ def read_stages(value: object, place: Callable[..., object]) -> tuple[tuple[Stag
     if isinstance(value, tuple) and all(isinstance(stage, StageBlock) for stage in value):
         return value, []
     if not isinstance(value, list) or not value:
-        return (), [ConfigError(f"{STAGES} is a list of stages ({value!r} is not)", where=place())]
+        return (), [ConfigError(f"{STAGES}: {value!r} is not a list of stages", where=place())]
     stages, faults = [], list[WhaleError]()
     for number, stage in enumerate(value):
         wrong = list(_unknown(stage, number, place))
@@ -103,7 +103,7 @@ def read_stages(value: object, place: Callable[..., object]) -> tuple[tuple[Stag
                 try:
                     known[name] = _READERS[name](content)
                 except ValueError as error:
-                    wrong.append(ConfigError(f"{STAGES}.{name} takes {error} ({content!r} is not)", where=place(number, name)))
+                    wrong.append(ConfigError(f"{STAGES}.{name}: {content!r} is not {error}", where=place(number, name)))
         faults += wrong
         if not wrong:
             if known.get("recompute") == FULL:
@@ -114,7 +114,7 @@ def read_stages(value: object, place: Callable[..., object]) -> tuple[tuple[Stag
 
 def _unknown(stage: object, number: int, place: Callable[..., object]) -> Iterator[WhaleError]:
     if not isinstance(stage, Mapping):
-        yield ConfigError(f"a stage is made of 'key: value' lines ({stage!r} is not)", where=place(number))
+        yield ConfigError(f"a stage: {stage!r} is not 'key: value' lines", where=place(number))
         return
     for name in stage:
         if name not in _READERS:
@@ -123,7 +123,7 @@ def _unknown(stage: object, number: int, place: Callable[..., object]) -> Iterat
             yield ConfigError(f"unknown key {name!r} in a stage", where=place(number, name), hint=hint)
     missing = [name for name in ("devices", "ops") if name not in stage]
     if missing:
-        yield ConfigError(f"a stage says its devices and its ops (stage {number}: no {' and no '.join(missing)})", where=place(number))
+        yield ConfigError(f"stage {number} lacks {' and '.join(missing)}", where=place(number))
 
 
 def _texts(value: object) -> tuple[str, ...]:

@@ -92,7 +92,7 @@ class _NodeReader:
     def read(self, node: yaml.Node, way: PathKey, above: tuple[yaml.Node, ...]) -> object:
         self.lines.setdefault(way, node.start_mark.line + 1)
         if any(node is other for other in above):
-            self.fault("an alias stands inside the value it stands for", node)
+            self.fault("an alias is used inside its own value", node)
             return None
         above = (*above, node)
         if isinstance(node, yaml.SequenceNode):
@@ -105,11 +105,11 @@ class _NodeReader:
         result: dict[str, object] = {}
         for key_node, value_node in node.value:
             if not isinstance(key_node, yaml.ScalarNode):
-                self.fault("a key is text, not a list or a mapping", key_node)
+                self.fault("a key is a list or a mapping, not text", key_node)
                 continue
             name = str(key_node.value)
             if name in result:
-                self.fault(f"key {name!r} stands twice (first in line {self.lines[(*way, name)]})", key_node)
+                self.fault(f"key {name!r} is given twice (first in line {self.lines[(*way, name)]})", key_node)
                 continue
             self.lines[(*way, name)] = key_node.start_mark.line + 1
             result[name] = self.read(value_node, (*way, name), above)
@@ -153,9 +153,9 @@ class _Composer(yaml.SafeLoader):
         """The next value; what an alias stands for is the node that stands there already."""
         event: yaml.Event = self.peek_event()  # type: ignore[no-untyped-call]
         if (tag := getattr(event, "tag", None)) is not None:
-            self._reader.fault(f"tag {tag.replace('tag:yaml.org,2002:', '!!')!r} has no meaning here", event)
+            self._reader.fault(f"tag {tag.replace('tag:yaml.org,2002:', '!!')!r} is not supported", event)
         if isinstance(event, yaml.CollectionStartEvent) and self._depth >= MOST_DEPTH:
-            raise self._reader.at_fault(f"lists and mappings nest at most {MOST_DEPTH} deep (here: {MOST_DEPTH + 1} or more)", event)
+            raise self._reader.at_fault(f"lists and mappings are nested more than {MOST_DEPTH} deep", event)
         self._depth += 1
         node = super().compose_node(parent, index)
         assert node is not None

@@ -81,7 +81,7 @@ class WhaleTrainer(Trainer):  # type: ignore[misc]
         super().__init__(model, args, *others, **options)
         if self.optimizer is not None or self.lr_scheduler is not None:
             raise ConfigError(
-                "WhaleTrainer makes the optimizer over the parameters that each rank owns (optimizers= was given one that is made)",
+                "WhaleTrainer cannot use an optimizer that is already made (optimizers=): it makes one over each rank's parameters",
                 hint="pass optimizer_cls_and_kwargs=(torch.optim.AdamW, {...}), or set TrainingArguments.optim",
             )
 
@@ -156,7 +156,7 @@ class WhaleTrainer(Trainer):  # type: ignore[misc]
         kind, options = self.optimizer_cls_and_kwargs or self.get_optimizer_cls_and_kwargs(self.args, self.model)
         if special := {"params", "model", "optimizer_dict"} & options.keys():
             raise ConfigError(
-                f"WhaleTrainer gives an optimizer the parameters that a rank owns (optim={self.args.optim} chooses them by {min(special)})",
+                f"WhaleTrainer does not support optim={self.args.optim}, which chooses parameters by {min(special)}",
                 hint="set TrainingArguments.optim to one of torch.optim, such as adamw_torch",
             )
         decayed = set(self.get_decay_parameter_names(self.model))
@@ -268,7 +268,7 @@ class WhaleTrainer(Trainer):  # type: ignore[misc]
         if not folder.is_dir():
             if (Path(checkpoint) / "optimizer.pt").is_file():
                 raise CheckpointError(
-                    f"{checkpoint} has the optimizer of another trainer (there is optimizer.pt, and no {_FOLDER}/)",
+                    f"{checkpoint} has another trainer's optimizer state (optimizer.pt, no {_FOLDER}/)",
                     hint="start from its weights alone: from_pretrained(checkpoint), without resume_from_checkpoint",
                 )
             return
@@ -282,7 +282,7 @@ class WhaleTrainer(Trainer):  # type: ignore[misc]
     # ---- what cannot be --------------------------------------------------------------------------------------
 
     def hyperparameter_search(self, *arguments: Any, **options: Any) -> Any:
-        raise ConfigError("WhaleTrainer trains one model (hyperparameter_search makes many)", hint="start a run for each trial")
+        raise ConfigError("WhaleTrainer does not support hyperparameter_search, which makes many models", hint="start a run for each trial")
 
 
 class OneProcess(Accelerator):  # type: ignore[misc]
@@ -354,8 +354,7 @@ class Computed:
         odd = [key for key, value in given.items() if key != _ITEMS and value is not self._inputs.get(key)]
         if arguments or odd:
             raise CaptureError(
-                "compute_loss calls the model once, with parts of the batch as they are "
-                f"({', '.join(odd) or 'positional arguments'}: something else)",
+                f"compute_loss passes {', '.join(odd) or 'positional arguments'} to the model, which are not parts of the batch",
                 hint="change the batch in the data collator, or compute in the model's forward",
             )
         return self._output
@@ -389,7 +388,7 @@ def _check(args: TrainingArguments) -> None:
     }
     for name, hint in refused.items():
         if getattr(args, name, None):
-            raise ConfigError(f"WhaleTrainer has no TrainingArguments.{name} (it is {getattr(args, name)!r})", hint=hint)
+            raise ConfigError(f"WhaleTrainer does not support TrainingArguments.{name} (it is {getattr(args, name)!r})", hint=hint)
 
 
 def _example(loader: Any) -> Mapping[str, Any]:

@@ -55,5 +55,5 @@ def test_a_group_that_carries_no_host_memory(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(dist, "get_backend_config", lambda group=None: "cuda:nccl")
     with pytest.raises(ConfigError) as caught:
         connect(1.0)
-    assert "carries messages of host memory too (torch.distributed was initialised with 'cuda:nccl')" in str(caught.value)
+    assert "cannot carry tensors in host memory (torch.distributed was initialised with 'cuda:nccl')" in str(caught.value)
     assert 'init_process_group("cpu:gloo,cuda:nccl", ...)' in str(caught.value)

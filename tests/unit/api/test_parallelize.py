@@ -141,7 +141,7 @@ def test_a_profile_of_another_torch_is_told_and_of_another_model_refused(tmp_pat
     path.write_text(to_json(Profile("another", (KindProfile(devices_at_hand(1).devices[0].kind, "", "1.0", (8,), ()),))))
     with (
         pytest.warns(UserWarning, match=r"was measured with torch 1\.0, this is torch"),
-        pytest.raises(ConfigError, match="a profile serves the model that it was measured of"),
+        pytest.raises(ConfigError, match="the profile was measured on another model"),
     ):
         parallelize(config={"cluster.profile": str(path)})
 

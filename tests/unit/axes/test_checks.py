@@ -162,7 +162,7 @@ def test_a_rule_may_be_named_as_torch_library_names_the_operator() -> None:
     try:
         register_rule("mine::twist", "x[rows d!] -> [rows d!]")
         assert discover(build.graph()).by_name["rows"].may_be_cut
-        with pytest.raises(ConfigError, match="is named with its library"):
+        with pytest.raises(ConfigError, match="lacks its library"):
             register_rule("twist", "x[rows d!] -> [rows d!]")
     finally:
         _own_rules.reset(token)

@@ -50,12 +50,12 @@ def test_several_results() -> None:
     ("text", "says"),
     [
         ("x[a] [a]", "'->'"),
-        ("x(a) -> [a]", "operands"),
-        ("x[a] -> a", "results"),
-        ("x[a?] -> [a]", "no letter"),
+        ("x(a) -> [a]", "not an operand"),
+        ("x[a] -> a", "not a result"),
+        ("x[a?] -> [a]", "is not a letter"),
         ("x[... a ...] -> [a]", "once"),
         ("x[(a)] -> [a]", "contracted"),
-        ("x[(a:average)] -> []", "combined"),
+        ("x[(a:average)] -> []", "combine"),
     ],
 )
 def test_bad_rules_say_what_is_wrong(text: str, says: str) -> None:

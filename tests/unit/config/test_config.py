@@ -74,26 +74,26 @@ def test_prints_as_a_recipe() -> None:
 @pytest.mark.parametrize(
     ("key", "value", "message"),
     [
-        ("pipeline.num_micro_batch", 0, "must be at least 1 (0 is not)"),
-        ("pipeline.num_micro_batch", True, "takes a whole number at least 1 (True is not)"),
-        ("pipeline.num_micro_batch", 2.0, "takes a whole number at least 1 (2.0 is not)"),
-        ("pipeline.num_micro_batch", "4", "takes a whole number at least 1 ('4' is not)"),
-        ("pipeline.num_micro_batch", None, "takes a whole number at least 1 (None is not)"),
-        ("pipeline.num_stages", -1, "must be at least 1 (-1 is not)"),
-        ("cluster.colocate_split_and_replicate", 1, "takes true or false (1 is not)"),
-        ("cluster.file", "", "takes text or null ('' is not)"),
-        ("memory.fraction", 0, "must be above 0 and at most 1 (0.0 is not)"),
-        ("memory.fraction", 1.5, "must be above 0 and at most 1 (1.5 is not)"),
-        ("memory.fraction", float("nan"), "takes a number above 0 and at most 1 (nan is not)"),
-        ("memory.optimizer_states", -1, "must be at least 0"),
-        ("gradient.clip_norm", 0, "must be above 0"),
-        ("communication.bucket_bytes", "25 MiBs", "takes a whole number at least 1 ('25 MiBs' is not)"),
-        ("communication.bucket_bytes", 0, "must be at least 1"),
-        ("communication.timeout_seconds", float("inf"), "takes a number above 0"),
-        ("runtime.seed", -1, "must be at least 0"),
+        ("pipeline.num_micro_batch", 0, "0 is not at least 1"),
+        ("pipeline.num_micro_batch", True, "True is not a whole number at least 1"),
+        ("pipeline.num_micro_batch", 2.0, "2.0 is not a whole number at least 1"),
+        ("pipeline.num_micro_batch", "4", "'4' is not a whole number at least 1"),
+        ("pipeline.num_micro_batch", None, "None is not a whole number at least 1"),
+        ("pipeline.num_stages", -1, "-1 is not at least 1"),
+        ("cluster.colocate_split_and_replicate", 1, "1 is not true or false"),
+        ("cluster.file", "", "'' is not text or null"),
+        ("memory.fraction", 0, "0.0 is not above 0 and at most 1"),
+        ("memory.fraction", 1.5, "1.5 is not above 0 and at most 1"),
+        ("memory.fraction", float("nan"), "nan is not a number above 0 and at most 1"),
+        ("memory.optimizer_states", -1, "is not at least 0"),
+        ("gradient.clip_norm", 0, "is not above 0"),
+        ("communication.bucket_bytes", "25 MiBs", "'25 MiBs' is not a whole number at least 1"),
+        ("communication.bucket_bytes", 0, "is not at least 1"),
+        ("communication.timeout_seconds", float("inf"), "is not a number above 0"),
+        ("runtime.seed", -1, "is not at least 0"),
         ("pipeline.schedule", "1F1B", "hint: did you mean '1f1b'?"),
         ("pipeline.schedule", "PreferForward", "hint: PreferForward of EPL is pipeline.schedule: gpipe"),
-        ("pipeline.strategy", "1f1b", "pipeline.strategy is one of PreferForward, PreferBackward ('1f1b' is not)"),
+        ("pipeline.strategy", "1f1b", "'1f1b' is not one of PreferForward, PreferBackward"),
         ("pipeline.num_micro_batches", 4, "hint: did you mean 'pipeline.num_micro_batch'?"),
         ("num_micro_batches", 4, "hint: did you mean 'pipeline.num_micro_batch'?"),
         ("pipeline", 3, "'pipeline' is a section, not a key"),
@@ -110,7 +110,7 @@ def test_says_what_is_wrong(key: str, value: object, message: str) -> None:
 
 
 def test_a_key_that_is_no_text() -> None:
-    with pytest.raises(ConfigError, match=r"a configuration key is text, section\.key \(3 is not\)"):
+    with pytest.raises(ConfigError, match="configuration key 3 is not text"):
         Config({3: 4})  # type: ignore[dict-item]
 
 
@@ -132,7 +132,7 @@ def test_strategy_and_schedule_must_agree() -> None:
         {"pipeline.strategy": "PreferForward", "pipeline.schedule": "1f1b"},
         {"pipeline.schedule": "1f1b", "pipeline.strategy": "PreferForward"},
     ):
-        with pytest.raises(ConfigError, match="must agree"):
+        with pytest.raises(ConfigError, match="contradict each other"):
             Config(mapping)
 
 

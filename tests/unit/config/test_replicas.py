@@ -43,21 +43,21 @@ def test_all_faults_of_all_blocks(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="6 faults") as caught:
         load_config(path, environment={})
     text = str(caught.value)
-    assert "replicas.devices takes names of devices, or lists of them (of each stage in order), or a whole number at least 1" in text
-    assert f"(['a', 3] is not)\n  at {path}:2" in text
+    assert "is not names of devices, lists of them (of each stage in order), or a whole number at least 1" in text
+    assert "replicas.devices: ['a', 3] is not names" in text and f"or a whole number at least 1\n  at {path}:2" in text
     assert f"unknown key 'scheduel' in a block of replicas\n  at {path}:3\n  hint: did you mean 'schedule'?" in text
-    assert f"replicas.split must be at least 1 (0 is not)\n  at {path}:4" in text
+    assert f"replicas.split 0 is not at least 1\n  at {path}:4" in text
     assert f"at {path}:5\n  hint: did you mean 'gpipe'?" in text
-    assert f"is made of 'key: value' lines (3 is not)\n  at {path}:6" in text
+    assert f"3 is not 'key: value' lines\n  at {path}:6" in text
 
 
 @pytest.mark.parametrize(
     ("blocks", "message"),
     [
-        (3, "replicas is a list of blocks, one per replica .3 is not"),
-        ([], "replicas is a list of blocks"),
-        ([{"rows": 2}, {}], r"stated for all replicas or for none \(stated: 0, not: 1\)"),
-        ([{"devices": ["a"]}, {"devices": ["b", "a"]}], r"a device belongs to one replica \(a: to 0 and 1\)"),
+        (3, "replicas: 3 is not a list of blocks, one per replica"),
+        ([], "is not a list of blocks"),
+        ([{"rows": 2}, {}], "given for replicas 0 and not for 1"),
+        ([{"devices": ["a"]}, {"devices": ["b", "a"]}], "device a is in replicas 0 and 1"),
         ([{"color": 1}], "keys of a block: devices, split, rows, count"),
     ],
 )

@@ -131,7 +131,7 @@ def test_optimizers_keep_what_the_settings_say(kept: int) -> None:
 
 
 def test_an_unknown_optimizer_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"keep 0 to 3 tensors for each parameter \(memory.optimizer_states: 5\)") as caught:
+    with pytest.raises(ConfigError, match=r"does not support memory\.optimizer_states: 5") as caught:
         dry(2, memory__optimizer_states=5)
     assert "set memory.optimizer_states to 0..3, or leave out the dry run" in (caught.value.hint or "")
 
@@ -152,7 +152,7 @@ class Checks(nn.Module):
 
 def test_a_model_that_looks_at_values_is_named() -> None:
     mode, config = captured(Checks), Config()
-    with pytest.raises(OpFault, match="a dry run has shapes and no values") as caught:
+    with pytest.raises(OpFault, match="a dry run cannot run this model") as caught:
         dry_run(make_plan(mode.graph, cluster_of(1), config), mode, config)
     assert caught.value.where is not None and "test_dry_run.py" in str(caught.value.where)
 
@@ -160,7 +160,7 @@ def test_a_model_that_looks_at_values_is_named() -> None:
 def test_a_rank_among_others_is_refused() -> None:
     dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
     try:
-        with pytest.raises(ConfigError, match="a dry run is a process of its own"):
+        with pytest.raises(ConfigError, match="a rank of a process group already"):
             dry(2)
     finally:
         dist.destroy_process_group()

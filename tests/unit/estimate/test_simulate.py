@@ -84,11 +84,11 @@ def test_a_large_schedule() -> None:
 
 def test_refusals() -> None:
     schedule = build("1f1b", num_ranks=2, num_micro_batch=1)
-    with pytest.raises(ConfigError, match=r"one per stage \(3 figures, stages: 2\)"):
+    with pytest.raises(ConfigError, match="3 figures for 2 stages; give one, or one per stage"):
         simulate(schedule, ActionTimes((1, 2, 3), 1))
-    with pytest.raises(ConfigError, match="transfer: -1"):
+    with pytest.raises(ConfigError, match="transfer: time -1 is negative"):
         simulate(schedule, ActionTimes(1, 1, transfer=-1))
-    with pytest.raises(ConfigError, match="forward: nan"):
+    with pytest.raises(ConfigError, match="forward: time nan is negative or not finite"):
         simulate(schedule, ActionTimes(float("nan"), 1))
     stuck = Schedule.parse("schedule s, 1 micro-batches, stages on ranks 0 1\nrank 0: 0B0 0F0\nrank 1: 1F0 1B0")
     with pytest.raises(ScheduleError, match="0B0 on rank 0 waits for 1B0"):

@@ -158,7 +158,7 @@ def test_pairs() -> None:
             "hosts: [{devices: T4}, {devices: T4}]\npairs: [{hosts: [host0, host1], link: pcie3}, {hosts: [host1, host0], link: pcie3}]\n",
             "the link between host0 and host1 stands twice",
         ),
-        ("hosts: [{devices: T4}]\nhosts: []\n", "key 'hosts' stands twice"),
+        ("hosts: [{devices: T4}]\nhosts: []\n", "key 'hosts' is given twice"),
     ],
 )
 def test_refuses(text: str, message: str) -> None:

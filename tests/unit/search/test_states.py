@@ -257,7 +257,7 @@ def test_gradients_that_are_rounded_travel_in_fewer_bytes(zero: int) -> None:
 
 
 def test_error_feedback_of_nothing_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"none are rounded \(.*: true, gradient.sum_dtype: own, gradient.dtype: own\)"):
+    with pytest.raises(ConfigError, match=r"error_feedback has no effect: .* \(gradient.sum_dtype: own, gradient.dtype: own\)"):
         planned(of_memories(9, 9), gradient={"error_feedback": True})
     with pytest.raises(ConfigError, match=r"gradient.sum_dtype: bf16, gradient.dtype: bf16\)"):
         planned(of_memories(9, 9), gradient={"error_feedback": True, "dtype": "bf16", "sum_dtype": "bf16"})

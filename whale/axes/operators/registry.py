@@ -62,7 +62,7 @@ def register_rule(target: str, notation: str) -> None:
     """
     name = target.replace("::", ".")
     if "." not in name:
-        raise ConfigError(f"an operator is named with its library ({target!r})", hint=f"for example: mylib.{target}")
+        raise ConfigError(f"operator name {target!r} lacks its library", hint=f"for example: mylib.{target}")
     parse(notation)
     _own_rules.set(MappingProxyType({**_own_rules.get(), name: notation}))
 

@@ -76,8 +76,8 @@ class Costs:
         wanted = config.gradient
         if wanted.error_feedback and wanted.sum_dtype in ("own", wanted.dtype):
             raise ConfigError(
-                "error feedback keeps what rounding of gradients to be summed loses, and none are rounded (gradient.error_feedback: true, "
-                f"gradient.sum_dtype: {wanted.sum_dtype}, gradient.dtype: {wanted.dtype})",
+                "gradient.error_feedback has no effect: gradients are not rounded before they are summed (gradient.sum_dtype: "
+                f"{wanted.sum_dtype}, gradient.dtype: {wanted.dtype})",
                 hint="set gradient.sum_dtype to bf16 or fp16, or leave gradient.error_feedback out",
             )
         accumulated, summed = (None if dtype == "own" else HALVES.get(dtype, dtype) for dtype in (wanted.dtype, wanted.sum_dtype))

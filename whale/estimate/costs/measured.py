@@ -81,7 +81,7 @@ def measured(profile: Profile, graph: ModelGraph, cluster: Cluster) -> Measured:
     found = model_fingerprint(graph)
     if profile.model != found:
         raise ConfigError(
-            f"a profile serves the model that it was measured of (profile: {profile.model}, this model: {found})",
+            f"the profile was measured on another model (profile: {profile.model}, this model: {found})",
             hint="the model, its sizes or its loss have changed: whale profile measures it again",
         )
     kinds = {device.kind: device.name for device in cluster.devices}
@@ -92,7 +92,7 @@ def measured(profile: Profile, graph: ModelGraph, cluster: Cluster) -> Measured:
         own = exact.get(kind) or alike.get(_speed(kind))
         if own is None:
             raise ConfigError(
-                f"a profile serves the devices that it was measured on ({name}: {_told(kind)}; profile: {', '.join(map(_told, exact))})",
+                f"the profile has no times for device {name} ({_told(kind)}); it was measured on {', '.join(map(_told, exact))}",
                 hint="whale profile ... --cluster with this cluster file, on that machine, adds it",
             )
         times[kind] = _times(own, graph)

@@ -68,8 +68,8 @@ class ActionTimes:
             times = getattr(self, each.name)
             figures = tuple(times) if isinstance(times, Sequence) else (times,)
             if isinstance(times, Sequence) and len(times) != num_stages:
-                faults.append(ConfigError(f"{each.name} is one figure, or one per stage ({len(times)} figures, stages: {num_stages})"))
-            faults += [ConfigError(f"a time is finite and not negative ({each.name}: {time:g})") for time in figures if not 0 <= time < inf]
+                faults.append(ConfigError(f"{each.name} has {len(times)} figures for {num_stages} stages; give one, or one per stage"))
+            faults += [ConfigError(f"{each.name}: time {time:g} is negative or not finite") for time in figures if not 0 <= time < inf]
         raise_faults(faults)
 
 

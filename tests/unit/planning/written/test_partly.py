@@ -91,11 +91,11 @@ def test_all_replicas_that_the_devices_give_are_those_of_the_planner_itself(tmp_
         ({"axes": ["up.weight:0"]}, "axes are cut in stages that are split", 1),
         ({"split": 2, "axes": ["vocabularies"]}, r"'vocabularies': none of that name\)\n  at .*\n  hint: did you mean 'vocabulary'", 1),
         ({"replicas": 3, "micro_batch_rows": 3}, r"3 rows of about 11, 32 in all", 1),
-        ({"micro_batch_rows": 2, "num_micro_batch": 2}, "by their number or by their rows", 1),
-        ({"more_axes": ["hidden"]}, "more_axes stands beside axes", 1),
-        ({"replicas": [{"devices": ["h0/0"], "count": 2}]}, "devices by name make one replica", 3),
+        ({"micro_batch_rows": 2, "num_micro_batch": 2}, "num_micro_batch and micro_batch_rows are both given", 1),
+        ({"more_axes": ["hidden"]}, "more_axes is given without axes", 1),
+        ({"replicas": [{"devices": ["h0/0"], "count": 2}]}, "named devices make one", 3),
         ({"replicas": [{"color": 1}]}, "unknown key 'color' in a block of replicas", 2),
-        ({"recompute": "everything"}, "recompute.policy takes one of none, auto, full, blocks", 1),
+        ({"recompute": "everything"}, "'everything' is not one of none, auto, full, blocks", 1),
     ],
 )
 def test_what_does_not_fit_is_said_with_its_line(written: dict[str, Any], message: str, line: int, tmp_path: Path) -> None:
@@ -118,5 +118,5 @@ def test_a_recipe_may_hold_a_plan(tmp_path: Path) -> None:
     made = make_plan(model(), EIGHT, load_config(path, environment={}), rows=32)
     assert [(r.pipeline.num_stages, r.pipeline.num_micro_batch) for r in made.replicas] == [(2, 4)] * 3
     path.write_text("plan:\n  num_stages: 2\nreplicas:\n  - {split: 2}\n")
-    with pytest.raises(ConfigError, match=r"inside plan \(both are there\)\n  at .*:3"):
+    with pytest.raises(ConfigError, match=r"given twice: next to the sections and inside plan\n  at .*:3"):
         load_config(path, environment={})
