@@ -108,8 +108,8 @@ def change(rank: int, num_ranks: int, kind: str, changes: tuple[Change, ...]) ->
     return messages
 
 
-SETTINGS = "all ranks have the same settings of the optimizer"
-WEIGHTS = "the weights of a parameter are equal on all ranks that hold it"
+SETTINGS = "optimizer settings differ between ranks"
+WEIGHTS = "weights differ between ranks that hold them"
 CHANGES: dict[str, tuple[int, tuple[Change, ...], list[str]]] = {
     "replicas": (
         3,

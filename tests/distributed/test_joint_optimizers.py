@@ -45,7 +45,7 @@ def train(rank: int, num_ranks: int, folder: str) -> tuple[list[float], dict[str
     engine = parallelize(num_ranks, {"pipeline.num_stages": 2, "pipeline.num_micro_batch": 2})
     losses = [float(engine.step(batch)) for _ in range(3)]
     optimizer = engine.optimizer
-    with pytest.raises(ConfigError, match="stepped once more"):
+    with pytest.raises(ConfigError, match=r"stepped outside engine\.step"):
         next(iter(optimizer.members.values())).step()  # type: ignore[union-attr]
     engine.replan(config={"pipeline.num_stages": 1, "memory.zero": "1"})
     losses += [float(engine.step(batch)) for _ in range(3)]
@@ -56,11 +56,11 @@ def train(rank: int, num_ranks: int, folder: str) -> tuple[list[float], dict[str
     losses += [float(engine.step(batch)) for _ in range(2)]
     state = engine.state_dict()
     engine.close()
-    with pytest.raises(CheckpointError, match=r"kind of optimizer of 0.weight that was saved .in the checkpoint: Muon, here: AdamW"):
+    with pytest.raises(CheckpointError, match=r"state of another optimizer of 0.weight .Muon, here: AdamW"):
         parallelize(num_ranks, {}, optimizer=OPTIMIZER["*"], scheduler=None).load(Path(folder) / "c")
     renamed = {"?.weight": OPTIMIZER["*.weight"], "*.bias": OPTIMIZER["*"]}
     parallelize(num_ranks, {}, optimizer=renamed, scheduler=None).load(Path(folder) / "c")
-    with pytest.raises(CheckpointError, match=r"kind of scheduler of \*\.bias that was saved .in the checkpoint: none, here: StepLR"):
+    with pytest.raises(CheckpointError, match=r"state of another scheduler of \*\.bias .none, here: StepLR"):
         parallelize(num_ranks, {}, optimizer=renamed, scheduler={"*.bias": SCHEDULER["*.weight"]}).load(Path(folder) / "c")
     assert state is not None
     return losses, {name: own.clone() for name, own in state.items()}
@@ -182,6 +182,6 @@ def test_an_optimizer_whose_state_has_no_groups(tmp_path: Path) -> None:
 
     engine = parallelize(1, {}, optimizer=partial(Wrapper, lr=0.1), scheduler=None)
     for call in (lambda: engine.save(tmp_path / "c"), engine.replan):
-        with pytest.raises(CheckpointError, match=r"by the state and param_groups of its state_dict.. .Wrapper's has inner"):
+        with pytest.raises(CheckpointError, match=r"state_dict.. of Wrapper has inner"):
             call()
     engine.step((BATCH[0].double(),))

@@ -59,4 +59,4 @@ def test_the_ranks_are_named(world: World, scopes: Scopes, num_micro_batch: int)
     for rank, (said, is_kept, told) in enumerate(world.run(spoil, scopes, num_micro_batch, num_ranks=2)):
         assert said == f"the loss is nan at step 2 on rank {who}; the update was not applied"
         assert is_kept
-        assert told == ([f"step 2 is left out: its loss is nan on rank {who}, the norm of its gradients nan"] if rank == 0 else [])
+        assert told == ([f"step 2 is skipped: its loss is nan on rank {who}, its gradient norm nan"] if rank == 0 else [])

@@ -135,7 +135,7 @@ def mix_up(rank: int, num_ranks: int) -> tuple[dict[str, str], list[float]]:
     with patch("whale.runtime.execute.agreement.on_host", lambda _: False):  # as on a GPU, where contents are compared in the first steps
         for _ in range(4):
             engine.step(first)
-        with pytest.raises(BatchError, match="the batch must be the same on every rank"):
+        with pytest.raises(BatchError, match="the batch differs between ranks"):
             engine.step(others["unknown"])
     engine.replan(config={"replicas": [{"devices": 1, "rows": 3}, {"devices": 1, "rows": 1}]})
     with pytest.raises(BatchError) as caught:
@@ -164,7 +164,7 @@ SAID = {
     "left out": "rank 0: epoch 0, row 0, samples 16, shuffle 0, seed 0; rank 1: epoch 0, row 8, samples 16, shuffle 0, seed 0",
     "of an earlier epoch": "rank 1: epoch 1, row 0,",
     "all rows": "rank 1: no batch of engine.loader",
-    "fewer": "the batch must be the same on every rank (input_1: rank 1 unlike rank 0; target: rank 1 unlike rank 0)",
+    "fewer": "the batch differs between ranks (input_1: rank 1 unlike rank 0; target: rank 1 unlike rank 0)",
     "unknown": "replace them inside the batch that the loader gave",
 }
 REFUSED = {

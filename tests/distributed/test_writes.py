@@ -50,5 +50,5 @@ def test_what_replicas_cannot_make_up_is_refused_on_every_rank(world: World) -> 
         world.run(train, "variance", {}, num_ranks=2)
     assert len(caught.value.texts) == 2
     assert all(
-        "a buffer that is written from a batch in 2 parts holds sums or means over rows" in text for text in caught.value.texts.values()
+        "cannot be written from a batch in 2 parts: it must hold sums or means over rows" in text for text in caught.value.texts.values()
     )

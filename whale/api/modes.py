@@ -275,7 +275,7 @@ class Modes:
 
 
 def _of_parts(parts: str) -> str:
-    return f"model and loss read parts that the batch has (it is one {parts})"
+    return f"the model cannot be captured for a batch {parts}"
 
 
 def _compare_captures(graph: ModelGraph | None, world: World) -> None:

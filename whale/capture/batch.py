@@ -179,7 +179,7 @@ class BatchStructure:
         if set(found) != expected:
             missing, extra = sorted(expected - set(found)), sorted(set(found) - expected)
             raise BatchError(
-                f"a batch has the parts of the example batch (missing: {_listed(missing)}; not in the example: {_listed(extra)})"
+                f"the batch has other parts than the example batch (missing: {_listed(missing)}; not in the example: {_listed(extra)})"
             )
         return found
 
@@ -188,7 +188,7 @@ class BatchStructure:
         if len(set(sizes.values())) > 1:
             listing = ", ".join(f"{path}: {size}" for path, size in sizes.items())
             raise BatchError(
-                f"all tensors of a batch have the same number of rows ({listing})",
+                f"tensors of the batch have different numbers of rows ({listing})",
                 hint=AS_LARGE_AS_THE_BATCH,
             )
         return int(next(iter(sizes.values())))
@@ -208,7 +208,7 @@ def is_record(batch: object) -> TypeGuard[DataclassInstance]:
     return is_dataclass(batch) and not isinstance(batch, (type, Mapping)) and type(batch) not in pytree.SUPPORTED_NODES
 
 
-AS_LARGE_AS_THE_BATCH = "a tensor without rows that is as large as the batch (class weights) is told by batch_dims={'weights': None}"
+AS_LARGE_AS_THE_BATCH = "for a tensor without rows that is as long as the batch (class weights) give batch_dims={'weights': None}"
 
 
 def plain(batch: object) -> Any:
@@ -221,7 +221,7 @@ def plain(batch: object) -> Any:
 def _check_leaves(leaves: list[tuple[Any, Any]]) -> None:
     faults: list[WhaleError] = [
         BatchError(
-            f"a batch holds tensors and constants (batch{pytree.keystr(path)} is {type(leaf).__name__})",
+            f"batch{pytree.keystr(path)} is {type(leaf).__name__}, not a tensor or a constant",
             hint="pass tensors, numbers, text or None in dicts, tuples and lists, or in the fields of a dataclass that is the batch",
         )
         for path, leaf in leaves
@@ -233,7 +233,7 @@ def _check_leaves(leaves: list[tuple[Any, Any]]) -> None:
     faults += [_with_gradient(pytree.keystr(path), leaf) for path, leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
     raise_faults(faults)
     if not any(isinstance(leaf, Tensor) and leaf.dim() > 0 for _, leaf in leaves):
-        raise BatchError("a batch holds at least one tensor whose dimension 0 is the rows (this one has none)")
+        raise BatchError("the batch has no tensor whose dimension 0 is the rows")
 
 
 def form_of(tensor: Tensor) -> str:
@@ -243,16 +243,16 @@ def form_of(tensor: Tensor) -> str:
 
 def _not_dense(path: str, form: str) -> BatchError:
     return BatchError(
-        f"a batch holds dense tensors, which have rows that can be divided (batch{path} is {form})",
-        hint="call to_dense(), or pad it (to_padded_tensor), before the step; indices and values may go as tensors of their own",
+        f"batch{path} is {form}, not a dense tensor",
+        hint="call to_dense(), or pad it (to_padded_tensor), before the step; indices and values may be passed as two tensors",
     )
 
 
 def _with_gradient(path: str, tensor: Tensor) -> BatchError:
     made = "was marked so" if tensor.grad_fn is None else f"comes from {tensor.grad_fn.name().removesuffix('Backward0')}"
     return BatchError(
-        f"gradients end at the batch, whose tensors require none (batch{path} requires one: it {made})",
-        hint="detach it; or make the layers that it comes from part of the model, so that they are trained too",
+        f"batch{path} requires a gradient, which would be lost (it {made})",
+        hint="detach it; or make the layers that computed it part of the model, so that they are trained too",
     )
 
 
@@ -268,10 +268,10 @@ def check_batch_dims(batch: object, batch_dims: BatchDims) -> None:
     for name, dim in batch_dims.items():
         if name not in known:
             shown = ", ".join(sorted({repr(_names(path)[len(path) > 1]) for path in paths}))  # of a nested one all of its way
-            faults.append(BatchError(f"batch_dims= names tensors of the batch ({name!r} is none; it has {shown})"))
+            faults.append(BatchError(f"batch_dims= names {name!r}, which is not a tensor of the batch ({shown})"))
         elif dim is not None and (isinstance(dim, bool) or dim != 0):
             hint = "put the batch first where the loader collates, and transpose it in forward"
-            faults.append(BatchError(f"the batch is dimension 0 of a tensor, or None for one without rows ({name!r}: {dim!r})", hint=hint))
+            faults.append(BatchError(f"batch_dims[{name!r}] is {dim!r}, not 0, or None for a tensor without rows", hint=hint))
     raise_faults(faults)
 
 
@@ -293,21 +293,22 @@ def _example_rows(leaves: list[tuple[Any, Any]], stated: list[bool | None], leas
     told = {pytree.keystr(path): leaf.shape[0] for path, leaf, own in tensors if own}
     if len(set(told.values())) > 1:
         listing = ", ".join(f"{path}: {size}" for path, size in told.items())
-        raise BatchError(f"all tensors of a batch have the same number of rows ({listing})")
+        raise BatchError(f"tensors of the batch have different numbers of rows ({listing})")
     sizes = {pytree.keystr(path): leaf.shape[0] for path, leaf, own in tensors if own is None}
     counts = Counter(told.values() or sizes.values()).most_common()
     if not counts:
-        raise BatchError("a batch holds at least one tensor with rows (batch_dims= says that none has)")
+        raise BatchError("the batch has no tensor with rows: batch_dims= gives None for all")
     if len(counts) > 1 and counts[0][1] == counts[1][1]:
         listing = ", ".join(f"batch{path}: {size}" for path, size in sizes.items())
         raise BatchError(
-            f"the batch is the dimension 0 that most tensors of the example share ({listing})",
-            hint="say which tensors have rows: batch_dims={NAME: 0, OTHER: None}",
+            f"cannot tell which tensors have rows: their first dimensions differ ({listing})",
+            hint="say which have rows: batch_dims={NAME: 0, OTHER: None}",
         )
     rows = counts[0][0]
     if rows < least_rows:
         raise BatchError(
-            f"the example batch has at least {least_rows} rows ({rows})", hint="one row cannot be told from a dimension of size one"
+            f"the example batch has {rows}; it needs at least {least_rows} rows",
+            hint="a single row looks like a dimension of size one; later batches may have any number of rows",
         )
     return int(rows)
 
@@ -327,17 +328,17 @@ def _mismatch(part: Leaf, leaf: object) -> WhaleError | None:
     if part.name is None:
         same = type(leaf) is type(part.value) and leaf == part.value
         hint = "constants are captured with the model; pass a tensor instead"
-        return None if same else BatchError(f"batch{part.path} is a constant of the example ({part.value!r}; now {leaf!r})", hint=hint)
+        return None if same else BatchError(f"batch{part.path} is {leaf!r}, the constant {part.value!r} in the example", hint=hint)
     if not isinstance(leaf, Tensor):
-        return BatchError(f"batch{part.path} is a tensor in the example (now {type(leaf).__name__})")
+        return BatchError(f"batch{part.path} is {type(leaf).__name__}, a tensor in the example")
     if (form := form_of(leaf)) != "dense":
         return _not_dense(part.path, form)
     if leaf.requires_grad:
         return _with_gradient(part.path, leaf)
     if leaf.dtype != part.dtype:
-        return BatchError(f"batch{part.path} is {part.dtype} in the example (now {leaf.dtype})")
+        return BatchError(f"batch{part.path} is {leaf.dtype}, {part.dtype} in the example")
     if leaf.dim() != len(part.shape):
-        return BatchError(f"batch{part.path} has the example's dimensions ({_shape(part.sizes)}; now {_shape(tuple(leaf.shape))})")
+        return BatchError(f"batch{part.path} has dimensions {_shape(tuple(leaf.shape))}, not the example's {_shape(part.sizes)}")
     return None
 
 
@@ -345,7 +346,7 @@ def _unlike(part: Leaf, leaf: Any) -> WhaleError | None:
     """Whether a tensor has other sizes than the example's, beside the rows."""
     if part.name is None or part.sized_as(leaf) is part:
         return None
-    return BatchError(f"batch{part.path} has the example's shape ({_shape(part.sizes)}; now {_shape(tuple(leaf.shape))})")
+    return BatchError(f"batch{part.path} has shape {_shape(tuple(leaf.shape))}, not the example's {_shape(part.sizes)}")
 
 
 def _shape(sizes: tuple[object, ...]) -> str:

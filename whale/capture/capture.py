@@ -199,8 +199,8 @@ def _check_patterns(held: TiedTensors, autocast: Autocast | None) -> None:
     precision = None if autocast is None else autocast.precision
     if precision is not None and (idle := precision.idle_patterns(names)):
         raise CaptureError(
-            f"each pattern of precision.dtype has parameters ({', '.join(map(repr, idle))}: none that no earlier pattern matches)",
-            hint=f"the names are {first_few(names)}; the first pattern that matches has a parameter",
+            f"no parameters are left for {' and '.join(map(repr, idle))} of precision.dtype",
+            hint=f"the parameters are {first_few(names)}; each goes to the first pattern that matches it",
         )
 
 
@@ -218,8 +218,7 @@ def _check_constants(flat: Flat, held: TiedTensors, changed: Collection[str]) ->
         name = None if tensor is None or isinstance(tensor, FakeTensor) else lender(held, tensor, changed)
         if name is not None and node.users:
             raise CaptureError(
-                "a captured model reads a parameter or buffer by itself, and no other tensor in its memory "
-                f"(one that is read here shares that of {name})",
+                f"the model reads a tensor that shares memory with {name}, and is not {name} itself",
                 where=_line(next(iter(node.users))),
                 hint=f"read {name} in forward, with .detach() where no gradient is to flow; or clone() what is to keep its first value",
             )
@@ -245,7 +244,7 @@ def _split(flat: Flat, num_of_loss: int, knows_rows: bool) -> list[TermNodes]:
     """
     total, weight = (*flat.results[:num_of_loss], None)[:2]
     if not isinstance(total, fx.Node):
-        raise CaptureError("the loss depends on the model and the batch (it is a constant)")
+        raise CaptureError("the loss is a constant: it does not depend on the model or the batch")
     rows = flat.rows if knows_rows else None
     if isinstance(weight, (int, float)):
         terms = split_loss(flat.graph, total, None, rows=rows, row_factors=flat.sizes.factors)
@@ -258,7 +257,7 @@ def _over_constant(flat: Flat, terms: list[TermNodes], total: fx.Node, weight: f
     """A weight that is a plain number: a constant factor; where rows may be numbers too, a multiple of them counts rows."""
     rows = flat.sizes.rows
     if weight == 0:
-        raise CaptureError("the weight of a loss is not zero (it is the constant 0)", where=_line(total))
+        raise CaptureError("the weight of the loss is the constant 0", where=_line(total))
     if knows_rows or weight % rows or any(term.weight is not None for term in terms):
         return [replace(term, coefficient=term.coefficient / weight) for term in terms]
     count = flat.graph.call_function(operator.mul, (rows, int(weight) // rows))
@@ -333,7 +332,7 @@ def _of_state(traced: Traced) -> tuple[str, ...]:
 def _check_trains(graph: ModelGraph) -> None:
     if graph.mode == "train" and not any(graph.by_name[term.sum].requires_grad for term in graph.loss):
         raise CaptureError(
-            "the loss depends on a parameter that requires a gradient (none was found)",
+            "the loss does not depend on any parameter that requires a gradient",
             where=graph.loss[0].where if graph.loss else None,
             hint="is the model frozen, or the loss detached or computed from integers?",
         )
@@ -356,8 +355,7 @@ def _with_sparse(graph: ModelGraph, nodes: fx.Graph) -> ModelGraph:
         if not read:
             faults.append(
                 CaptureError(
-                    "sparse gradients are of parameters that an embedding looks up "
-                    f"({op.module or op.target} asks for another: {word}=True)",
+                    f"{op.module or op.target} has {word}=True, but its operand is not a parameter that an embedding looks up",
                     where=op.where,
                     hint=f"{word}=False, and an optimizer for dense gradients: torch.optim.AdamW, not SparseAdam",
                 )
@@ -367,8 +365,7 @@ def _with_sparse(graph: ModelGraph, nodes: fx.Graph) -> ModelGraph:
             if parameter.name in counts:
                 faults.append(
                     CaptureError(
-                        "a gradient is sparse where lookups with sparse=True alone read the parameter "
-                        f"({parameter.name}: {op.target} reads it too)",
+                        f"the gradient of {parameter.name} cannot be sparse: besides lookups with sparse=True, {op.target} reads it",
                         where=op.where,
                         hint="sparse=False in the lookup, and an optimizer for dense gradients: torch.optim.AdamW, not SparseAdam",
                     )
@@ -416,6 +413,6 @@ def check_version(version: str) -> None:
     if ".".join(version.split(".")[:2]) in TESTED:
         return
     raise CaptureError(
-        f"models are captured with a version of torch that Whale was tested with ({', '.join(TESTED)}; this is {version})",
+        f"torch {version} is not supported; tested versions are {', '.join(TESTED)}",
         hint=f"pip install 'torch=={TESTED[-1]}.*'",
     )

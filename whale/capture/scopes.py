@@ -147,7 +147,7 @@ def set_default_strategy(scope: Annotation | None) -> None:
     """The scope of modules and ops under no other; calling it again starts a new TaskGraph, None ends it."""
     if scope is not None and not isinstance(scope, Annotation):
         raise AnnotationError(
-            f"a default strategy is a scope or None, not {type(scope).__name__}", where=user_line(), hint="pass whale.replicate(...)"
+            f"set_default_strategy takes a scope or None, not {type(scope).__name__}", where=user_line(), hint="pass whale.replicate(...)"
         )
     entry = None if scope is None else scope.entry(is_default=True)
     before, _ = _default.get(), _default.set(entry)
@@ -170,7 +170,7 @@ def tag(module: nn.Module, scope: Annotation) -> nn.Module:
     """
     if not isinstance(module, nn.Module) or not isinstance(scope, Annotation):
         raise AnnotationError(
-            f"tag puts a torch.nn.Module under a scope (got {type(module).__name__} and {type(scope).__name__})",
+            f"whale.tag takes a torch.nn.Module and a scope, not {type(module).__name__} and {type(scope).__name__}",
             hint="whale.tag(model.head, whale.split(2))",
         )
     outer = _nested(_open.get(), scope.entry())
@@ -252,7 +252,7 @@ def _nested(path: ScopePath, scope: Scope) -> ScopePath:
     if path and path[-1].kind != "replicate":
         outer = path[-1]
         raise AnnotationError(
-            f"only replicate may enclose other scopes: {scope} stands inside {outer} (from {outer.where})",
+            f"{scope} is inside {outer} (from {outer.where}); only replicate may enclose other scopes",
             where=scope.where,
             hint="put the replicate outside and the split inside",
         )
@@ -268,11 +268,11 @@ def _checked_count(kind: ScopeKind, device_count: object, where: SourceLine | No
         count = None
     if count is None or count < 1:
         hint = f"write {kind}() to decorate" if callable(device_count) else "leave it out to let the planner choose"
-        raise AnnotationError(f"the device count of a {kind} is a positive integer (device_count={device_count!r})", where=where, hint=hint)
+        raise AnnotationError(f"device_count={device_count!r} of {kind} is not a positive integer", where=where, hint=hint)
     return int(count)
 
 
 def _checked_text(kind: ScopeKind, argument: str, value: object, where: SourceLine | None) -> str | None:
     if value is None or (isinstance(value, str) and value):
         return value
-    raise AnnotationError(f"the {argument} of a {kind} is a text that is not empty ({argument}={value!r})", where=where)
+    raise AnnotationError(f"{argument}={value!r} of {kind} is not a text, or is empty", where=where)

@@ -102,7 +102,7 @@ def _export(arguments: argparse.Namespace) -> int:
     try:
         most = parse_quantity(arguments.shard_bytes, "B")
     except ValueError as error:
-        raise ConfigError(f"--shard-bytes is a size, such as {SHARD_BYTES} ({error})") from None
+        raise ConfigError(f"--shard-bytes is not a size such as {SHARD_BYTES}: {error}") from None
     for file in export_weights(Path(arguments.path), Path(arguments.out), most):
         print(f"written to {Path(arguments.out) / file}")
     return 0

@@ -151,7 +151,7 @@ def _check_used(arguments: argparse.Namespace) -> None:
     for flag, (kind, paths) in {**serves, "--recipe": ("recipe", list(kinds))}.items():
         given = vars(arguments)[flag[2:].replace("-", "_")]
         if given is not None and all(kinds[path] == kind for path in paths):
-            raise ConfigError(f"{flag} {given} serves no plan: {' and '.join(paths)} stand in its place", hint="leave it out")
+            raise ConfigError(f"{flag} {given} has no effect: {' and '.join(paths)} take its place", hint="leave it out")
 
 
 def _words(arguments: argparse.Namespace) -> Iterator[argparse.Namespace]:

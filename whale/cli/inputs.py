@@ -104,7 +104,8 @@ def _graph_of(source: str, pairs: Sequence[str], device: str | None, precision: 
     if source.endswith(".json"):
         if precision is not None:
             raise ConfigError(
-                f"precision.dtype: {source} is captured in its own types", hint="name FILE.py:FUNCTION, which is captured for the setting"
+                f"precision.dtype has no effect: {source} is captured already",
+                hint="name FILE.py:FUNCTION, which is captured for the setting",
             )
         return _read_captured(Path(source), pairs)
     name, _, sizes = source.partition(":")
@@ -187,9 +188,7 @@ def _whole_cluster(arguments: argparse.Namespace, config: Config) -> Cluster:
     file = arguments.cluster or config.cluster.file
     if file is not None:
         if arguments.ranks is not None:
-            raise ConfigError(
-                f"--ranks is for the devices at hand ({file} says which devices there are)", hint="--devices takes some of them"
-            )
+            raise ConfigError(f"--ranks cannot be given together with the cluster file {file}", hint="--devices takes some of its devices")
         cluster = _load_cluster(file, arguments)
         for warning in cluster.warnings:
             print(f"warning: {warning}", file=sys.stderr)
@@ -238,7 +237,7 @@ def parse_pairs(pairs: Sequence[str], flag: str) -> dict[str, Any]:
         if not equals or not key:
             raise ConfigError(f"{flag} takes KEY=VALUE, not {pair!r}")
         if key in found:
-            raise ConfigError(f"{flag} states {key} twice")
+            raise ConfigError(f"{flag} gives {key} twice")
         try:
             found[key] = parse_json(value)
         except json.JSONDecodeError:
@@ -266,7 +265,7 @@ def _kind(value: object) -> str:
 def positive(text: str) -> int:
     """A whole number of at least 1 on the command line."""
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"a whole number of at least 1 ({text} is not)")
+        raise argparse.ArgumentTypeError(f"{text} is not a whole number of at least 1")
     return int(text)
 
 

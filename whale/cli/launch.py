@@ -103,7 +103,7 @@ def run(words: Sequence[str]) -> int:
             return 128 + error.sigval
         except (DistError, RendezvousError) as error:
             where = arguments.rdzv_endpoint or f"{arguments.master_addr}:{arguments.master_port}"
-            raise ConfigError(f"the launchers of all hosts meet at {where}, which fails: {str(error).splitlines()[0]}") from error
+            raise ConfigError(f"the launchers of all hosts cannot meet at {where}: {str(error).splitlines()[0]}") from error
         except OSError as error:
             raise ConfigError(f"no rank can be started: {error.strerror or error} ({error.filename})") from error
     _tell_recorded(variables.get(TRACE), begun)
@@ -164,7 +164,7 @@ def _check(arguments: argparse.Namespace) -> None:
     """Finds here what torchrun would answer with a traceback, or each rank by itself."""
     ranks = str(arguments.nproc_per_node)
     if ranks not in ("auto", "gpu", "cpu") and not (ranks.isdecimal() and int(ranks) > 0):
-        raise ConfigError(f"--ranks takes a whole number above 0, or auto, gpu or cpu ({ranks} is not)")
+        raise ConfigError(f"--ranks {ranks} is not a whole number above 0, auto, gpu or cpu")
     if not (arguments.module or arguments.no_python) and not Path(arguments.training_script).is_file():
         raise ConfigError(f"there is no script {arguments.training_script}", hint="whale run [flags] SCRIPT [the script's own words]")
     if arguments.trace is not None and _is_one_host(arguments):  # of several hosts, that of rank 0 has it
@@ -222,8 +222,8 @@ def _meeting_on_loopback(arguments: argparse.Namespace) -> Iterator[None]:
         listener = socket.create_server((LOOPBACK, arguments.master_port or 0))
     except OSError as error:
         raise ConfigError(
-            f"the ranks meet at port {arguments.master_port} of this host, which cannot be had: {os.strerror(error.errno or 0)}",
-            hint="leave out --master-port: a free one is taken",
+            f"port {arguments.master_port} of this host, where the ranks meet, is not available: {os.strerror(error.errno or 0)}",
+            hint="leave out --master-port to use a free port",
         ) from error
     port = listener.getsockname()[1]
     store = TCPStore(LOOPBACK, port, is_master=True, wait_for_workers=False, multi_tenant=True, master_listen_fd=listener.detach())
@@ -303,7 +303,7 @@ def _run_directory() -> Iterator[str]:
     try:
         directory, lock = _make_locked(memory)
     except OSError as error:
-        raise ConfigError(f"a run keeps what its ranks do in {memory}: {error.strerror}") from error
+        raise ConfigError(f"cannot record what the ranks do in {memory}: {error.strerror}") from error
     try:
         yield directory
     finally:

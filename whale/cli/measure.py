@@ -50,7 +50,7 @@ def on_ranks(arguments: argparse.Namespace, verb: str, action: Callable[[argpars
     """
     if "RANK" in os.environ:
         if arguments.ranks is not None:
-            raise ConfigError(f"--ranks of `whale {verb}` starts ranks, and this is one already", hint="leave it out")
+            raise ConfigError(f"--ranks of `whale {verb}` was given inside a rank; it starts ranks itself", hint="leave it out")
         return action(arguments)
     if arguments.ranks is not None and arguments.ranks < 1:
         raise ConfigError(f"--ranks must be at least 1, not {arguments.ranks}")
@@ -163,7 +163,7 @@ def run_profile(arguments: argparse.Namespace) -> int:
     """Measures, prints what takes longest, and writes the profile."""
     if not is_function(arguments.source):
         raise ConfigError(
-            f"whale profile runs the model's own code: FILE.py:FUNCTION ({arguments.source} is none)",
+            f"whale profile needs the model's own code, FILE.py:FUNCTION, not {arguments.source}",
             hint="a captured or published model has no weights and no operators",
         )
     return on_ranks(

@@ -115,7 +115,7 @@ def planned_largest(arguments: argparse.Namespace) -> tuple[tuple[Largest, ...],
 
     check_report(arguments.report)
     if arguments.plan is not None:
-        raise ConfigError(f"--largest searches a plan for each depth (--plan {arguments.plan} is one for a model that is given)")
+        raise ConfigError(f"--largest and --plan {arguments.plan} cannot be given together: --largest searches a plan for each depth")
     config, cluster = read_settings(arguments)
     graph = read_graph(arguments.source, arguments.arg, arguments.blocks, settings=(config, cluster))
     num_blocks = count_blocks(graph)

@@ -57,9 +57,9 @@ def _duration(text: str) -> float:
     try:
         time = float(text)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"a time is a number ({text} is not)") from None
+        raise argparse.ArgumentTypeError(f"time {text} is not a number") from None
     if not 0 <= time < inf:
-        raise argparse.ArgumentTypeError(f"a time is finite and not negative, not {text}")
+        raise argparse.ArgumentTypeError(f"time {text} is negative or not finite")
     return time
 
 
@@ -84,7 +84,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _build(arguments: argparse.Namespace) -> Schedule:
     words = {"NAME": arguments.name, "--stages": arguments.stages, "--micro-batches": arguments.micro_batches}
-    raise_faults([ConfigError(f"a schedule needs {word}, or --file") for word, value in words.items() if value is None])
+    raise_faults([ConfigError(f"{word} or --file is missing") for word, value in words.items() if value is None])
     schedule = build(
         arguments.name,
         num_ranks=arguments.stages,
@@ -98,7 +98,7 @@ def _build(arguments: argparse.Namespace) -> Schedule:
 def _refuse_words_of_build(arguments: argparse.Namespace) -> None:
     words = {"NAME": "name", "--stages": "stages", "--micro-batches": "micro_batches", "--chunks": "chunks", "--group": "group"}
     given = [word for word, name in words.items() if getattr(arguments, name) is not None]
-    raise_faults([ConfigError(f"--file states the whole schedule, so {word} cannot be given with it") for word in given])
+    raise_faults([ConfigError(f"{word} cannot be given together with --file, which has the whole schedule") for word in given])
 
 
 def _read(path: str) -> tuple[Schedule, tuple[str, ...]]:
@@ -126,11 +126,11 @@ def _costs(arguments: argparse.Namespace, schedule: Schedule) -> ActionTimes:
     forward, inputs, weights, recompute, transfer, sync = (_time(arguments, word) for word, _ in _TIMES)
     faults: list[WhaleError] = []
     if (forward is None) != (inputs is None):
-        faults.append(ConfigError("--forward and --backward-input are given together or not at all"))
+        faults.append(ConfigError("--forward and --backward-input must be given together"))
     if inputs is None and weights is not None:
         faults.append(ConfigError("--backward-weight needs --backward-input"))
     if arguments.file is not None and recompute and not recomputes(schedule):
-        faults.append(ConfigError("--recompute is for a schedule with R actions; the file has none", where=arguments.file))
+        faults.append(ConfigError("--recompute has no effect: the schedule in the file has no R actions", where=arguments.file))
     raise_faults(faults)
     if forward is None or inputs is None:
         forward = inputs = weights = 1.0

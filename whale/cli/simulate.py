@@ -193,7 +193,7 @@ def read_mode(source: str, pairs: Sequence[str], blocks: int | None, config: Con
     name, _, sizes = source.partition(":")
     if not (is_function(source) or name == PUBLISHED) or blocks is not None:
         raise ConfigError(
-            "--dry-run runs the program of the model (a model.json, and blocks that --blocks repeats, are a graph only)",
+            "--dry-run needs a model's program; a model.json, and blocks repeated by --blocks, are a graph only",
             hint="name FILE.py:FUNCTION with --arg for its sizes, or gpt:layers=...",
         )
     from whale.api.mode import CapturedMode

@@ -58,7 +58,7 @@ def read_cluster(document: Document, default_name: str) -> Cluster:
 
 def _hosts(entry: Entry) -> Iterator[Host]:
     if not isinstance(entry.data, list) or not entry.data:
-        entry.fault(f"hosts is a list of at least one host ({entry.data!r} is not)")
+        entry.fault(f"hosts: {entry.data!r} is not a list of at least one host")
         return
     unnamed = 0
     seen: set[str] = set()
@@ -73,7 +73,7 @@ def _hosts(entry: Entry) -> Iterator[Host]:
         else:
             names = [f"{name}{index}" for index in range(count)] if item.has("count") else [name]
         for twice in sorted(seen.intersection(names)):
-            item.fault(f"two hosts have the name {twice!r}", hint="hosts with 'count' are named by number: small0, small1")
+            item.fault(f"two hosts are named {twice!r}", hint="hosts with 'count' are named by number: small0, small1")
         yield from _alike(item, [host for host in names if host not in seen])
         seen.update(names)
 
@@ -99,7 +99,7 @@ def _inner_link(item: Entry, kinds: list[DeviceKind]) -> Link:
         return found
     if sum(kind.count for kind in kinds) > 1 and not item.has("link"):
         models = ", ".join(kind.model for kind in kinds if kind.model not in catalogue().devices)
-        item.fault(f"{item.name} needs a link between its devices (the catalogue knows none for {models})", hint=_LINK_HINT)
+        item.fault(f"{item.name} has no link between its devices, and the catalogue has none for {models}", hint=_LINK_HINT)
     return Link(kinds[0].make("", "").bandwidth if kinds else 1.0, 0.0)  # of a single device: nothing leaves it
 
 
@@ -121,14 +121,14 @@ def _link(entry: Entry) -> Link | None:
 def _pairs(entry: Entry, hosts: set[str]) -> dict[Pair, Link]:
     found: dict[Pair, Link] = {}
     if not isinstance(entry.data, list):
-        entry.fault(f"pairs is a list of {{hosts: [A, B], link: ...}} ({entry.data!r} is not)")
+        entry.fault(f"pairs: {entry.data!r} is not a list of {{hosts: [A, B], link: ...}}")
     for item in entry.items("pair"):
         if not item.is_mapping(("hosts", "link"), required=("hosts", "link")):
             continue
         pair = _pair(item, hosts)
         link = _link(item.below("link", f"{item.name}: link"))
         if pair in found:
-            item.fault(f"{item.name}: the link between {pair[0]} and {pair[1]} stands twice")
+            item.fault(f"{item.name}: the link between {pair[0]} and {pair[1]} is given twice")
         elif pair is not None and link is not None:
             found[pair] = link
     return found
@@ -137,7 +137,7 @@ def _pairs(entry: Entry, hosts: set[str]) -> dict[Pair, Link]:
 def _pair(item: Entry, hosts: set[str]) -> Pair | None:
     names = item.get("hosts")
     if not isinstance(names, list) or len(names) != 2 or str(names[0]) == str(names[1]):
-        item.fault(f"{item.name}: hosts is two different hosts ({names!r} is not)", "hosts")
+        item.fault(f"{item.name}: hosts {names!r} is not a pair of different hosts", "hosts")
         return None
     a, b = sorted(str(name) for name in names)
     for name in (a, b):
@@ -150,14 +150,12 @@ def _pair(item: Entry, hosts: set[str]) -> Pair | None:
 def _check_reach(root: Entry, hosts: list[str], pairs: dict[Pair, Link]) -> None:
     """Without a network, every two hosts need a link of their own."""
     if len(hosts) > 1 and not pairs:
-        root.fault(
-            f"{len(hosts)} hosts need a network between them (none is given)", hint="network: {bandwidth: 25 Gbit/s, latency: 30 us}"
-        )
+        root.fault(f"there is no network between the {len(hosts)} hosts", hint="network: {bandwidth: 25 Gbit/s, latency: 30 us}")
         return
     for pair in combinations(sorted(hosts), 2):
         if pair not in pairs:
             root.fault(
-                f"hosts {pair[0]} and {pair[1]} need a link (there is no network, and no pair names them)",
+                f"there is no link between hosts {pair[0]} and {pair[1]}: no network, and no pair names them",
                 hint="add 'network:', or the pair",
             )
             return
@@ -184,7 +182,7 @@ def read_devices(entry: Entry) -> list[DeviceKind]:
     """The kinds of device of one host, in order; faults are noted in the entry."""
     items = list(entry.items(entry.name)) if isinstance(entry.data, list) else [entry]
     if not items:
-        entry.fault(f"{entry.name} needs at least one device")
+        entry.fault(f"{entry.name} has no device")
     return [kind for item in items if (kind := _read_kind(item)) is not None]
 
 
@@ -193,12 +191,12 @@ def _read_kind(entry: Entry) -> DeviceKind | None:
     if isinstance(data, dict):
         return _read_mapping(entry)
     if isinstance(data, bool) or not isinstance(data, (str, int)):
-        entry.fault(f"{entry.name} is a device such as 'T4', '8 x V100-32GB' or a mapping with 'model' ({data!r} is not)")
+        entry.fault(f"{entry.name}: {data!r} is not a device such as 'T4', '8 x V100-32GB' or a mapping with 'model'")
         return None
     match = _REPEATED.fullmatch(str(data))
     count, model = (int(match[1]), match[2]) if match else (1, str(data))
     if not 1 <= count <= MOST:
-        entry.fault(f"{entry.name}: the number of devices is from 1 to {MOST} ({count} is not)")
+        entry.fault(f"{entry.name}: {count} devices is not from 1 to {MOST}")
         return None
     known = _find(entry, model)
     return None if known is None else DeviceKind(model, count, known.device)
@@ -230,7 +228,7 @@ def _read_mapping(entry: Entry) -> DeviceKind | None:
     count = entry.count("count", 1, MOST)
     cores = entry.number("num_cores") if entry.has("num_cores") else 1.0
     if entry.has("num_cores") and model != CPU:
-        entry.fault(f"{entry.name}: num_cores belongs to model {CPU!r} (this is {model!r})", "num_cores")
+        entry.fault(f"{entry.name}: num_cores is given for model {model!r}; it is for model {CPU!r} only", "num_cores")
     base = known or KnownDevice(model, 1, 1.0, (), 1.0, "", ())
     return DeviceKind(model, count, _with_overrides(base, entry, cores or 1.0))
 
@@ -241,7 +239,7 @@ def _with_overrides(base: KnownDevice, entry: Entry, cores: float) -> Callable[[
     if entry.has("flops"):
         flops |= read_flops(entry.below("flops", f"{entry.name}: flops"))
         if "float32" not in flops:
-            entry.fault(f"{entry.name}: flops needs at least 'float32'", "flops")
+            entry.fault(f"{entry.name}: flops lacks 'float32'", "flops")
     speeds = read_speeds(entry)
     written = read_efficiency(entry) if entry.has("efficiency") else None
     efficiency, efficiencies = written or (usual.efficiency, usual.efficiencies)
@@ -283,7 +281,7 @@ _AMOUNTS = ("value", "low", "high")
 def read_figures(entry: Entry) -> Iterator[Figure]:
     """The figures of the list ``measured``; faults are noted in the entry."""
     if not isinstance(entry.data, list):
-        entry.fault(f"measured is a list of figures, as `whale probe` writes them ({entry.data!r} is not)")
+        entry.fault(f"measured: {entry.data!r} is not a list of figures as `whale probe` writes them")
     for item in entry.items("figure"):
         if not item.is_mapping(("figure", *_AMOUNTS, "samples"), required=("figure", *_AMOUNTS)):
             continue
@@ -293,7 +291,7 @@ def read_figures(entry: Entry) -> Iterator[Figure]:
             continue
         value, low, high = (amount for amount in amounts if amount is not None)
         if not low <= value <= high:
-            item.fault(f"{item.name}: value lies between low and high ({item.get('value')} does not)", "value")
+            item.fault(f"{item.name}: value {item.get('value')} is not between low and high", "value")
             continue
         yield Figure(name, unit, value, low, high, item.count("samples", 1, MOST_SAMPLES))
 

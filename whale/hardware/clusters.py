@@ -87,7 +87,7 @@ def make_cluster(profiles: Sequence[DeviceProfile], network: Link | None = None)
         ClusterError: there are no profiles, or one describes its device too little.
     """
     if not profiles:
-        raise ClusterError("a cluster needs at least one device (no rank has one)")
+        raise ClusterError("the cluster has no device: no rank has one")
     names: list[str] = []
     members: dict[str, list[Device]] = {}
     links: dict[str, Link] = {}
@@ -139,9 +139,7 @@ def _not_left(cluster: Cluster, word: str, number: int, left: str, takers: Seque
     """The fault of a word that asks for none, or for more devices than the words before it have left."""
     others = f"; {' and '.join(takers)} took the others" if takers else ""
     fewer = f"{name} takes all that are left" if name and number else f"leave {word} out"
-    return ClusterError(
-        f"{word} asks for {number} devices, from 1 to as many as are left (cluster {cluster.name}: {left}{others})", hint=fewer
-    )
+    return ClusterError(f"{word} asks for {number} devices; cluster {cluster.name} has {left}{others}", hint=fewer)
 
 
 def _is_called(device: Device, pattern: str) -> bool:

@@ -56,15 +56,15 @@ class Entry:
         """Whether this is a mapping with these keys; unknown and missing ones are faults."""
         names = list(known)
         if not isinstance(self.data, dict):
-            given = "there is nothing" if self.data is None else f"{self.data!r} is not a mapping"
-            self.fault(f"{self.name} takes the keys {', '.join(names)} ({given})")
+            found = "is empty" if self.data is None else f"is {self.data!r}, not a mapping"
+            self.fault(f"{self.name} {found}; it takes the keys {', '.join(names)}")
             return False
         for key in self.data:
             if key not in names:
                 self.fault(f"{self.name} has no key {key!r}", key, hint=did_you_mean(key, names))
         missing = [key for key in required if self.data.get(key) is None]
         for key in missing:
-            self.fault(f"{self.name} needs {key!r}")
+            self.fault(f"{self.name} lacks {key!r}")
         return not missing
 
     def quantity(self, key: str, unit: str, *, zero: bool = False) -> float | None:
@@ -76,10 +76,10 @@ class Entry:
         try:
             amount = parse_quantity(value, unit)  # type: ignore[arg-type]  # refuses other types itself
         except ValueError:
-            self.fault(f"{self.name}: {key} is an amount in {unit} {rule} ({value!r} is not)", key, hint=f"for example {EXAMPLES[unit]}")
+            self.fault(f"{self.name}: {key} {value!r} is not an amount in {unit} {rule}", key, hint=f"for example {EXAMPLES[unit]}")
             return None
         if not math.isfinite(amount) or amount < 0 or (amount == 0 and not zero):
-            self.fault(f"{self.name}: {key} must be {rule} ({value!r} is not)", key)
+            self.fault(f"{self.name}: {key} {value!r} is not {rule}", key)
             return None
         return amount
 
@@ -91,7 +91,7 @@ class Entry:
         number = float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else math.nan
         if not 0 <= number <= high or math.isinf(number) or (number == 0 and not zero):
             limit = f" and at most {high:g}" if math.isfinite(high) else ""
-            self.fault(f"{self.name}: {key} is a number {'of at least' if zero else 'above'} 0{limit} ({value!r} is not)", key)
+            self.fault(f"{self.name}: {key} {value!r} is not a number {'of at least' if zero else 'above'} 0{limit}", key)
             return None
         return number
 
@@ -101,7 +101,7 @@ class Entry:
             return default
         value = self.get(key)
         if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= high:
-            self.fault(f"{self.name}: {key} is a whole number from 1 to {high} ({value!r} is not)", key)
+            self.fault(f"{self.name}: {key} {value!r} is not a whole number from 1 to {high}", key)
             return default
         return value
 
@@ -109,7 +109,7 @@ class Entry:
         """True or false; false if it is absent or wrong."""
         value = self.get(key)
         if self.has(key) and not isinstance(value, bool):
-            self.fault(f"{self.name}: {key} is true or false ({value!r} is not)", key)
+            self.fault(f"{self.name}: {key} {value!r} is not true or false", key)
         return value is True
 
     def text(self, key: str) -> str | None:
@@ -118,5 +118,5 @@ class Entry:
         if isinstance(value, (str, int)) and not isinstance(value, bool) and str(value):
             return str(value)
         if self.has(key):
-            self.fault(f"{self.name}: {key} is text ({value!r} is not)", key)
+            self.fault(f"{self.name}: {key} {value!r} is not text", key)
         return None

@@ -39,7 +39,7 @@ def _half(asked: str, cluster: Cluster) -> str | None:
         devices = first_few([f"{device.name} ({device.model})" for device in lacking[asked]])
         other = next((setting for setting in HALVES if setting != asked and not lacking[setting]), "float32")
         raise ConfigError(
-            f"precision.dtype {asked}: no {HALVES[asked]} on {devices}",
+            f"precision.dtype: {asked} is not supported by {devices}",
             hint=f"precision.dtype: {other}, which all devices have; or leave these devices out (cluster.devices)",
         )
     return HALVES[asked]

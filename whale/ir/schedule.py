@@ -86,7 +86,7 @@ class Action:
         wanted = {Kind.STEP: (False, False), Kind.LOSS: (False, False), Kind.SYNC: (True, False)}.get(kind, (True, True))
         if (bool(match[1]), bool(match[3])) != wanted:
             needs = " and ".join(f"{'a' if has else 'no'} {part}" for has, part in zip(wanted, ("stage", "micro-batch"), strict=True))
-            raise ValueError(f"{text!r} is not an action: {kind.value} takes {needs}")
+            raise ValueError(f"{text!r} is not an action: {kind.value} needs {needs}")
         return Action(kind, int(match[1]) if match[1] else None, int(match[3]) if match[3] else None)
 
     def __str__(self) -> str:

@@ -39,7 +39,7 @@ def read_text(path: str | Path, most_bytes: int) -> str:
         data = file.read(most_bytes + 1)
         num_bytes = max(os.fstat(file.fileno()).st_size, len(data))
     if num_bytes > most_bytes:
-        raise ValueError(f"it has at most {most_bytes:,} bytes (this: {num_bytes:,})")
+        raise ValueError(f"it has {num_bytes:,} bytes, more than {most_bytes:,}")
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -55,7 +55,7 @@ def parse_json(text: str) -> Any:
     steps = {"[": 1, "{": 1, "]": -1, "}": -1}
     depth = max(accumulate(steps.get(each, 0) for each in _BETWEEN_BRACKETS.sub("", text)), default=0)
     if depth > MOST_DEPTH:
-        raise ValueError(f"lists and mappings nest at most {MOST_DEPTH} deep (here: {depth})")
+        raise ValueError(f"lists and mappings are nested {depth} deep, more than {MOST_DEPTH}")
     return json.loads(text)
 
 
@@ -144,7 +144,7 @@ def decode(hint: Any, data: Any) -> Any:
         return _decode_union(get_args(hint), data)
     if origin is tuple:
         if not isinstance(data, (list, tuple)):
-            raise ValueError(f"{data!r} is no list")
+            raise ValueError(f"{data!r} is not a list")
         inner = get_args(hint)
         if len(inner) == 2 and inner[1] is Ellipsis:
             return tuple(_decode_at(f"[{index}]", inner[0], item) for index, item in enumerate(data))
@@ -158,7 +158,7 @@ def decode(hint: Any, data: Any) -> Any:
     if hint is float:
         return float(data)
     if hint in (int, str, bool) and type(data) is not hint:
-        raise ValueError(f"{data!r} is no {hint.__name__}")
+        raise ValueError(f"{data!r} is not of type {hint.__name__}")
     return data
 
 
@@ -186,14 +186,14 @@ def _hints(kind: type) -> dict[str, Any]:
 
 def _decode_dataclass(kind: type, data: Any) -> Any:
     if not isinstance(data, Mapping):
-        raise ValueError(f"{data!r} is no {kind.__name__}")
+        raise ValueError(f"{data!r} is not of type {kind.__name__}")
     fields = {f.name: f for f in dataclasses.fields(kind) if f.init}
     unknown = sorted(set(data) - set(fields))
     if unknown:
         raise ValueError(f"{kind.__name__} has no field {unknown[0]!r}")
     missing = [n for n, f in fields.items() if n not in data and f.default is f.default_factory is dataclasses.MISSING]
     if missing:
-        raise ValueError(f"{kind.__name__} needs {', '.join(missing)}")
+        raise ValueError(f"{kind.__name__} lacks {', '.join(missing)}")
     hints = _hints(kind)
     try:
         return kind(**{name: _decode_at(f".{name}", hints[name], value) for name, value in data.items()})

@@ -33,7 +33,7 @@ def devices_at_hand(num_ranks: int | None = None) -> Cluster:
     found = _usable_gpus()
     count = num_ranks if num_ranks is not None else max(1, len(found))
     if count < 1:
-        raise ClusterError(f"a cluster needs at least one rank ({num_ranks} asked for)")
+        raise ClusterError(f"{num_ranks} ranks were asked for; a cluster needs at least one")
     return make_cluster([_profile(found, rank, count) for rank in range(count)])[0]
 
 
@@ -154,7 +154,7 @@ def gpus(environment: Mapping[str, str] = os.environ) -> tuple[Gpu, ...]:
             return tuple(_read(nvml, handle) for handle in visible(nvml, environment))
         except nvml.NVMLError as error:
             raise ClusterError(
-                f"a GPU does not answer ({error})", hint="nvidia-smi shows which; or hide it with CUDA_VISIBLE_DEVICES"
+                f"a GPU does not respond ({error})", hint="nvidia-smi shows which; or hide it with CUDA_VISIBLE_DEVICES"
             ) from None
 
 
@@ -243,7 +243,7 @@ def in_cuda_order(found: tuple[Gpu, ...], environment: Mapping[str, str] = os.en
     missing = [uuid for uuid in uuids if uuid not in by_uuid]
     if missing:
         raise ClusterError(
-            f"CUDA and NVML disagree about the GPUs of this host ({missing[0]} is CUDA's alone)", hint="export CUDA_DEVICE_ORDER=PCI_BUS_ID"
+            f"CUDA and NVML disagree about the GPUs of this host: only CUDA has {missing[0]}", hint="export CUDA_DEVICE_ORDER=PCI_BUS_ID"
         )
     return tuple(by_uuid[uuid] for uuid in uuids)
 

@@ -62,8 +62,8 @@ def own_kind(cluster: Cluster, profile: DeviceProfile, position: int) -> Device:
     if not alike:
         models = ", ".join(sorted({device.model for device in cluster.devices}))
         raise ClusterError(
-            f"a profile is measured on a device of the cluster (here: {profile.model}, cluster {cluster.name}: {models})",
-            hint="whale probe --output C.yaml describes the devices at hand",
+            f"this device ({profile.model}) is not in cluster {cluster.name} ({models})",
+            hint="whale probe --output C.yaml describes this machine",
         )
     here = [device for device in alike if device.host == profile.host] or alike
     return here[position % len(here)].kind

@@ -51,7 +51,7 @@ def retarget_plan(plan: Plan, train_graph: ModelGraph, other: ModelGraph) -> Pla
     own = {parameter.name for parameter in train_graph.parameters}
     unknown = sorted(parameter.name for parameter in other.parameters if parameter.name not in own)
     if unknown:
-        raise PlanError(f"captures of one model have the same parameters (only in {other.mode}: {', '.join(unknown)})")
+        raise PlanError(f"the capture for {other.mode} has parameters that the training does not have: {', '.join(unknown)}")
     structure = _structure(other, plan)
     axes = discover(other) if plan.is_sharded else None
     ours = discover(train_graph) if axes else None
@@ -118,7 +118,7 @@ def _assign_by_holders(graph: ModelGraph, structure: Structure, held: tuple[tupl
         missing = _lent(graph, part.ops, held[stage])
         written = written_buffers(graph, frozenset(part.ops))
         if odd := [name for name in missing if trains or name in written]:
-            faults.append(PlanError(f"in {graph.mode}, stage {stage} trains or writes what it does not hold ({', '.join(odd)})"))
+            faults.append(PlanError(f"in {graph.mode}, stage {stage} trains or writes {', '.join(odd)}, which it does not hold"))
     raise_faults(faults)
     return assignment
 
@@ -130,8 +130,7 @@ def _lent(graph: ModelGraph, ops: tuple[str, ...], held: tuple[str, ...]) -> tup
 
 def _fault(graph: ModelGraph, late: Late) -> PlanError:
     return PlanError(
-        f"in {graph.mode}, an op finds its parameters where its values are ({late.op} reads parameters of stage {late.stage} "
-        f"and a value of stage {late.needed_stage})",
+        f"in {graph.mode}, {late.op} reads parameters of stage {late.stage} and a value of the later stage {late.needed_stage}",
         where=graph.by_name[late.op].where,
         hint="keep the order of the modules the same in training and in evaluation",
     )
@@ -211,7 +210,7 @@ def carry_plan(plan: Plan, graph: ModelGraph, other: ModelGraph) -> Plan:
             if recomputes:
                 raise
     elif recomputes:
-        raise PlanError("a model that is computed again in parts runs the same ops at all sizes of its batches (here it runs others)")
+        raise PlanError("the model runs other ops at this size of the batch, and the plan recomputes parts of it")
     return retarget_plan(plan, graph, other)
 
 
@@ -231,10 +230,10 @@ def _check_training(graph: ModelGraph, other: ModelGraph) -> None:
     """Whether what ranks sum in a step, gradients and weights of the loss, is the same in both."""
     odd = sorted(reached_parameters(graph) ^ reached_parameters(other))
     if odd:
-        raise PlanError(f"a model trains the same parameters at all sizes of its batches (not at all of them: {', '.join(odd)})")
+        raise PlanError(f"parameters are not trained at all sizes of the batch: {', '.join(odd)}")
     if _loss_of(graph) != _loss_of(other):
         where = other.loss[0].where if other.loss else None
-        raise PlanError("a loss has the same terms at all sizes of a batch (here it has others)", where=where)
+        raise PlanError("the loss has other terms at this size of the batch", where=where)
 
 
 def _ops_of(graph: ModelGraph) -> list[tuple[str, str, str]]:
@@ -266,7 +265,7 @@ def _carry_stage(stage: Stage, ours: Axes, axes: Axes, names: Mapping[str, str])
     shards = carried(stage.shards, names, axes)
     if len(shards) < len(stage.shards):
         lost = ", ".join(shard.axis for shard in stage.shards if not carried([shard], names, axes))
-        raise PlanError(f"an axis that is cut is one at all sizes of a batch ({lost or 'two'} is none here, or too short)")
+        raise PlanError(f"axis {lost or 'of two names'} is cut, but does not exist at this size of the batch, or is too short")
     return dataclasses.replace(stage, shards=as_held(stage, ours, shards, axes))
 
 

@@ -94,9 +94,9 @@ def _other_models(graph: ModelGraph, config: Config) -> Iterator[WhaleError]:
     for said, block in {block.model: block for block in reversed(config.replicas)}.items():
         if said not in (None, own):
             yield ConfigError(
-                f"a plan serves the model that it was written for ({MODEL}: {said}, this one: {own})",
+                f"the plan was written for another model ({MODEL}: {said}, this model: {own})",
                 where=block.at(MODEL),
-                hint=f"write it anew: whale plan ... --output FILE.yaml; without the line '{MODEL}' it is taken for any model with ops of "
+                hint=f"write it again: whale plan ... --output FILE.yaml; without the line '{MODEL}' it works for any model with ops of "
                 "these names",
             )
 
@@ -125,14 +125,14 @@ class _Written:
     def faults(self, block: ReplicaBlock) -> Iterator[WhaleError]:
         """What is wrong with a block by itself, and beside the model's scopes."""
         if not block.stages:
-            yield ConfigError("stages are written down for all replicas or for none (this one has none)", where=block.at())
+            yield ConfigError("this replica has no stages, and others have; give them for all or for none", where=block.at())
             return
         policy = block.recompute or "none"
         if policy not in ("none", "full"):
             yield ConfigError(
-                f"stages that are written down say what they compute again (recompute: {policy})",
+                f"recompute: {policy} cannot be given together with stages",
                 where=block.at("recompute"),
-                hint="recompute: full goes with them, for whole stages by R actions; or each stage says its own",
+                hint="use recompute: full, for whole stages by R actions; or recompute of each stage",
             )
         yield from self._settings_beside(block)
         for number, stage in enumerate(block.stages):
@@ -140,7 +140,7 @@ class _Written:
         scopes = self.scopes(block)
         if scopes is not None and scopes.num_stages != len(block.stages):
             yield ConfigError(
-                f"a replica has the stages of the model's scopes (scopes: {scopes.num_stages}, written: {len(block.stages)})",
+                f"the plan has {len(block.stages)} stages, the model's scopes make {scopes.num_stages}",
                 where=block.at("stages"),
             )
 
@@ -150,7 +150,7 @@ class _Written:
         for name, value in self.config.explicit_items():
             if name in stated and value != stated[name]:
                 yield ConfigError(
-                    f"what a plan that is written down says no setting changes (plan: {stated[name]}, {name}: {value})",
+                    f"{name}: {value} contradicts the written plan ({stated[name]})",
                     where=block.at(name.partition(".")[2]),
                     hint="change it in the plan, or leave the setting out",
                 )
@@ -160,26 +160,25 @@ class _Written:
         for device in stage.devices:
             if device not in self.cluster.by_name:
                 yield ConfigError(
-                    f"a stage runs on devices of the cluster ({name}: {device} is not in {self.cluster.name})",
+                    f"{name} runs on {device}, which is not in cluster {self.cluster.name}",
                     where=block.at("stages", number, "devices"),
                     hint=did_you_mean(device, self.cluster.by_name),
                 )
         groups, rest = divmod(len(stage.devices), stage.split)
         if rest:
             yield ConfigError(
-                f"split divides the devices of a stage into groups ({name}, split: {stage.split}, devices: {len(stage.devices)})",
+                f"split: {stage.split} of {name} does not divide its {len(stage.devices)} devices",
                 where=block.at("stages", number, "split"),
             )
         elif stage.rows and len(stage.rows) != groups:
             yield ConfigError(
-                f"each split group has its rows ({name}, groups: {groups}, rows of {len(stage.rows)})",
+                f"rows of {name} has {len(stage.rows)} numbers for {groups} split groups",
                 where=block.at("stages", number, "rows"),
             )
         for shard in stage.cut:
             if len(shard.sizes) != stage.split:
                 yield ConfigError(
-                    f"a cut has a part for each device of a split group ({name}, {shard.axis}: {len(shard.sizes)} parts, "
-                    f"split: {stage.split})",
+                    f"cut of {shard.axis} of {name} has {len(shard.sizes)} parts for split: {stage.split}",
                     where=block.at("stages", number, "cut", shard.axis),
                 )
         runs_by_key = {"ops": stage.ops, "recompute": stage.recompute}
@@ -196,23 +195,23 @@ class _Written:
         position = {op: index for index, op in enumerate(self._ops(stage.ops))}
         foreign = [op for op in dict.fromkeys(op for run in stage.recompute for op in run) if op not in position]
         for op in foreign:
-            yield ConfigError(f"a stage computes again what it has computed ({name}: {op} is none of its ops)", where=where)
+            yield ConfigError(f"{name} recomputes {op}, which is not one of its ops", where=where)
         if foreign:
             return
         for before, run in pairwise(stage.recompute):
             if position[run[0]] <= position[before[1]]:
                 yield ConfigError(
-                    f"runs of ops that are computed again follow one another ({name}: {show_range(before)}, {show_range(run)})", where=where
+                    f"recomputed runs of {name} overlap or are out of order: {show_range(before)}, {show_range(run)}", where=where
                 )
 
     def _run_faults(self, run: OpRange, name: str, where: object) -> Iterator[WhaleError]:
         unknown = [op for op in dict.fromkeys(run) if op not in self._position]
         for op in unknown:
             yield ConfigError(
-                f"a stage has ops of the model ({name}: {op} is none)", where=where, hint=did_you_mean(op, self._calls[:MAX_NAMES])
+                f"{name} names {op}, which is not an op of the model", where=where, hint=did_you_mean(op, self._calls[:MAX_NAMES])
             )
         if not unknown and self._position[run[0]] > self._position[run[1]]:
-            yield ConfigError(f"a run of ops ends behind its start ({name}: {show_range(run)})", where=where)
+            yield ConfigError(f"{show_range(run)} of {name} ends before its start", where=where)
 
     def scopes(self, block: ReplicaBlock) -> Annotations | None:
         """The model's scopes on the devices of a block; None for a model without."""
@@ -298,8 +297,8 @@ def write_plan(plan: Plan, graph: ModelGraph) -> str:
     stages = (stage for replica in plan.replicas for stage in replica.stages)
     if any(stage.offloads for stage in stages) or not all(form.is_plain for state in plan.parameter_states for _, form in state.forms):
         raise PlanError(
-            "a plan in YAML does not say what is shared out among devices or kept on hosts",
-            hint="write it as JSON, which says all of it (--output FILE.json)",
+            "the plan shares out or offloads state, which YAML does not hold",
+            hint="write it as JSON (--output FILE.json)",
         )
     replicas = [block.as_data() for block in written_replicas(plan, graph)]
     data = _shared({MODEL: model_fingerprint(graph), REPLICAS: replicas}, {})

@@ -118,7 +118,7 @@ class Runtime:
         trains = captured.graph.mode == "train"
         borrowers = self.holdings.borrowers(plan)
         if mode != captured.graph.mode and not trains and not borrowers.items() <= self._borrowers[captured.graph.mode].items():
-            raise PlanError(f"what a {captured.graph.mode} reads, and where, is the same for all of its batches (here it reads more)")
+            raise PlanError(f"{captured.graph.mode} reads more tensors from this batch than from the first")
         for name in (name for name, ranks in borrowers.items() if self.roster.rank in ranks and name not in self._lent):
             self._lent[name] = self.holdings.whole(captured.graph, name).empty(Region(), device)
         self._workers[mode] = Worker(

@@ -164,5 +164,5 @@ def _is_fit(runtime: Runtime, state: EngineState, accumulated: Accumulated, norm
         state.loss_scale = loss_scale.after(is_finite=is_finite)
         return is_finite
     if runtime.roster.world.rank == 0 and not is_finite:
-        warn(f"step {number + 1} is left out: its loss is {found:g}{ranks}, the norm of its gradients {size:g}")
+        warn(f"step {number + 1} is skipped: its loss is {found:g}{ranks}, its gradient norm {size:g}")
     return is_finite

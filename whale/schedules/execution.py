@@ -44,7 +44,7 @@ class Edges:
         known = tuple(sorted(set(pairs)))
         raise_faults(
             [
-                ScheduleError(f"an edge leads from a stage to a later one of {schedule.num_stages} (edge: {source} to {target})")
+                ScheduleError(f"edge {source} to {target} does not lead from a stage to a later one of {schedule.num_stages}")
                 for source, target in known
                 if not 0 <= source < target < schedule.num_stages
             ]

@@ -117,8 +117,8 @@ def _check_places(pipeline: Pipeline, order: Schedule) -> None:
     found = tuple(pipeline.stage_rank[stages[0]] for stages in places(pipeline.stage_rank))
     if found != order.stage_rank:
         raise ScheduleError(
-            f"schedule {pipeline.schedule} says which virtual device runs which stage ({' '.join(map(str, order.stage_rank))} for "
-            f"{order.num_ranks}, the pipeline: {' '.join(map(str, pipeline.stage_rank))})"
+            f"stages of the pipeline are on virtual devices {' '.join(map(str, pipeline.stage_rank))}; schedule {pipeline.schedule} needs "
+            f"{' '.join(map(str, order.stage_rank))} for {order.num_ranks}"
         )
 
 

@@ -197,11 +197,12 @@ def _check_interleaved(shape: ScheduleShape) -> list[ConfigError]:
     least = min(shape.num_ranks, shape.num_micro_batch)
     if shape.group_size >= least:
         return []
-    rule = f"interleaving needs groups of at least {least} micro-batches, the smaller of ranks and micro-batches"
+    rule = f"it must be at least {least}, the smaller of ranks and micro-batches"
     return [
         ConfigError(
-            f"{rule} (group size: {shape.group_size}, ranks: {shape.num_ranks}, micro-batches: {shape.num_micro_batch})",
-            hint=f"a group size of {shape.num_ranks} is the usual one, {2 * shape.num_ranks} hides the latency of the links",
+            f"group size {shape.group_size} is too small for interleaving ({shape.num_ranks} ranks, {shape.num_micro_batch} "
+            f"micro-batches); {rule}",
+            hint=f"the usual group size is {shape.num_ranks}; {2 * shape.num_ranks} hides the latency of the links",
         )
     ]
 

@@ -203,7 +203,7 @@ def _builder(name: str) -> Builder:
     if name in BUILDERS:
         return BUILDERS[name]
     near = difflib.get_close_matches(name, BUILDERS, n=1)
-    raise ConfigError(f"a schedule is one of {', '.join(BUILDERS)} (schedule: {name})", hint=f"did you mean {near[0]}?" if near else None)
+    raise ConfigError(f"schedule {name!r} is not one of {', '.join(BUILDERS)}", hint=f"did you mean {near[0]}?" if near else None)
 
 
 def _peaks(builder: Builder, shape: ScheduleShape) -> tuple[int, ...]:
@@ -212,18 +212,18 @@ def _peaks(builder: Builder, shape: ScheduleShape) -> tuple[int, ...]:
 
 def _shape(builder: Builder, num_ranks: int, num_micro_batch: int, num_chunks: int, group_size: int | None) -> ScheduleShape:
     counts = {"ranks": num_ranks, "micro-batches": num_micro_batch, "chunks": num_chunks}
-    faults = [ConfigError(f"a schedule needs at least 1 of its {what} ({what}: {count})") for what, count in counts.items() if count < 1]
+    faults = [ConfigError(f"the schedule has {count} {what}; it needs at least 1") for what, count in counts.items() if count < 1]
     chunks = num_chunks if builder.chunks is None or num_chunks != 1 else builder.chunks
     if builder.chunks not in (None, chunks) and num_chunks >= 1:
         faults.append(
             ConfigError(
-                f"schedule {builder.name} has {counted(builder.chunks, 'chunk')} per rank (chunks: {num_chunks})",
+                f"chunks: {num_chunks} does not go with schedule {builder.name}, which has {counted(builder.chunks, 'chunk')} per rank",
                 hint=f"schedules with any number of chunks: {', '.join(name for name, other in BUILDERS.items() if other.chunks is None)}",
             )
         )
     if group_size is not None and not builder.takes_group:
         groups = ", ".join(name for name, other in BUILDERS.items() if other.takes_group)
-        faults.append(ConfigError(f"a group size is for {groups} (schedule {builder.name}, group size: {group_size})"))
+        faults.append(ConfigError(f"group size {group_size} does not go with schedule {builder.name}; it is for {groups}"))
     shape = ScheduleShape(num_ranks, num_micro_batch, chunks, num_ranks if group_size is None else group_size)
     raise_faults(faults or builder.check(shape))
     return shape

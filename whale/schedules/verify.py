@@ -73,11 +73,14 @@ def _shape_faults(schedule: Schedule) -> Iterator[Fault]:
     num_ranks = len(schedule.ranks)
     for stage, rank in enumerate(schedule.stage_rank):
         if rank >= num_ranks:
-            yield None, f"stage {stage} is on a rank that is not there (rank {rank}, ranks: {num_ranks})"
+            yield None, f"stage {stage} is on rank {rank}, but there are {num_ranks} ranks"
     if schedule.num_micro_batch < 1 or not schedule.stage_rank:
-        yield None, f"a schedule has micro-batches and stages ({schedule.num_micro_batch} and {schedule.num_stages})"
+        yield (
+            None,
+            f"the schedule has {schedule.num_micro_batch} micro-batches and {schedule.num_stages} stages; it needs at least 1 of each",
+        )
     if schedule.peak_in_flight and len(schedule.peak_in_flight) != num_ranks:
-        yield None, f"peak in flight is stated for each rank or not at all ({len(schedule.peak_in_flight)} figures, ranks: {num_ranks})"
+        yield None, f"peak in flight has {len(schedule.peak_in_flight)} figures for {num_ranks} ranks"
 
 
 def _deadlocks(schedule: Schedule, edges: Edges) -> Iterator[Fault]:

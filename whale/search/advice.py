@@ -137,11 +137,11 @@ def advise(
     """
     pin = pin_of(config)
     if pin is not None:
-        raise ConfigError(f"advice is made of searches, and what is set leaves none: {pin}", hint="take it out")
+        raise ConfigError(f"advice needs searches, but {pin} leaves nothing to search", hint="remove it")
     if config.planning.batch_rows is not None:
         raise ConfigError(
-            f"advice is for one number of rows (planning.batch_rows: {config.planning.batch_rows})",
-            hint="`whale plan` finds it; --rows says it",
+            f"advice needs one number of rows, not the range planning.batch_rows: {config.planning.batch_rows}",
+            hint="`whale plan` finds it; give it by --rows",
         )
     own = _Adviser(graph, cluster, config, rows, tell)
     try:

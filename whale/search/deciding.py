@@ -112,7 +112,7 @@ def _best_batch(graph: ModelGraph, cluster: Cluster, config: Config, rows: int |
     ends = range_of(str(config.planning.batch_rows))
     assert ends is not None, "checked where it was read"
     if rows is not None:
-        raise ConfigError(f"rows are given, or a range to choose them from (rows: {rows}, planning.batch_rows: {ends[0]}..{ends[1]})")
+        raise ConfigError(f"rows: {rows} and the range planning.batch_rows: {ends[0]}..{ends[1]} are both given")
     return best_batch(*ends, lambda number: search(graph, cluster, config, rows=number, tell=tell))
 
 
@@ -143,7 +143,7 @@ def _check_asked(pin: str, config: Config, runner_up: int | None) -> None:
     """Refuses what needs a search where a pin leaves none."""
     asked = _asked(config, runner_up)
     if asked is not None:
-        raise ConfigError(f"{asked} needs a search, and what is set leaves none: {pin}", hint="take it out, or what needs the search")
+        raise ConfigError(f"{asked} needs a search, but {pin} leaves nothing to search", hint=f"remove it, or {asked}")
 
 
 def with_states(
@@ -253,12 +253,12 @@ def given_plan(plan: Plan | str | Path, graph: ModelGraph, cluster: Cluster, con
     with _told_of(None if isinstance(plan, Plan) else plan):
         if rows not in (None, given.planned_rows):
             raise PlanError(
-                f"a plan that was made before has rows of its own (plan: {given.planned_rows}, asked for: {rows})",
-                hint="write it down (whale plan --output FILE.yaml), and plan again with other rows",
+                f"the plan was made for {given.planned_rows} rows, not {rows}",
+                hint="write it as YAML (whale plan --output FILE.yaml), and plan again with other rows",
             )
         if given.model != graph.fingerprint:
             raise PlanError(
-                f"a plan serves the model it was made for (plan: {given.model}, this model: {graph.fingerprint})",
+                f"the plan was made for another model (plan: {given.model}, this model: {graph.fingerprint})",
                 hint="plan again: the model, its scopes or the example batch have changed",
             )
         costs = Costs.for_model(config, graph, cluster)

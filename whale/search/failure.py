@@ -66,8 +66,8 @@ def failure(
     if not remedies.missing:
         return _nothing(free, remedies.lineups)
     return PlanError(
-        f"out of memory: weights, gradients and optimizer state alone are {format_bytes(remedies.missing)} more than "
-        "the devices of any replica hold",
+        f"out of memory: weights, gradients and optimizer state alone exceed the memory of any replica's devices by "
+        f"{format_bytes(remedies.missing)}",
         hint=hint,
     )
 
@@ -81,7 +81,7 @@ def commonest(faults: Sequence[WhaleError]) -> WhaleError:
 
 def _rule(fault: WhaleError) -> str:
     """A message without its values."""
-    return re.split(r" \(|: | on ", fault.message)[0]
+    return re.sub(r"\d+", "#", re.split(r" \(|: | on ", fault.message)[0])
 
 
 def _missing(strategy: Strategy, nearest: MemoryShortage, space: OpenSpace) -> int:
@@ -106,15 +106,15 @@ def _nothing(free: FreeSpace, lineups: Sequence[Strategy]) -> ConfigError:
     freedom, num_devices = space.freedom, len(space.cluster.devices)
     stages = f"{space.num_places} at most, asked for: {freedom.num_ranks or 'any number'}"
     if not lineups:
-        return ConfigError(f"the model can be cut into the stages of a replica ({stages}; devices: {num_devices})")
+        return ConfigError(f"the model has too few places to cut for the stages of a replica ({stages}; devices: {num_devices})")
     fewest = min(strategy.num_replicas for strategy in lineups)
     if fewest * (freedom.micro_batches or 1) > space.num_rows:
         return ConfigError(
-            f"every micro-batch of every replica has a row (rows: {space.num_rows}; replicas: {fewest} or more, on "
+            f"too few rows for the micro-batches (rows: {space.num_rows}; replicas: {fewest} or more, on "
             f"{counted(num_devices, 'device')}; micro-batches: {freedom.micro_batches or '1 or more'})"
         )
     chunks = min(order.num_chunks for order in freedom.orders)
-    return ConfigError(f"the model has a place to cut for every stage (stages: {stages}; chunks of each device: {chunks} or more)")
+    return ConfigError(f"the model has too few places to cut (stages: {stages}; chunks of each device: {chunks} or more)")
 
 
 class _Remedies:

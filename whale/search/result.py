@@ -106,7 +106,7 @@ class SearchResult:
             ConfigError: there are not so many.
         """
         if not 1 <= number <= len(self.others):
-            raise ConfigError(f"a runner-up is one that the search has (runners-up: {len(self.others)}, asked for: {number})")
+            raise ConfigError(f"there is no runner-up {number}; the search has {len(self.others)}")
         own = self.others[number - 1]
         plan, step = own.draft.finished()
         said = Choice("search", f"runner-up {number}", str(own), bound=f"the best is {self.best}")

@@ -272,7 +272,7 @@ class ParameterShardings:
                     region = regions[index % split]
                     if held.setdefault(device, region) != region:
                         shown = f"{name} on {self.names[device]}: {held[device]} and {region}"
-                        raise PlanError(f"a device holds one part of a parameter ({shown})")
+                        raise PlanError(f"a device holds several parts of a parameter ({shown})")
                     terms[device] = holder.devices[index - index % split] if form.are_copies else device
         return Sharding(tuple(held), tuple(held.values()), tuple(terms.values()))
 

@@ -81,15 +81,15 @@ class GPT:
         sizes = {name: getattr(self, name) for name in ("layers", "hidden", "heads", "sequence", "vocabulary")}
         wrong = [name for name, size in sizes.items() if isinstance(size, bool) or not isinstance(size, int) or size < 1]
         for name in wrong:
-            yield ConfigError(f"{name} of a gpt is a whole number at least 1 ({sizes[name]!r} is not)")
+            yield ConfigError(f"{name} of the gpt: {sizes[name]!r} is not a whole number at least 1")
         if not wrong and self.hidden % self.heads:
-            yield ConfigError(f"the heads of a gpt divide its hidden size (heads: {self.heads}, hidden: {self.hidden})")
+            yield ConfigError(f"heads: {self.heads} of the gpt does not divide hidden: {self.hidden}")
         if self.dtype not in DTYPES:
-            yield ConfigError(f"dtype of a gpt is one of {', '.join(DTYPES)} ({self.dtype!r} is not)")
+            yield ConfigError(f"dtype of the gpt: {self.dtype!r} is not one of {', '.join(DTYPES)}")
         if self.attention not in get_args(Attention):
-            yield ConfigError(f"attention of a gpt is one of {', '.join(get_args(Attention))} ({self.attention!r} is not)")
+            yield ConfigError(f"attention of the gpt: {self.attention!r} is not one of {', '.join(get_args(Attention))}")
         if isinstance(self.dropout, bool) or not isinstance(self.dropout, (int, float)) or not 0 <= self.dropout < 1:
-            yield ConfigError(f"dropout of a gpt is a number from 0 and below 1 ({self.dropout!r} is not)")
+            yield ConfigError(f"dropout of the gpt: {self.dropout!r} is not a number from 0 and below 1")
 
 
 def gpt(**sizes: Any) -> ModelGraph:

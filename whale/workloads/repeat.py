@@ -37,7 +37,7 @@ def repeat_blocks(graph: ModelGraph, num_blocks: int) -> ModelGraph:
     """
     run = _blocks_of(graph)
     if num_blocks < run.count:
-        raise CaptureError(f"blocks are repeated, not taken away (captured: {run.count}, asked for: {num_blocks})")
+        raise CaptureError(f"--blocks {num_blocks} is fewer than the {run.count} blocks of the captured model")
     return _Repeated(graph, run, num_blocks - run.count).graph() if num_blocks > run.count else graph
 
 
@@ -45,7 +45,7 @@ def _blocks_of(graph: ModelGraph) -> RepeatedBlocks:
     run = find_repeated_blocks(graph)
     if run is None:
         raise CaptureError(
-            "a model with repeated blocks has two of them one after another (no stretch of ops does the same as the one before it)",
+            "the model has no repeated blocks: no run of ops does the same as the one before it",
             hint="capture it with two blocks or more, of the same code, none of them special",
         )
     return run

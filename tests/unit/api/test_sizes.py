@@ -39,7 +39,7 @@ def test_one_capture_for_each_size_up_to_a_limit() -> None:
         warnings.simplefilter("always")
         for length in (5, 6, 5, 7, 3):
             engine.step(torch.randn(4, length, 4))
-    texts = [str(warning.message) for warning in said if "captured" in str(warning.message)]
+    texts = [str(warning.message) for warning in said if "runtime.num_sizes" in str(warning.message)]
     assert len(texts) == 2 and "captured for each size" in texts[0] and "the least used batches and values are dropped" in texts[1]
     assert all("runtime.num_sizes: 2 are kept" in text for text in texts)
     plans = {length: engine.runtime.plan_of(f"train: batch is [rows, {length}, 4], the example's [rows, 3, 4]") for length in (5, 6, 7)}
@@ -91,17 +91,15 @@ def test_parts_that_the_loss_misses_are_named() -> None:
     batch = {"input": torch.randn(4, 4), "y": torch.randn(4, 3)}
     engine = whale.parallelize(nn.Linear(4, 3), loss=lambda output, batch: (output - batch["y"]).square().mean(), batch=batch)
     for _ in range(2):  # as the first batch of its kind, and as another
-        with pytest.raises((BatchError, CaptureError), match=r"that the batch has \(it is one without batch\['y'\]\): .*KeyError"):
+        with pytest.raises((BatchError, CaptureError), match=r"cannot be captured for a batch without batch\['y'\]: .*KeyError"):
             engine.evaluate({"input": batch["input"]})
         engine.evaluate(batch)
 
 
 def test_what_a_plan_cannot_be_carried_over_to() -> None:
-    with pytest.raises(
-        PlanError, match=r"trains the same parameters at all sizes of its batches \(not at all of them: extra.bias, extra.weight\)"
-    ):
+    with pytest.raises(PlanError, match=r"not trained at all sizes of the batch: extra.bias, extra.weight"):
         make_engine(2).step(torch.randn(4, 10, 4))
     with pytest.raises(BatchError, match=r"batch is \[rows, 3, 5\], the example's \[rows, 3, 4\]\): the model cannot be captured"):
         make_engine(2).step(torch.randn(4, 3, 5))
-    with pytest.raises(BatchError, match=r"batch has the example's dimensions \(\[rows, 3, 4\]; now \[4, 3\]\)"):
+    with pytest.raises(BatchError, match=r"batch has dimensions \[4, 3\], not the example's \[rows, 3, 4\]"):
         make_engine(2).step(torch.randn(4, 3))

@@ -152,8 +152,8 @@ HALVING = partial(lr_scheduler.StepLR, step_size=1, gamma=0.5)
 @pytest.mark.parametrize(
     ("saved", "here", "said"),
     [
-        (HALVING, None, "the checkpoint was written with a scheduler (StepLR), and parallelize was given none: learning rates stay"),
-        (None, HALVING, "the checkpoint was written without a scheduler: the one that parallelize was given (StepLR) begins at its start"),
+        (HALVING, None, "the checkpoint has the state of a scheduler (StepLR), but parallelize was given none: learning rates stay"),
+        (None, HALVING, "the checkpoint has no scheduler state: the scheduler of parallelize (StepLR) begins at its start"),
         (HALVING, HALVING, ""),
         (None, None, ""),
     ],

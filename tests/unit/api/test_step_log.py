@@ -38,7 +38,7 @@ def test_each_step_is_a_line_of_json(tmp_path: Path, capsys: pytest.CaptureFixtu
 def test_a_loss_that_is_not_finite(tmp_path: Path) -> None:
     file = tmp_path / "steps.jsonl"
     engine = parallelize(config={"runtime.log_file": str(file), "gradient.skip_nonfinite": True})
-    with pytest.warns(UserWarning, match="left out"):
+    with pytest.warns(UserWarning, match="is skipped"):
         engine.step({name: torch.full_like(value, torch.nan) if value.is_floating_point() else value for name, value in BATCH.items()})
     assert json.loads(file.read_text())["loss"] is None
 

@@ -60,21 +60,21 @@ def test_a_dataclass_is_its_fields() -> None:
     assert list(structure.leaves(batch)) == ["ids", "length"] and structure.with_rows(9).record is Record
     again = structure.unflatten(list(structure.leaves(batch).values()))
     assert type(again) is Record and again.ids is batch.ids and again.length is batch.length and again.scale == 2.0
-    with pytest.raises(BatchError, match=r"batch\['ids'\] is torch.float32"):
+    with pytest.raises(BatchError, match=r"batch\['ids'\] is torch.int64, torch.float32 in the example"):
         structure.leaves(Record(torch.ones(4, 3).long(), 2.0))
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"ids": torch.zeros(4, 5, dtype=torch.long)}, r"\[rows, 3\]; now \[4, 5\]"),
-        ({"ids": torch.zeros(4, 3)}, "int64 in the example .now torch.float32"),
-        ({"ids": 3}, "a tensor in the example .now int"),
-        ({"scale": 3.0}, r"constant of the example \(2.0; now 3.0\)"),
-        ({"scale": 2}, r"constant of the example \(2.0; now 2\)"),
+        ({"ids": torch.zeros(4, 5, dtype=torch.long)}, r"shape \[4, 5\], not the example's \[rows, 3\]"),
+        ({"ids": torch.zeros(4, 3)}, "is torch.float32, torch.int64 in the example"),
+        ({"ids": 3}, "is int, a tensor in the example"),
+        ({"scale": 3.0}, r"is 3.0, the constant 2.0 in the example"),
+        ({"scale": 2}, r"is 2, the constant 2.0 in the example"),
         ({"input": torch.zeros(5)}, r"\['ids'\]: 4, \['input'\]: 5"),
         ({"more": 1}, r"not in the example: batch\['more'\]"),
-        ({"table": torch.zeros(6, 2)}, r"\[7, 2\]; now \[6, 2\]"),
+        ({"table": torch.zeros(6, 2)}, r"shape \[6, 2\], not the example's \[7, 2\]"),
     ],
 )
 def test_what_a_later_batch_may_not_change(change: dict[str, Any], message: str) -> None:
@@ -92,8 +92,8 @@ def test_sizes_that_leave_the_batch_open() -> None:
     with pytest.raises(BatchError) as caught:
         BatchStructure.of(batch)
     assert str(caught.value) == (
-        "the batch is the dimension 0 that most tensors of the example share (batch['codebook']: 16, batch['x']: 8)\n"
-        "  hint: say which tensors have rows: batch_dims={NAME: 0, OTHER: None}"
+        "cannot tell which tensors have rows: their first dimensions differ (batch['codebook']: 16, batch['x']: 8)\n"
+        "  hint: say which have rows: batch_dims={NAME: 0, OTHER: None}"
     )
 
 
@@ -114,8 +114,8 @@ def test_a_tensor_as_large_as_the_batch_may_be_whole() -> None:
 @pytest.mark.parametrize(
     ("stated", "said"),
     [
-        ({"y": 0}, "batch_dims= names tensors of the batch .'y' is none; it has .*'codebook', 'x'"),
-        ({"x": 1}, "(?s)the batch is dimension 0 of a tensor, or None for one without rows .'x': 1.*transpose it in forward"),
+        ({"y": 0}, "batch_dims= names 'y', which is not a tensor of the batch .*'codebook', 'x'"),
+        ({"x": 1}, "(?s)batch_dims.'x'. is 1, not 0, or None.*transpose it in forward"),
     ],
 )
 def test_statements_that_cannot_be(stated: dict[str | int, int | None], said: str) -> None:
@@ -124,5 +124,5 @@ def test_statements_that_cannot_be(stated: dict[str | int, int | None], said: st
 
 
 def test_stated_rows_must_agree() -> None:
-    with pytest.raises(BatchError, match=r"the same number of rows .\['a'\]: 16, \['x'\]: 8"):
+    with pytest.raises(BatchError, match=r"different numbers of rows .\['a'\]: 16, \['x'\]: 8"):
         BatchStructure.of({"a": torch.zeros(16, 4), "x": torch.zeros(8, 4)}, batch_dims={"a": 0, "x": 0})

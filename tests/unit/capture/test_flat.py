@@ -122,7 +122,7 @@ def test_an_operand_that_lies_otherwise_is_laid_as_it_was(offset: int) -> None:
 def test_what_lies_beside_the_elements_is_not_copied() -> None:
     x = torch.arange(24.0).view(4, 6)[:, :3]
     torch.testing.assert_close(strided(x, (6, 1), (4, 6), (6, 1), 0), torch.arange(24.0).view(4, 6))
-    with pytest.raises(OpFault, match="reads elements of its tensor only"):
+    with pytest.raises(OpFault, match="reads memory that is not part of its tensor"):
         strided(x.contiguous(), (6, 1), (4, 6), (6, 1), 0)
 
 
@@ -132,7 +132,7 @@ def test_this_one_is_tested() -> None:
 
 @pytest.mark.parametrize("version", ["2.10.0", "2.16.0", "2.130.0", "3.0.0a0"])
 def test_others_are_named(version: str) -> None:
-    with pytest.raises(CaptureError, match=f"tested with .*this is {version}"):
+    with pytest.raises(CaptureError, match=f"torch {version} is not supported"):
         check_version(version)
 
 

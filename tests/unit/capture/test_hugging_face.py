@@ -53,7 +53,7 @@ def test_meta_model_is_captured_as_on_the_cpu(family: str) -> None:
 def test_other_implementations_of_experts(experts: str) -> None:
     model, batch = BUILDERS["mixtral"](experts_implementation=experts)
     if experts == "eager":  # loops over the experts that were hit
-        with pytest.raises(CaptureError, match="do not depend on values"):
+        with pytest.raises(CaptureError, match=r"depends? on values"):
             capture(model, batch)
         return
     graph, program = capture(model, batch)

@@ -80,7 +80,7 @@ def test_draws_are_told_with_the_line_that_they_change(draw: Callable[[], float]
     states = random.getstate(), np.random.get_state()[1].tolist()
     (said,) = warnings_of(Scaling(draw))
     line = f"{__file__.rpartition('/')[2]}:{Scaling.forward.__code__.co_firstlineno + 1}"
-    assert said.startswith("random numbers of Python and NumPy are drawn while the model is captured and never again (") and line in said
+    assert said.startswith("random numbers of Python and NumPy are drawn only during capture (") and line in said
     assert states == (random.getstate(), np.random.get_state()[1].tolist()), "the script draws on as if nothing had been drawn"
 
 
@@ -89,7 +89,7 @@ def test_draws_are_told_with_the_line_that_they_change(draw: Callable[[], float]
 )
 def test_draws_of_any_generator_at_hand_are_told(make: Callable[[], nn.Module], generator: str) -> None:
     (said,) = warnings_of(make())
-    assert f"never again ({generator}): each step has the same" in said
+    assert f"only during capture ({generator}): each step has the same" in said
 
 
 def test_nothing_is_said_where_nothing_is_drawn() -> None:

@@ -102,18 +102,18 @@ def chosen(linear: nn.Linear, x: Tensor) -> Any:
 @pytest.mark.parametrize(
     ("function", "message"),
     [
-        (branch, "do not depend on values in tensors"),
-        (hooked, "no gradient hooks"),
+        (branch, "depends on values in tensors"),
+        (hooked, "a gradient hook in forward"),
         (numpy, "numpy"),
-        (penalty, r"computes no gradients itself \(torch.autograd.grad, backward\)"),
-        (backward, "computes no gradients itself"),
-        (vectorised, r"calls no transforms of torch.func \(vmap, grad, jvp\)"),
-        (of_a_function, "calls no transforms of torch.func"),
-        (converted, r"keeps its parameters and buffers in forward \(.to\(\) puts torch.float64"),
+        (penalty, r"computes gradients itself \(torch.autograd.grad, backward\)"),
+        (backward, "computes gradients itself"),
+        (vectorised, r"calls a transform of torch.func \(vmap, grad, jvp\)"),
+        (of_a_function, "calls a transform of torch.func"),
+        (converted, r"forward converts .* by .to\(\), from torch.float32 to torch.float64"),
         (packed, "packed sequences"),
         (drawn, "a number that is"),
         (mistaken, "cannot be captured: its code fails .RuntimeError: a and b must have same reduction dim"),
-        slow(chosen, "inner programs"),
+        slow(chosen, "inner program"),
     ],
 )
 def test_what_would_be_lost_is_an_error_with_the_line(
@@ -140,7 +140,7 @@ def test_a_module_that_is_like_that_already_is_left() -> None:
 
 
 def test_a_function_that_writes_to_what_it_is_given() -> None:
-    with pytest.raises(CaptureError, match=r"writes to nothing that it is given \(mark_dirty was called\)") as caught:
+    with pytest.raises(CaptureError, match="calls mark_dirty: writing to its arguments is not supported") as caught:
         capture(Net(own_function), torch.randn(4, 4), lambda output, batch: output.mean())
     line = Written.forward.__code__.co_firstlineno + 2
     assert str(caught.value.where).endswith(f"test_refusals.py:{line}")
@@ -159,11 +159,11 @@ def test_own_function_without_gradients_is_harmless() -> None:
 def test_module_and_parameter_hooks() -> None:
     model = Net(lambda linear, x: linear(x))
     handle = model.linear.register_full_backward_hook(lambda *_: None)
-    with pytest.raises(CaptureError, match="no gradient hooks"):
+    with pytest.raises(CaptureError, match="a gradient hook in forward"):
         capture(model, torch.randn(4, 4), lambda output, batch: output.mean())
     handle.remove()
     model.linear.weight.register_hook(lambda gradient: gradient * 0)
-    with pytest.raises(CaptureError, match=r"linear\.weight has"):
+    with pytest.raises(CaptureError, match=r"linear\.weight has a gradient hook"):
         capture(model, torch.randn(4, 4), lambda output, batch: output.mean())
 
 
@@ -177,7 +177,7 @@ def test_lazy_parameters() -> None:
     [
         (lambda output, batch: output, r"float32 of shape \[rows, 4\]"),
         (lambda output, batch: (output.sum(), output), r"\(float32 of shape \[\], float32 of shape"),
-        (lambda output, batch: None, "got NoneType"),
+        (lambda output, batch: None, "the loss is NoneType, not"),
         (lambda output, batch: output.argmax(), "int64 of shape"),
         (lambda output, batch: output.detach().mean(), "requires a gradient"),
     ],
@@ -190,14 +190,14 @@ def test_a_loss_is_a_scalar_or_a_pair(loss: Callable[..., Any], message: str) ->
 
 
 def test_missing_loss() -> None:
-    with pytest.raises(CaptureError, match="Tensor has none") as caught:
+    with pytest.raises(CaptureError, match=r"there is no loss: .*Tensor. has none") as caught:
         capture(nn.Linear(4, 4), torch.randn(4, 4))
     assert "loss=" in str(caught.value)
 
 
 def test_loss_with_parameters_of_its_own() -> None:
     head = nn.Linear(4, 1)
-    with pytest.raises(CaptureError, match=r"\[1, 4\] from elsewhere") as caught:
+    with pytest.raises(CaptureError, match=r"\[1, 4\] requires a gradient, but is not a parameter") as caught:
         capture(nn.Linear(4, 4), torch.randn(4, 4), lambda output, batch: head(output).mean())
     assert "test_refusals.py" in str(caught.value)
 
@@ -225,10 +225,10 @@ def test_loss_lines_are_the_users() -> None:
     ("batch", "message"),
     [
         (torch.randn(1, 4), "at least 2 rows"),
-        ({"x": 3}, "at least one tensor"),
+        ({"x": 3}, "no tensor whose dimension 0"),
         ({"x": torch.randn(2, 4), "y": object()}, r"batch\['y'\] is object"),
         ({"y": torch.randn(2, 4)}, "lacks x"),
-        ((), "at least one tensor"),
+        ((), "no tensor whose dimension 0"),
     ],
 )
 def test_bad_examples(batch: Any, message: str) -> None:
@@ -238,7 +238,7 @@ def test_bad_examples(batch: Any, message: str) -> None:
 
 @pytest.mark.parametrize("loss", [lambda output: output.mean(), lambda: None, lambda output, batch, scale: output.mean() * scale])
 def test_a_loss_takes_the_output_and_the_batch(loss: Callable[..., Any]) -> None:
-    with pytest.raises(CaptureError, match=r"a loss is called as loss\(output, batch\) \(this one takes \(") as caught:
+    with pytest.raises(CaptureError, match=r"loss= is called as loss\(output, batch\), but takes \(") as caught:
         capture(Net(lambda linear, x: linear(x)), torch.randn(4, 4), loss)
     assert str(caught.value.where).endswith(f"test_refusals.py:{loss.__code__.co_firstlineno}")
 
@@ -279,15 +279,15 @@ def sparse_and_dense(table: Tensor, ids: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("look_up", "message"),
     [
-        (sparse_gather, r"that an embedding looks up \(.* asks for another: sparse_grad=True\)"),
-        (sparse_rows_of_another, r"that an embedding looks up \(.* asks for another: sparse=True\)"),
-        (sparse_and_dense, r"alone read the parameter \(table: aten.mean.default reads it too\)"),
+        (sparse_gather, r"has sparse_grad=True, but its operand is not a parameter that an embedding looks up"),
+        (sparse_rows_of_another, r"has sparse=True, but its operand is not a parameter that an embedding looks up"),
+        (sparse_and_dense, "the gradient of table cannot be sparse: besides lookups with sparse=True, aten.mean.default reads it"),
     ],
 )
 def test_a_sparse_gradient_is_refused_with_its_line(look_up: Callable[[Tensor, Tensor], Tensor], message: str) -> None:
     batch = {"ids": torch.randint(0, 8, (6, 4))}
     line = look_up.__code__.co_firstlineno + 1
-    with pytest.raises(CaptureError, match=rf"sparse .*{message}\n  at .*test_refusals\.py:{line}"):
+    with pytest.raises(CaptureError, match=rf"{message}\n  at .*test_refusals\.py:{line}"):
         capture(Table(look_up), batch, lambda output, batch: output.mean())
     capture(Table(look_up, is_trained=False), batch, lambda output, batch: output.mean())
 
@@ -359,12 +359,12 @@ def test_shared_memory_is_refused_with_both_names(what: str, device: str) -> Non
     with torch.device(device), pytest.raises(CaptureError) as caught:
         capture(Sharing(what), torch.zeros(4, 4, device="cpu"), lambda output, batch: output.mean())
     said = caught.value.message
-    assert said.startswith("parameters and buffers have memory of their own") and all(name in said for name in PAIRS[what])
+    assert "share memory, but are not one tensor" in said and all(name in said for name in PAIRS[what])
 
 
 @pytest.mark.parametrize(("what", "name"), [("attribute", "first.weight"), ("list", "first.weight"), ("row of sums", "sums")])
 def test_a_tensor_in_the_memory_of_a_weight_is_refused_where_it_is_read(what: str, name: str) -> None:
-    with pytest.raises(CaptureError, match=rf"shares that of {name}\)") as caught:
+    with pytest.raises(CaptureError, match=f"shares memory with {name}") as caught:
         capture(Sharing(what), torch.randn(4, 4), lambda output, batch: output.mean())
     assert "test_refusals.py:" in str(caught.value.where)
 

@@ -203,16 +203,13 @@ def of_another_shape(net: Net, x: Tensor) -> Tensor:
     return net.first(x)
 
 
-OF_PARAMETERS = "a captured model does not write its parameters"
-OF_OTHERS = "a captured model does not write tensors that are not its buffers"
-
 REFUSED = {
-    of_a_parameter: f"{OF_PARAMETERS} (second.weight is written by aten.clamp_.default)\n  at ",
-    of_a_parameter_by_data: f"{OF_PARAMETERS} (second.weight is written by aten.mul_.Tensor)\n  at ",
-    of_looked_up_rows: f"{OF_PARAMETERS} (table.weight is written by aten.embedding_renorm_.default)\n  at ",
-    of_what_is_no_buffer: f"{OF_OTHERS} (c_model_held is written by aten.add_.Tensor)\n  at ",
-    of_data: "a captured model puts no other tensor in the place of one (.data = ... does)\n  at ",
-    of_another_shape: "a buffer keeps its shape and type in forward (vector of Net: float32 of shape [4], then float32 of shape [5])\n",
+    of_a_parameter: "aten.clamp_.default writes second.weight, which is a parameter\n  at ",
+    of_a_parameter_by_data: "aten.mul_.Tensor writes second.weight, which is a parameter\n  at ",
+    of_looked_up_rows: "aten.embedding_renorm_.default writes table.weight, which is a parameter\n  at ",
+    of_what_is_no_buffer: "aten.add_.Tensor writes c_model_held, which is not a buffer of the model\n  at ",
+    of_data: "the model assigns .data of a tensor, which is not supported\n  at ",
+    of_another_shape: "forward changes the shape or type of buffer vector of Net from float32 of shape [4] to float32 of shape [5]\n",
 }
 
 

@@ -120,7 +120,7 @@ def test_a_published_model_is_named_with_its_sizes() -> None:
 def test_a_published_model_with_wrong_sizes_is_refused() -> None:
     with pytest.raises(CaptureError, match="heads"):
         read_graph("gpt:layers=3", [])
-    with pytest.raises(ConfigError, match="states layers twice"):
+    with pytest.raises(ConfigError, match="gives layers twice"):
         read_graph(f"gpt:{SIZES}", ["layers=4"])
 
 
@@ -134,4 +134,4 @@ def test_a_published_model_is_examined_and_not_measured(capsys: pytest.CaptureFi
     assert main(["doctor", "gpt:layers=2,hidden=16,heads=2,sequence=4,vocabulary=8"]) in (0, 3)
     assert "capture        yes" in capsys.readouterr().out
     assert main(["profile", "gpt:layers=2", "--output", "p.json"]) == 1
-    assert "whale profile runs the model's own code: FILE.py:FUNCTION (gpt:layers=2 is none)" in capsys.readouterr().err
+    assert "whale profile needs the model's own code, FILE.py:FUNCTION, not gpt:layers=2" in capsys.readouterr().err

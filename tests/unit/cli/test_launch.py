@@ -142,8 +142,8 @@ def test_ranks_get_the_recipe_the_timeout_the_trace_one_thread_and_a_hash_seed(t
     [
         (["--timeout", "0", "train.py"], "--timeout must be more than 0"),
         (["--recipe", "none.yaml", "train.py"], "none.yaml"),
-        (["--ranks", "0", "train.py"], "(0 is not)"),
-        (["--ranks", "two", "train.py"], "(two is not)"),
+        (["--ranks", "0", "train.py"], "--ranks 0 is not"),
+        (["--ranks", "two", "train.py"], "--ranks two is not"),
         (["missing.py"], "no script missing.py"),
     ],
 )
@@ -171,9 +171,9 @@ def test_a_port_in_use_is_told_before_a_rank_starts(tmp_path: Path) -> None:
     script.touch()
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
-        with pytest.raises(ConfigError, match=rf"the ranks meet at port {port} of this host, which cannot be had: Address already in use"):
+        with pytest.raises(ConfigError, match=rf"port {port} of this host, where the ranks meet, is not available: Address already in use"):
             launch.run(["--ranks", "1", "--master-port", str(port), str(script)])
-        with pytest.raises(ConfigError, match=rf"the launchers of all hosts meet at 127.0.0.1:{port}, which fails: .*in use"):
+        with pytest.raises(ConfigError, match=rf"the launchers of all hosts cannot meet at 127.0.0.1:{port}: .*in use"):
             launch.run(["--nnodes", "2", "--master-port", str(port), str(script)])
 
 
@@ -187,7 +187,7 @@ def test_a_disk_without_room_for_a_run_is_told_before_a_rank_starts(tmp_path: Pa
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr("tempfile.mkdtemp", full)
-    with pytest.raises(ConfigError, match=r"a run keeps what its ranks do in .*: No space left on device"):
+    with pytest.raises(ConfigError, match=r"cannot record what the ranks do in .*: No space left on device"):
         launch.run(["--ranks", "1", str(script)])
 
 

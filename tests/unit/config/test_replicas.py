@@ -46,7 +46,7 @@ def test_all_faults_of_all_blocks(tmp_path: Path) -> None:
     assert "is not names of devices, lists of them (of each stage in order), or a whole number at least 1" in text
     assert "replicas.devices: ['a', 3] is not names" in text and f"or a whole number at least 1\n  at {path}:2" in text
     assert f"unknown key 'scheduel' in a block of replicas\n  at {path}:3\n  hint: did you mean 'schedule'?" in text
-    assert f"replicas.split 0 is not at least 1\n  at {path}:4" in text
+    assert f"replicas.split: 0 is not at least 1\n  at {path}:4" in text
     assert f"at {path}:5\n  hint: did you mean 'gpipe'?" in text
     assert f"3 is not 'key: value' lines\n  at {path}:6" in text
 

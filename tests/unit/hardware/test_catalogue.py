@@ -79,7 +79,7 @@ def test_an_efficiency_may_be_that_of_a_dtype() -> None:
     assert device.reached_flops("float16") == 0.65 * 125e12 and device.reached_flops("float32") == 0.88 * 15.7e12
     assert device.reached_flops("bfloat16") == device.reached_flops("float32")
     for wrong, message in (
-        ("{float16: 0.5}", "needs 'float32'"),
+        ("{float16: 0.5}", "lacks 'float32'"),
         ("{float32: 2}", "above 0 and at most 1"),
         ("{int7: 1}", "no key 'int7'"),
     ):

@@ -85,7 +85,7 @@ def test_a_device_described_in_full() -> None:
     text = f"hosts: [{{{{devices: [{{{{model: New, count: {{count}}, {figures}}}}}]{{link}}}}}}]\n"
     assert parse_cluster(text.format(count=1, link="")).devices[0].model == "New"
     assert parse_cluster(text.format(count=2, link=", link: pcie3")).hosts[0].link == catalogue().links["pcie3"]
-    with pytest.raises(ClusterError, match=r"host 1 needs a link between its devices \(the catalogue knows none for New\)"):
+    with pytest.raises(ClusterError, match="host 1 has no link between its devices, and the catalogue has none for New"):
         parse_cluster(text.format(count=2, link=""))
 
 
@@ -101,62 +101,62 @@ def test_pairs() -> None:
     assert same(cluster.link("a/0", "b/0"), Link(6.25e9, 20e-6))
     every = "pairs: [{hosts: [a, b], link: pcie3}, {hosts: [b, c], link: pcie3}, {hosts: [a, c], link: pcie3}]\n"
     assert parse_cluster(hosts + every).network is None
-    with pytest.raises(ClusterError, match="hosts a and c need a link"):
+    with pytest.raises(ClusterError, match="there is no link between hosts a and c"):
         parse_cluster(hosts + "pairs: [{hosts: [a, b], link: pcie3}, {hosts: [b, c], link: pcie3}]\n")
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "a cluster takes the keys name, hosts, network, pairs, measured (there is nothing)"),
-        ("- a\n", "is not a mapping"),
-        ("name: x\n", "a cluster needs 'hosts'"),
-        ("hosts: []\n", "hosts is a list of at least one host"),
-        ("hosts: {name: a}\n", "hosts is a list of at least one host"),
-        ("hosts: [a]\n", "host 1 takes the keys name, count, devices, link, card, price_per_hour, memory ('a' is not a mapping)"),
+        ("", "a cluster is empty; it takes the keys name, hosts, network, pairs, measured"),
+        ("- a\n", "not a mapping"),
+        ("name: x\n", "a cluster lacks 'hosts'"),
+        ("hosts: []\n", "is not a list of at least one host"),
+        ("hosts: {name: a}\n", "is not a list of at least one host"),
+        ("hosts: [a]\n", "host 1 is 'a', not a mapping; it takes the keys name, count, devices, link, card, price_per_hour, memory"),
         ("host: [{devices: T4}]\n", "hint: did you mean 'hosts'?"),
-        ("hosts: [{name: a}]\n", "host 1 needs 'devices'"),
-        ("hosts: [{devices: []}]\n", "needs at least one device"),
+        ("hosts: [{name: a}]\n", "host 1 lacks 'devices'"),
+        ("hosts: [{devices: []}]\n", "has no device"),
         ("hosts: [{devices: v100}]\n", "hint: which of V100-16GB, V100-32GB, V100-PCIE-16GB, V100-PCIE-32GB? Or describe it"),
         ("hosts: [{devices: V10}]\n", "hint: which of V100-16GB, V100-32GB, V100-PCIE-16GB, V100-PCIE-32GB? Or describe it"),
         ("hosts: [{devices: T4X}]\n", "unknown device model 'T4X'\n  at cluster.yaml:1\n  hint: did you mean 'T4'?"),
         ("hosts: [{devices: 2 x quux}]\n", "unknown device model 'quux'"),
-        ("hosts: [{devices: 0 x T4}]\n", "the number of devices is from 1 to 100000 (0 is not)"),
-        ("hosts: [{devices: true}]\n", "is a device such as"),
-        ("hosts: [{devices: [[T4]]}]\n", "is a device such as"),
-        ("hosts: [{devices: {model: T4, count: 0}}]\n", "count is a whole number from 1 to 100000 (0 is not)"),
-        ("hosts: [{devices: {model: T4, count: 1.5}}]\n", "count is a whole number"),
-        ("hosts: [{devices: {memory: 3 GiB}}]\n", "needs 'model'"),
-        ("hosts: [{devices: {model: T4, memory: 0}}]\n", "memory must be above 0 (0 is not)"),
-        ("hosts: [{devices: {model: T4, memory: -3}}]\n", "memory must be above 0 (-3 is not)"),
-        ("hosts: [{devices: {model: T4, memory: 3 apples}}]\n", "memory is an amount in B above 0 ('3 apples' is not)"),
-        ("hosts: [{devices: {model: T4, memory: [1]}}]\n", "memory is an amount in B above 0 ([1] is not)"),
-        ("hosts: [{devices: {model: T4, memory: 1e999}}]\n", "memory must be above 0 (inf is not)"),
-        ("hosts: [{devices: {model: T4, memory: null}}]\n", "memory is an amount in B"),
-        ("hosts: [{devices: {model: T4, efficiency: 1.2}}]\n", "efficiency is a number above 0 and at most 1 (1.2 is not)"),
-        ("hosts: [{devices: {model: T4, efficiency: 0}}]\n", "efficiency is a number above 0 and at most 1 (0 is not)"),
-        ("hosts: [{devices: {model: T4, flops: 3}}]\n", "flops takes the keys float64"),
+        ("hosts: [{devices: 0 x T4}]\n", "0 devices is not from 1 to 100000"),
+        ("hosts: [{devices: true}]\n", "True is not a device such as"),
+        ("hosts: [{devices: [[T4]]}]\n", "is not a device such as"),
+        ("hosts: [{devices: {model: T4, count: 0}}]\n", "count 0 is not a whole number from 1 to 100000"),
+        ("hosts: [{devices: {model: T4, count: 1.5}}]\n", "count 1.5 is not a whole number"),
+        ("hosts: [{devices: {memory: 3 GiB}}]\n", "lacks 'model'"),
+        ("hosts: [{devices: {model: T4, memory: 0}}]\n", "memory 0 is not above 0"),
+        ("hosts: [{devices: {model: T4, memory: -3}}]\n", "memory -3 is not above 0"),
+        ("hosts: [{devices: {model: T4, memory: 3 apples}}]\n", "memory '3 apples' is not an amount in B above 0"),
+        ("hosts: [{devices: {model: T4, memory: [1]}}]\n", "memory [1] is not an amount in B above 0"),
+        ("hosts: [{devices: {model: T4, memory: 1e999}}]\n", "memory inf is not above 0"),
+        ("hosts: [{devices: {model: T4, memory: null}}]\n", "memory None is not an amount in B"),
+        ("hosts: [{devices: {model: T4, efficiency: 1.2}}]\n", "efficiency 1.2 is not a number above 0 and at most 1"),
+        ("hosts: [{devices: {model: T4, efficiency: 0}}]\n", "efficiency 0 is not a number above 0 and at most 1"),
+        ("hosts: [{devices: {model: T4, flops: 3}}]\n", "flops is 3, not a mapping; it takes the keys float64"),
         ("hosts: [{devices: {model: T4, flops: {float33: 3}}}]\n", "hint: did you mean 'float32'?"),
-        ("hosts: [{devices: {model: T4, num_cores: 3}}]\n", "num_cores belongs to model 'cpu' (this is 'T4')"),
-        ("hosts: [{devices: {model: cpu, num_cores: 0}}]\n", "num_cores is a number above 0 (0 is not)"),
-        ("hosts: [{devices: {model: Q, memory: 1, bandwidth: 1, flops: {float16: 1}, efficiency: 1}}]\n", "flops needs at least 'float32'"),
-        ("hosts: [{devices: 2 x T4, link: {bandwidth: 3 GB/s}}]\n", "needs 'latency'"),
-        ("hosts: [{devices: 2 x T4, link: {bandwidth: 0, latency: 0}}]\n", "bandwidth must be above 0"),
-        ("hosts: [{devices: 2 x T4, link: {bandwidth: 3 GB, latency: 0}}]\n", "bandwidth is an amount in B/s above 0 ('3 GB' is not)"),
+        ("hosts: [{devices: {model: T4, num_cores: 3}}]\n", "num_cores is given for model 'T4'; it is for model 'cpu' only"),
+        ("hosts: [{devices: {model: cpu, num_cores: 0}}]\n", "num_cores 0 is not a number above 0"),
+        ("hosts: [{devices: {model: Q, memory: 1, bandwidth: 1, flops: {float16: 1}, efficiency: 1}}]\n", "flops lacks 'float32'"),
+        ("hosts: [{devices: 2 x T4, link: {bandwidth: 3 GB/s}}]\n", "lacks 'latency'"),
+        ("hosts: [{devices: 2 x T4, link: {bandwidth: 0, latency: 0}}]\n", "bandwidth 0 is not above 0"),
+        ("hosts: [{devices: 2 x T4, link: {bandwidth: 3 GB, latency: 0}}]\n", "bandwidth '3 GB' is not an amount in B/s above 0"),
         ("hosts: [{devices: 2 x T4, link: pcie9}]\n", "unknown link 'pcie9'"),
-        ("hosts: [{devices: 2 x T4, link: null}]\n", "takes the keys bandwidth, latency, shared (there is nothing)"),
-        ("hosts: [{devices: T4}, {devices: T4}]\n", "2 hosts need a network between them (none is given)"),
-        ("hosts: [{devices: T4}, {devices: T4}]\nnetwork: null\n", "network takes the keys"),
-        ("hosts: [{name: a, devices: T4}, {name: a, devices: T4}]\n" + NETWORK, "two hosts have the name 'a'\n  at cluster.yaml:1"),
-        ("hosts: [{name: a, count: 2, devices: T4}, {name: a1, devices: T4}]\n" + NETWORK, "two hosts have the name 'a1'"),
-        ("hosts: [{name: [a], devices: T4}]\n", "name is text (['a'] is not)"),
-        ("hosts: [{devices: T4}]\npairs: {a: b}\n", "pairs is a list"),
-        ("hosts: [{devices: T4}]\npairs: [{hosts: [host0, host0], link: pcie3}]\n", "hosts is two different hosts"),
+        ("hosts: [{devices: 2 x T4, link: null}]\n", "is empty; it takes the keys bandwidth, latency, shared"),
+        ("hosts: [{devices: T4}, {devices: T4}]\n", "there is no network between the 2 hosts"),
+        ("hosts: [{devices: T4}, {devices: T4}]\nnetwork: null\n", "network is empty; it takes the keys"),
+        ("hosts: [{name: a, devices: T4}, {name: a, devices: T4}]\n" + NETWORK, "two hosts are named 'a'\n  at cluster.yaml:1"),
+        ("hosts: [{name: a, count: 2, devices: T4}, {name: a1, devices: T4}]\n" + NETWORK, "two hosts are named 'a1'"),
+        ("hosts: [{name: [a], devices: T4}]\n", "name ['a'] is not text"),
+        ("hosts: [{devices: T4}]\npairs: {a: b}\n", "is not a list of {hosts: [A, B], link: ...}"),
+        ("hosts: [{devices: T4}]\npairs: [{hosts: [host0, host0], link: pcie3}]\n", "is not a pair of different hosts"),
         ("hosts: [{devices: T4}, {devices: T4}]\npairs: [{hosts: [host0, host2], link: pcie3}]\n", "there is no host 'host2'"),
-        ("hosts: [{devices: T4}, {devices: T4}]\npairs: [{hosts: [host0, host1]}]\n", "pair 1 needs 'link'"),
+        ("hosts: [{devices: T4}, {devices: T4}]\npairs: [{hosts: [host0, host1]}]\n", "pair 1 lacks 'link'"),
         (
             "hosts: [{devices: T4}, {devices: T4}]\npairs: [{hosts: [host0, host1], link: pcie3}, {hosts: [host1, host0], link: pcie3}]\n",
-            "the link between host0 and host1 stands twice",
+            "the link between host0 and host1 is given twice",
         ),
         ("hosts: [{devices: T4}]\nhosts: []\n", "key 'hosts' is given twice"),
     ],
@@ -171,7 +171,7 @@ def test_refuses(text: str, message: str) -> None:
 def test_all_faults_at_once() -> None:
     with pytest.raises(ClusterError, match="3 faults") as caught:
         parse_cluster("hosts:\n  - {name: a, devices: V100-32G}\n  - {name: a, devices: {model: T4, memory: 0 GiB}}\n")
-    for part in ("V100-32GB", "0 GiB", "two hosts have the name 'a'\n  at cluster.yaml:3"):
+    for part in ("V100-32GB", "0 GiB", "two hosts are named 'a'\n  at cluster.yaml:3"):
         assert part in str(caught.value)
 
 

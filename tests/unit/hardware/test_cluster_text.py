@@ -36,7 +36,7 @@ def test_a_slowed_device_reads_back() -> None:
     cluster = parse_cluster("name: c\nhosts:\n  - {name: h, devices: [{model: T4, slowdown: 2.5}, T4]}\n")
     assert [device.slowdown for device in parse_cluster(cluster_text(cluster)).devices] == [2.5, 1.0]
     assert cluster.slowed({"h/0": 1.0}) == parse_cluster("name: c\nhosts:\n  - {name: h, devices: 2 x T4}\n")
-    with pytest.raises(ClusterError, match="slowdown is a number above 0"):
+    with pytest.raises(ClusterError, match="slowdown 0 is not a number above 0"):
         parse_cluster("name: c\nhosts:\n  - {name: h, devices: {model: T4, slowdown: 0}}\n")
 
 
@@ -80,8 +80,8 @@ def test_what_messages_take_of_a_device_reads_back() -> None:
     assert (second.seconds, second.per_byte, third) == (pytest.approx(1e-6), 0, NO_HANDLING)
     with pytest.raises(ClusterError) as caught:
         parse_cluster(text.replace("4 GB/s", "0 GB/s").replace("1 us", "-1 us"))
-    assert "handling: bandwidth must be above 0 (" in str(caught.value)
-    assert "handling: seconds is an amount in s at least 0 (" in str(caught.value)
+    assert "handling: bandwidth '0 GB/s' is not above 0" in str(caught.value)
+    assert "is not an amount in s at least 0" in str(caught.value)
     with pytest.raises(ClusterError, match="handling has no key 'second'"):
         parse_cluster(text.replace("seconds: 1 us", "second: 1 us"))
 
@@ -97,14 +97,14 @@ measured:
     with pytest.raises(ClusterError) as caught:
         parse_cluster(text)
     said = str(caught.value)
-    assert "figure 1: high is an amount in B/s above 0 ('5 us' is not)\n  at cluster.yaml:4" in said
-    assert "figure 2: value lies between low and high (300 GB/s does not)\n  at cluster.yaml:5" in said
-    assert "figure 3: value is an amount in s above 0 ('fast' is not)\n  at cluster.yaml:6" in said
+    assert "figure 1: high '5 us' is not an amount in B/s above 0\n  at cluster.yaml:4" in said
+    assert "figure 2: value 300 GB/s is not between low and high\n  at cluster.yaml:5" in said
+    assert "figure 3: value 'fast' is not an amount in s above 0\n  at cluster.yaml:6" in said
 
 
 def test_prices_read_back() -> None:
     text = "name: c\nhosts:\n  - {name: h, devices: [{model: T4, price_per_hour: 0.526}, T4], price_per_hour: 0}\n"
     again = parse_cluster(cluster_text(parse_cluster(text)))
     assert [device.price_per_hour for device in again.devices] == [0.526, None] and again.hosts[0].price_per_hour == 0
-    with pytest.raises(ClusterError, match="price_per_hour is a number of at least 0"):
+    with pytest.raises(ClusterError, match=r"price_per_hour .* is not a number of at least 0"):
         parse_cluster(text.replace("0.526", "-1"))

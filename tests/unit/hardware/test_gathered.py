@@ -49,7 +49,7 @@ def test_an_unknown_model_must_describe_itself() -> None:
 
 
 def test_no_ranks() -> None:
-    with pytest.raises(ClusterError, match="at least one device"):
+    with pytest.raises(ClusterError, match="has no device"):
         make_cluster([])
 
 

@@ -50,6 +50,6 @@ def test_types_by_name() -> None:
 
 
 def test_a_device_that_lacks_a_type_is_named_with_what_all_have() -> None:
-    with pytest.raises(ConfigError, match=r"precision.dtype bf16: no bfloat16 on h1/0 \(T4\)") as caught:
+    with pytest.raises(ConfigError, match=r"precision.dtype: bf16 is not supported by h1/0 \(T4\)") as caught:
         found("bf16", "A100-80GB, T4")
     assert caught.value.hint is not None and "precision.dtype: fp16" in caught.value.hint

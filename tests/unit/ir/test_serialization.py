@@ -129,7 +129,7 @@ def test_an_empty_timeline() -> None:
     [
         ('{"file": "a"}', "SourceLine"),
         ('{"file": "a", "line": 1, "column": 2}', "SourceLine has no field 'column'"),
-        ("{}", "SourceLine needs file, line"),
+        ("{}", "SourceLine lacks file, line"),
         ("{", "Expecting property name"),
     ],
 )
@@ -148,13 +148,13 @@ def test_a_fault_says_where_it_lies() -> None:
     stage = Stage(0, ("t",), (), VirtualDevice(("d",)), (1,), (), shards=(Shard("heads", (2, 2)),))
     plan = Plan("m", "c", ("d",), (), (), (Replica(0, 1, Pipeline("1f1b", 1, (0,)), (stage,), ()),), (), 8)
     for old, new, said in (
-        ('"sizes": [2, 2]', '"sizes": [2, "2"]', r"^replicas\[0\]\.stages\[0\]\.shards\[0\]\.sizes\[1\]: '2' is no int$"),
+        ('"sizes": [2, 2]', '"sizes": [2, "2"]', r"^replicas\[0\]\.stages\[0\]\.shards\[0\]\.sizes\[1\]: '2' is not of type int$"),
         (
             '"virtual_device": {"devices": ["d"]}',
             '"virtual_device": 3',
-            r"stages\[0\]\.virtual_device: 3 is no VirtualDevice$",
+            r"stages\[0\]\.virtual_device: 3 is not of type VirtualDevice$",
         ),
-        ('"planned_rows": 8', '"planned_rows": 8.5', r"^planned_rows: 8\.5 is no int$"),
+        ('"planned_rows": 8', '"planned_rows": 8.5', r"^planned_rows: 8\.5 is not of type int$"),
         ('"pipeline": {', '"pipeline": {"colour": 1, ', r"^replicas\[0\]\.pipeline: Pipeline has no field 'colour'$"),
     ):
         text = to_json(plan)
@@ -166,13 +166,13 @@ def test_a_fault_says_where_it_lies() -> None:
 @pytest.mark.parametrize(("field", "value"), [("sizes", "32:32"), ("sizes", [32.0, 32.0]), ("axis", 3), ("whole_in", "up")])
 def test_a_field_of_another_type_is_refused(field: str, value: object) -> None:
     text = json.dumps({"axis": "heads", "sizes": [2, 2], field: value})
-    with pytest.raises(ValueError, match="is no "):
+    with pytest.raises(ValueError, match=r"is not (of type|a list)"):
         from_json(Shard, text)
 
 
 @pytest.mark.parametrize("text", ["[" * 10_000 + "]" * 10_000, '{"axis": ' * 10_000 + "1" + "}" * 10_000])
 def test_text_that_nests_too_deep_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match=r"nest at most 100 deep \(here: 10000\)"):
+    with pytest.raises(ValueError, match="nested 10000 deep, more than 100"):
         from_json(Shard, text)
 
 
@@ -186,7 +186,7 @@ def test_brackets_in_text_do_not_nest(value: object) -> None:
 def test_a_file_that_is_too_large_is_refused_before_it_is_read_whole(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("12345")
     assert read_text(tmp_path / "file", 5) == "12345"
-    with pytest.raises(ValueError, match=r"at most 4 bytes \(this: 5\)"):
+    with pytest.raises(ValueError, match="5 bytes, more than 4"):
         read_text(tmp_path / "file", 4)
-    with pytest.raises(ValueError, match=r"at most 4 bytes \(this: 5\)"):
+    with pytest.raises(ValueError, match="5 bytes, more than 4"):
         read_text("/dev/zero", 4)

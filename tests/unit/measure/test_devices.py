@@ -119,7 +119,7 @@ def test_visible_devices(monkeypatch: pytest.MonkeyPatch, visible: str | None, e
 
 def test_a_gpu_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     nvml = play(monkeypatch, Nvml(["Tesla T4"]), visible="MIG-1")
-    with pytest.raises(ClusterError, match=r"a GPU does not answer \(no MIG-1\)"):
+    with pytest.raises(ClusterError, match=r"a GPU does not respond \(no MIG-1\)"):
         devices_at_hand(1)
     assert nvml.started == 0
 
@@ -183,7 +183,7 @@ def test_cpu_ranks_otherwise(monkeypatch: pytest.MonkeyPatch, why: str) -> None:
 
 
 def test_less_than_one_rank() -> None:
-    with pytest.raises(ClusterError, match=r"at least one rank \(0 asked for\)"):
+    with pytest.raises(ClusterError, match="0 ranks were asked for"):
         devices_at_hand(0)
 
 

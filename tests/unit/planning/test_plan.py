@@ -88,9 +88,9 @@ def test_a_shortage_names_device_and_bytes() -> None:
 @pytest.mark.parametrize(
     ("config", "rows", "message"),
     [
-        ({}, 1, r"2 replicas x 1 micro-batch need 2 rows \(the batch has 1\)"),
-        ({"pipeline.num_micro_batch": 8}, 9, "need 16 rows"),
-        ({"pipeline.num_stages": 2, "pipeline.num_micro_batch": 8}, 7, "need 8 rows"),
+        ({}, 1, r"the batch has 1, and 2 replicas x 1 micro-batch need 2"),
+        ({"pipeline.num_micro_batch": 8}, 9, "need 16"),
+        ({"pipeline.num_stages": 2, "pipeline.num_micro_batch": 8}, 7, "need 8"),
     ],
 )
 def test_too_few_rows(config: dict[str, object], rows: int, message: str) -> None:
@@ -100,7 +100,7 @@ def test_too_few_rows(config: dict[str, object], rows: int, message: str) -> Non
 
 def test_a_wide_stage_needs_a_row_for_each_device() -> None:
     graph = chain(1, [(scope(0, 4, "wide"),)])
-    with pytest.raises(BatchError, match="4 devices of a stage need 8 rows"):
+    with pytest.raises(BatchError, match="4 devices of a stage need 8"):
         make_plan(graph, cluster((1e9,) * 4), Config({"pipeline.num_micro_batch": 2}), rows=4)
 
 
@@ -114,10 +114,10 @@ def test_more_stages_than_devices_are_as_many_as_devices_and_the_plan_says_so() 
 def test_more_stages_with_chunks_than_devices_or_places_to_cut() -> None:
     chunks = {"pipeline.schedule": "interleaved", "pipeline.num_chunks": 2, "pipeline.num_micro_batch": 4}
     with pytest.raises(
-        ConfigError, match=r"(?s)puts 2 stages on each.*num_stages: 3 devices, of which there are 2.*hint: pipeline.num_stages: 2"
+        ConfigError, match=r"(?s)num_stages: 3 .* needs 3 devices of 2 stages each; there are 2.*hint: pipeline.num_stages: 2"
     ):
         make_plan(chain(8), cluster((1e9, 1e9)), Config(chunks | {"pipeline.num_stages": 3}))
-    with pytest.raises(PlanError, match="can be cut at 1 places"):
+    with pytest.raises(PlanError, match="it has 1 places to cut"):
         make_plan(chain(1), cluster((1e9,) * 4), Config({"pipeline.num_stages": 4}))
 
 

@@ -137,7 +137,7 @@ def test_interleaved_departs_from_its_table_only_where_that_would_deadlock(p: in
 
 def test_interleaving_needs_groups_of_min_ranks_micro_batches() -> None:
     for num_micro_batch, group in ((8, 3), (3, 2)):
-        with pytest.raises(ConfigError, match=f"at least {min(4, num_micro_batch)} micro-batches.*group size: {group}"):
+        with pytest.raises(ConfigError, match=f"group size {group} is too small .*at least {min(4, num_micro_batch)}"):
             build("interleaved", num_ranks=4, num_micro_batch=num_micro_batch, num_chunks=2, group_size=group)
 
 
@@ -146,14 +146,14 @@ def test_the_configuration_knows_every_builder() -> None:
 
 
 def test_what_cannot_be_built_says_why() -> None:
-    with pytest.raises(ConfigError, match=r"1f1b.*schedule: 1b1f"):
+    with pytest.raises(ConfigError, match=r"schedule '1b1f' is not one of .*1f1b"):
         build("1b1f", num_ranks=2, num_micro_batch=2)
     with pytest.raises(ConfigError, match="2 faults") as caught:
         build("gpipe", num_ranks=0, num_micro_batch=0)
-    assert "ranks: 0" in str(caught.value) and "micro-batches: 0" in str(caught.value)
-    with pytest.raises(ConfigError, match=r"1f1b has 1 chunk.*chunks: 2"):
+    assert "has 0 ranks" in str(caught.value) and "has 0 micro-batches" in str(caught.value)
+    with pytest.raises(ConfigError, match=r"chunks: 2 does not go with schedule 1f1b, which has 1 chunk"):
         build("1f1b", num_ranks=2, num_micro_batch=2, num_chunks=2)
-    with pytest.raises(ConfigError, match=r"interleaved.*group size: 4"):
+    with pytest.raises(ConfigError, match=r"group size 4 does not go with .*interleaved"):
         build("aiao", num_ranks=2, num_micro_batch=4, group_size=4)
 
 

@@ -115,11 +115,11 @@ def test_broken_promise_of_memory() -> None:
 
 
 def test_a_promise_for_each_rank_or_none() -> None:
-    assert "1 figures, ranks: 2" in message(*GOOD, promise=", peak in flight 1")
+    assert "1 figures for 2 ranks" in message(*GOOD, promise=", peak in flight 1")
 
 
 def test_a_stage_on_a_rank_that_is_not_there() -> None:
-    with pytest.raises(ScheduleError, match=r"stage 1 is on a rank that is not there \(rank 1, ranks: 1\)"):
+    with pytest.raises(ScheduleError, match="stage 1 is on rank 1, but there are 1 ranks"):
         verify(Schedule.parse("schedule custom, 1 micro-batches, stages on ranks 0 1\nrank 0: 0F0"))
 
 

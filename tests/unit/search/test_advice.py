@@ -145,5 +145,5 @@ def test_where_nothing_fits_it_says_what_would() -> None:
 
 
 def test_a_model_that_is_divided_already_gets_no_advice() -> None:
-    with pytest.raises(ConfigError, match=r"advice is made of searches, and what is set leaves none: planning\.search off"):
+    with pytest.raises(ConfigError, match=r"advice needs searches, but planning\.search off leaves nothing to search"):
         advised(made([[(1e9, GIB)]], network=1e9), search="off")

@@ -33,7 +33,7 @@ def test_devices_of_the_same_names_that_are_others_are_refused(tmp_path: Path) -
     plan, _ = decide(None, GRAPH, CLUSTER, Config({"planning.search": "off"}), rows=16)
     path = tmp_path / "plan.json"
     path.write_text(to_json(plan))
-    with pytest.raises(PlanError, match=r"kinds that it was made for \(1 x .* in the plan, V900 in random\)") as caught:
+    with pytest.raises(PlanError, match=r"made for other device types \(1 x .* in the plan, V900 in random\)") as caught:
         decide(path, GRAPH, changed(model="V900"), Config())
     assert caught.value.where == path
     older = replace(plan, device_models=())  # of which nobody knows

@@ -209,7 +209,7 @@ def test_a_runner_up_is_a_whole_plan() -> None:
     plan, step = found.runner_up(2)
     assert plan.step_seconds == step.step_seconds == found.runners_up[1].seconds
     assert plan.choices[0].subject == "runner-up 2" and str(found.strategy) in plan.choices[0].bound
-    with pytest.raises(ConfigError, match=r"a runner-up is one that the search has \(runners-up: \d+, asked for: 99\)"):
+    with pytest.raises(ConfigError, match=r"there is no runner-up 99; the search has \d+"):
         found.runner_up(99)
 
 
@@ -221,7 +221,7 @@ def test_the_plan_says_what_was_looked_at() -> None:
 
 
 def test_what_fits_nowhere_says_by_how_much() -> None:
-    with pytest.raises(PlanError, match=r"weights, gradients and optimizer state alone are 168\.11 KiB more"):
+    with pytest.raises(PlanError, match=r"weights, gradients and optimizer state alone exceed .* by 168\.11 KiB"):
         search_of(layers([64] * 4), made([[(1e9, 100_000)]], network=1e9), 8)
 
 
@@ -269,13 +269,13 @@ def test_effort_is_a_limit_where_nothing_fits(monkeypatch: pytest.MonkeyPatch) -
 
 def test_more_micro_batches_than_rows_leave_nothing() -> None:
     numbers = r"\(rows: 2; replicas: 1 or more, on 1 device; micro-batches: 4\)"
-    with pytest.raises(ConfigError, match=f"every micro-batch of every replica has a row {numbers}"):
+    with pytest.raises(ConfigError, match=f"too few rows for the micro-batches {numbers}"):
         search_of(layers([4]), made([[(1e9, GIB)]], network=1e9), 2, num_micro_batch=4)
 
 
 def test_more_stages_than_places_to_cut_leave_nothing() -> None:
     config = Config({"pipeline.num_stages": 6})
-    with pytest.raises(ConfigError, match=r"into the stages of a replica \(2 at most, asked for: 6; devices: 6\)"):
+    with pytest.raises(ConfigError, match=r"for the stages of a replica \(2 at most, asked for: 6; devices: 6\)"):
         search(layers([4]), made([[(1e9, GIB)] * 6], network=1e9), config, rows=8)
 
 

@@ -184,7 +184,7 @@ def test_activations_wait_on_hosts_where_that_is_asked() -> None:
     assert {each.on_host / WEIGHTS for each in step.devices} == {12} and all(each.peak.activations == 0 for each in step.devices)
     with pytest.raises(PlanError, match=r"out of memory on host h: a plan keeps 768.00 KiB there, 761.60 KiB usable"):
         for_backward(11.9, offload="activations")
-    with pytest.raises(PlanError, match="YAML does not say what is shared out among devices or kept on hosts"):
+    with pytest.raises(PlanError, match="the plan shares out or offloads state, which YAML does not hold"):
         write_plan(plan, layers())
 
 

@@ -54,7 +54,7 @@ def test_a_parameter_may_be_whole_beside_others_in_parts() -> None:
 
 def test_a_device_holds_one_part() -> None:
     known = shardings(Holder((0, 0), (0, 1), split(3, 1)), Holder((0, 1), (0, 1), split(2, 2)))
-    with pytest.raises(PlanError, match=r"one part of a parameter \(w on d0: heads\[0:3\] and heads\[0:2\]\)"):
+    with pytest.raises(PlanError, match=r"several parts of a parameter \(w on d0: heads\[0:3\] and heads\[0:2\]\)"):
         known.gradient("w")
 
 

@@ -160,7 +160,7 @@ def call(function: type[torch.autograd.Function], arguments: Sequence[Any]) -> A
     leaves = pytree.tree_leaves(list(arguments))
     if any(isinstance(leaf, _NUMBERS) for leaf in leaves):
         raise CaptureError(
-            f"an autograd.Function takes tensors and constants ({function.__name__} is given a number that depends on the rows)",
+            f"the autograd.Function {function.__name__} is given a number that depends on the number of rows",
             where=user_line(),
             hint="read sizes from the tensors inside the function",
         )
@@ -205,7 +205,7 @@ class _Context:
 
     def mark_dirty(self, *tensors: Tensor) -> None:
         raise CaptureError(
-            "an autograd.Function of a captured model writes to nothing that it is given (mark_dirty was called)",
+            "an autograd.Function calls mark_dirty: writing to its arguments is not supported",
             where=user_line(),
             hint="return a new tensor",
         )

@@ -92,7 +92,7 @@ def held(condition: Tensor, value: bool, other: str, where: str) -> Tensor:
         if other:
             raise OpFault(f"the model refuses this batch ({other})", where=where or None)
         raise OpFault(
-            f"a captured model goes one way for every batch (what it asks of a tensor here is {not value}; it was captured for {value})",
+            f"a condition on a tensor is {not value} in this batch, but the model was captured for {value}",
             where=where or None,
             hint="use torch.where or masks in place of Python's if on tensors",
         )

@@ -56,18 +56,18 @@ def as_capture_error(error: Exception, last_number: SourceLine | None = None) ->
     asked = _asked(error)
     if asked is not None:
         return CaptureError(
-            f"a captured model's control flow and sizes do not depend on values in tensors ({asked})",
+            f"the model's control flow or a size depends on values in tensors ({asked})",
             where=where,
             hint="use torch.where or masks in place of Python's if, for, int() and bool() on tensors"
             + (CHECK_HINT if asked == READ else ""),
         )
     if isinstance(error, TorchDynamoException) and not isinstance(error, UserError):  # such an export compiles those alone
-        return CaptureError(f"a captured model is one graph without inner programs ({_first_line(error)})", where=where, hint=INNER_HINT)
+        return CaptureError(f"the model has an inner program, which is not supported ({_first_line(error)})", where=where, hint=INNER_HINT)
     read = "" if last_number is None else f"; a number that is not known was read of one at {last_number}"
     return CaptureError(
         f"the model cannot be captured: its code fails ({type(error).__name__}: {in_rows(_first_line(error))}{read})",
         where=where,
-        hint="where a plain step on this batch does not fail, code that reads values or asks whether it is traced goes another way here",
+        hint="if a plain step on this batch works, look for code that reads values or asks whether it is traced",
     )
 
 
@@ -96,19 +96,19 @@ def check_model(model: nn.Module) -> None:
     """
     if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
         raise CaptureError(
-            f"a model is divided by Whale or by torch, not by both (it is a {type(model).__name__})",
+            f"the model is a {type(model).__name__}, which divides the work already",
             hint="pass model.module, the model inside",
         )
     faults: list[WhaleError] = [
-        CaptureError(f"parameters and buffers are dense tensors ({name}: {form})", hint="keep what makes it, as dense tensors")
+        CaptureError(f"{name} is {form}; parameters and buffers must be dense tensors", hint="store the dense tensors that it is made from")
         for name, tensor in (*model.named_parameters(), *model.named_buffers())
         if (form := form_of(tensor)) != "dense"
     ]
     for name, parameter in model.named_parameters():
         if isinstance(parameter, UninitializedParameter):
-            faults.append(CaptureError(f"parameters have shapes before capture ({name} is lazy)", hint="run the model on one batch first"))
+            faults.append(CaptureError(f"parameter {name} is lazy and has no shape yet", hint="run the model on one batch first"))
         elif parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
-            faults.append(CaptureError(f"a captured parameter has no gradient hooks ({name} has)", hint="remove the hook"))
+            faults.append(CaptureError(f"parameter {name} has a gradient hook, which would be lost", hint="remove the hook"))
     raise_faults(faults)
 
 
@@ -165,8 +165,7 @@ def refused_parameters(mode: FakeTensorMode) -> Iterator[None]:
     def guarded(fake_mode: FakeTensorMode, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if tensor.requires_grad and not isinstance(tensor, FakeTensor):
             raise CaptureError(
-                "what requires a gradient is a parameter of the model "
-                f"(a tensor of shape [{', '.join(map(str, tensor.shape))}] from elsewhere requires one)",
+                f"a tensor of shape [{', '.join(map(str, tensor.shape))}] requires a gradient, but is not a parameter of the model",
                 where=user_line(),
                 hint="make it part of the model, or detach it",
             )
@@ -216,8 +215,7 @@ def _converted(module: nn.Module, change: Callable[[torch.Tensor], torch.Tensor]
                 made = change(torch.empty((0,) * tensor.dim(), dtype=tensor.dtype, device=tensor.device))
             if (made.dtype, made.device) != (tensor.dtype, tensor.device):
                 raise CaptureError(
-                    "a captured model keeps its parameters and buffers in forward "
-                    f"(.to() puts {made.dtype} on {made.device} in the place of {name} of {type(owner).__name__}, {tensor.dtype})",
+                    f"forward converts {name} of {type(owner).__name__} by .to(), from {tensor.dtype} to {made.dtype} on {made.device}",
                     where=user_line(),
                     hint="convert the model before parallelize, or the input in forward",
                 )
@@ -226,7 +224,9 @@ def _converted(module: nn.Module, change: Callable[[torch.Tensor], torch.Tensor]
 
 def _refuse_hook(*args: Any, **kwargs: Any) -> NoReturn:
     raise CaptureError(
-        "a captured model has no gradient hooks: they would be lost", where=user_line(), hint="remove the hook, or change the forward pass"
+        "the model registers a gradient hook in forward, which would be lost",
+        where=user_line(),
+        hint="remove the hook, or change the forward pass",
     )
 
 
@@ -248,37 +248,37 @@ class DataAccess(TorchFunctionMode):
             return args[0].detach()
         if func == torch.Tensor.data.__set__:  # type: ignore[attr-defined]
             raise CaptureError(
-                "a captured model puts no other tensor in the place of one (.data = ... does)",
+                "the model assigns .data of a tensor, which is not supported",
                 where=user_line(),
-                hint="use the new tensor in its place; what a buffer holds is written by buffer.copy_(value)",
+                hint="use the new tensor instead; write a buffer by buffer.copy_(value)",
             )
         if func in _GRADIENTS:
             raise CaptureError(
-                "a captured model computes no gradients itself (torch.autograd.grad, backward)",
+                "the model computes gradients itself (torch.autograd.grad, backward), which is not supported",
                 where=user_line(),
                 hint="write the gradient out as tensor operations, or as an autograd.Function",
             )
         if func is torch._C._set_grad_enabled and not args[0] and torch.is_grad_enabled() and _casts() and _is_in_region():
             raise CaptureError(  # torch.export forgets it
-                "a captured model has no no_grad() inside of torch.autocast",
+                "the model uses no_grad() inside torch.autocast, which is not supported",
                 where=user_line(),
-                hint="write the autocast inside of the no_grad(), or detach() what is read there",
+                hint="put the autocast inside the no_grad(), or detach() what is read there",
             )
         if any(map(_is_transformed, args)):
             raise CaptureError(
-                "a captured model calls no transforms of torch.func (vmap, grad, jvp)",
+                "the model calls a transform of torch.func (vmap, grad, jvp), which is not supported",
                 where=user_line(),
                 hint="write the operations for all samples at once: matmul, bmm and einsum take dimensions of the batch",
             )
         if func in _LEAVING and isinstance(args[0], FakeTensor):
             raise CaptureError(
-                "a captured model computes with torch alone (here numpy is given a tensor's values)",
+                "the model passes a tensor's values to numpy, which is not supported",
                 where=user_line(),
                 hint="compute it with torch, or before the step, in the data set",
             )
         if func == torch._pack_padded_sequence:
             raise CaptureError(
-                "a captured model's control flow and sizes do not depend on values in tensors (those of packed sequences do)",
+                "the model uses packed sequences, whose sizes depend on values in tensors",
                 where=user_line(),
                 hint="run the layer on the padded batch and read each row's last place: output[torch.arange(len(lengths)), lengths - 1]",
             )

@@ -78,15 +78,14 @@ class Once:
 
 def _text_of_draws(drawn: tuple[str, ...], lines: tuple[str, ...]) -> str:
     return (
-        "random numbers of Python and NumPy are drawn while the model is captured and never again "
-        f"({first_few([*lines, *drawn])}): each step has the same; draw them with torch, as tensors (torch.rand(())), or in the data set, "
-        "as a tensor of the batch"
+        f"random numbers of Python and NumPy are drawn only during capture ({first_few([*lines, *drawn])}): each step has the same; draw "
+        "them with torch, as tensors (torch.rand(())), or in the data set, as a tensor of the batch"
     )
 
 
 def _text_of_writes(written: tuple[str, ...]) -> str:
     return (
-        "what a loss keeps in plain values, or a model in globals and closures, is written while it is captured and never again: each step "
+        "what a loss keeps in plain values, or a model in globals and closures, is written only during capture: each step "
         f"starts from what was there before ({first_few(written)}); write it in the script, between steps, or keep it in a buffer of "
         "the model"
     )
@@ -279,6 +278,6 @@ def _hooks(attributes: dict[str, Any]) -> frozenset[tuple[str, int]]:
 def warning_of(names: tuple[str, ...]) -> str:
     """What is said of attributes that are handed on."""
     return (
-        "what forward hands on to its next call in plain attributes is kept while the model is captured and never again: each step "
-        f"starts from what was there before ({first_few(names)}); register_buffer what is to go on from step to step"
+        "plain attributes that forward writes for its next call are written only during capture: each step starts from what was there "
+        f"before ({first_few(names)}); register_buffer what is to go on from step to step"
     )

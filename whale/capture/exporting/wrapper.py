@@ -111,7 +111,7 @@ def _keep_written(module: nn.Module, name: str, held: Tensor) -> None:
     if now is None or now.shape != held.shape or now.dtype != held.dtype:
         shown = "nothing" if now is None else _describe(now)
         raise CaptureError(
-            f"a buffer keeps its shape and type in forward ({name} of {type(module).__name__}: {_describe(held)}, then {shown})",
+            f"forward changes the shape or type of buffer {name} of {type(module).__name__} from {_describe(held)} to {shown}",
             hint="write into the buffer, or keep what is made in forward in a plain attribute",
         )
     with torch.no_grad():
@@ -150,7 +150,7 @@ def call_arguments(model: nn.Module, batch: Any) -> tuple[tuple[Any, ...], dict[
 
 def _check_missing(model: nn.Module, missing: list[str], given: str) -> None:
     if missing:
-        raise BatchError(f"the batch holds what {type(model).__name__}.forward requires (it lacks {', '.join(missing)}; {given})")
+        raise BatchError(f"the batch lacks {', '.join(missing)}, which {type(model).__name__}.forward requires ({given})")
 
 
 def check_loss(loss: Loss | None) -> None:
@@ -168,7 +168,7 @@ def check_loss(loss: Loss | None) -> None:
     try:
         signature.bind(None, None)
     except TypeError:
-        message = f"a loss is called as loss(output, batch) (this one takes {signature})"
+        message = f"loss= is called as loss(output, batch), but takes {signature}"
         raise CaptureError(message, where=line_of_function(loss), hint="loss=lambda output, batch: ...") from None
 
 
@@ -187,7 +187,7 @@ def _own_loss(output: Any) -> Any:
     found = _found_loss(output)
     if found is None:
         raise CaptureError(
-            f"without loss= the model's output has a loss ({type(output).__name__} has none)",
+            f"there is no loss: loss= was not given, and the model's output ({type(output).__name__}) has none",
             hint="pass loss=function(output, batch), or put the labels into the batch",
         )
     return found
@@ -201,7 +201,7 @@ def _checked_loss(value: Any, where: SourceLine | None) -> tuple[Tensor, Tensor 
         fits = (isinstance(parts[1], Tensor) and parts[1].dim() == 0) or isinstance(parts[1], numbers)
     if not fits:
         raise CaptureError(
-            f"a loss is a floating-point scalar or a pair (sum, weight) of scalars (got {_describe(value)})",
+            f"the loss is {_describe(value)}, not a floating-point scalar or a pair (sum, weight) of scalars",
             where=where,
             hint="reduce it with .mean() or .sum()",
         )
@@ -237,7 +237,7 @@ def _structure(output: Any, tensors: list[Tensor]) -> OutputStructure:
             tensors.append(leaf)
             continue
         if any(isinstance(each, (torch.SymInt, torch.SymFloat, torch.SymBool)) for each in (leaf if isinstance(leaf, tuple) else (leaf,))):
-            raise CaptureError("a model's output holds tensors and constants (it holds a number that depends on the batch)")
+            raise CaptureError("the model's output has a number that depends on the batch; it may hold tensors and constants")
         attributes = _attributes(leaf)
         holds_tensors = any(isinstance(each, Tensor) for each in pytree.tree_leaves(attributes))
         parts.append((None, ObjectStructure(leaf, _structure(attributes, tensors)) if holds_tensors else leaf))

@@ -149,8 +149,6 @@ def strided(tensor: Tensor, strides: Sequence[int], sizes: Sequence[int], new_st
         last = sum((size - 1) * stride for size, stride in zip(tensor.shape, strides, strict=True))
         reach = offset + sum((size - 1) * stride for size, stride in zip(sizes, new_strides, strict=True))
         if last + 1 != tensor.numel() or not 0 <= offset <= reach <= last:
-            raise OpFault(
-                "as_strided of a captured model reads elements of its tensor only (this one reads what lies between or behind them)"
-            )
+            raise OpFault("as_strided reads memory that is not part of its tensor, which is not supported")
         tensor = torch.empty_strided(tensor.shape, tuple(strides), dtype=tensor.dtype, device=tensor.device).copy_(tensor)
     return tensor.as_strided(sizes, new_strides, tensor.storage_offset() + offset)

@@ -250,8 +250,8 @@ def lift_casts(graph: fx.Graph, trained: Mapping[fx.Node, str], others: Mapping[
             graph.erase_node(made)
         elif others is not None:
             raise CaptureError(
-                f"a parameter that training reads in {others[name]} alone is cast to it once per step, for all modes (%{made.name} reads "
-                f"{name} otherwise)",
+                f"parameter {name} is read in {others[name]} in training, but otherwise by %{made.name}; it is cast once per step, for "
+                "all modes",
                 where=line_of_stack_trace(made.meta.get("stack_trace")),
                 hint="keep the autocast regions the same in training and in evaluation, and whatever plain values are",
             )

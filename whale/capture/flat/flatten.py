@@ -148,11 +148,11 @@ class _Flattening:
     def _holding(self, spec: InputSpec) -> tuple[str, str, str]:
         """Kind, wanted op name and tensor key of a placeholder that is no batch input."""
         if not isinstance(spec.arg, TensorArgument) or spec.target is None:
-            raise CaptureError(f"a captured model holds tensors only ({spec.arg.name} is {spec.kind.name.lower()})")
+            raise CaptureError(f"{spec.arg.name} of the model is {spec.kind.name.lower()}, not a tensor")
         name = spec.target.removeprefix("model.")
         if spec.kind in (InputKind.PARAMETER, InputKind.BUFFER):
             if not spec.target.startswith("model.") or name not in self._held.canonical:
-                raise CaptureError(f"the loss has no parameters of its own ({spec.target})", hint="make them part of the model")
+                raise CaptureError(f"the loss has a parameter or buffer of its own ({spec.target})", hint="make them part of the model")
             name = self._held.canonical[name]
             kind = next(parameter.kind for parameter in self._held.parameters if parameter.name == name)
             return kind, f"{kind[0]}_{name.replace('.', '_')}", name
@@ -270,7 +270,7 @@ class _Flattening:
         start = 0 if offset is None else offset - value.storage_offset() if isinstance(offset, int) else None
         if None in own or not isinstance(start, int):
             raise CaptureError(
-                "as_strided of a captured model has strides in proportion to the rows",
+                "as_strided has strides that do not grow in proportion to the rows, which is not supported",
                 where=line_of_stack_trace(node.meta.get("stack_trace")),
             )
         laid = [self._of_rows(*linear) for linear in own if linear is not None]
@@ -290,7 +290,7 @@ class _Flattening:
         if name == "wrap_with_autocast":
             return self._autocast_region(node, *cast(Any, args))
         raise CaptureError(
-            f"a captured model is one graph without inner programs (it has {name})",
+            f"the model has an inner program, which is not supported ({name})",
             where=line_of_stack_trace(node.meta.get("stack_trace")),
             hint=INNER_HINT,
         )
@@ -298,7 +298,8 @@ class _Flattening:
     def _gradient_region(self, node: fx.Node, enabled: bool, module: fx.GraphModule, *inputs: Any) -> tuple[Any, ...]:
         if enabled and self._without_gradients:
             raise CaptureError(
-                "a captured model has no enable_grad() inside no_grad()", where=line_of_stack_trace(node.meta.get("stack_trace"))
+                "the model uses enable_grad() inside no_grad(), which is not supported",
+                where=line_of_stack_trace(node.meta.get("stack_trace")),
             )
         before, self._without_gradients = self._without_gradients, not enabled
         given = list(inputs) if enabled else self._detached(inputs)
@@ -319,7 +320,7 @@ class _Flattening:
         self, node: fx.Node, kind: str, dtype: torch.dtype, enabled: bool, caches: bool, module: fx.GraphModule, *inputs: Any
     ) -> tuple[Any, ...]:
         if enabled and self._device not in (None, kind):
-            text = f'torch.autocast("{kind}") of a model does nothing on {self._device}, where it is trained'
+            text = f'torch.autocast("{kind}") has no effect: the model is trained on {self._device}'
             self._flat.warnings += [text] if text not in self._flat.warnings else []
         before = self._autocasts
         self._autocasts = {**before, kind: Autocast(kind, dtype if enabled else None)}
@@ -343,10 +344,10 @@ class _Flattening:
                 casts = widened(node, autocast)
             if casts is None:
                 raise CaptureError(
-                    f"autocast casts the operands of an op, and not what it makes in between (%{node.name}, {node.target}, under "
-                    f"torch.autocast to {str(autocast.dtype).removeprefix('torch.')})",
+                    f"%{node.name} ({node.target}) under torch.autocast to {str(autocast.dtype).removeprefix('torch.')} casts values "
+                    "inside the op, which is not supported",
                     where=line_of_stack_trace(node.meta.get("stack_trace")),
-                    hint="call it under torch.autocast(..., enabled=False), with its operands in the type that it is to compute in",
+                    hint="call it under torch.autocast(..., enabled=False), with operands in the type that it should compute in",
                 )
             for source, dtype in casts.operands.items():
                 node.replace_input_with(source, self._cast(node, source, dtype))
@@ -405,10 +406,10 @@ def _check_type(node: fx.Node, dtype: torch.dtype, source: fx.Node) -> None:
     if found != dtype:
         named, own = (str(each).removeprefix("torch.") for each in (dtype, found))
         raise CaptureError(
-            "code that reads the type of a tensor under torch.autocast finds the one that it has where the model runs "
-            f"(%{source.name} is {named} on the device that the model is built on, and {own} on the kind that autocast names)",
+            f"the model reads the type of a tensor under torch.autocast: %{source.name} is {named} on the device that the model was built "
+            f"on, but {own} on the device type of the autocast",
             where=line_of_stack_trace(node.meta.get("stack_trace")),
-            hint=f"name the type (torch.{own}), or build the model on that kind of device",
+            hint=f"name the type (torch.{own}), or build the model on that device type",
         )
 
 

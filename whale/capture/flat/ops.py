@@ -140,7 +140,7 @@ def argument(value: Any) -> Argument:
             return f"{word}:{str(value).removeprefix('torch.')}"
     if isinstance(value, complex):
         return f"complex:{value}"
-    raise CaptureError(f"an op's arguments are tensors and constants (got {type(value).__name__})")
+    raise CaptureError(f"an op has an argument of type {type(value).__name__}, not a tensor or a constant")
 
 
 def _outputs(node: fx.Node, flat: Flat) -> tuple[TensorSpec, ...]:

@@ -201,7 +201,7 @@ def check_memory(held: TiedTensors, changed: Collection[str]) -> None:
         for one, other in combinations(parameters, 2):
             if (one.name in changed or other.name in changed) and _share_memory(held.tensors[one.name], held.tensors[other.name]):
                 raise CaptureError(
-                    f"parameters and buffers have memory of their own, or are one ({one.name} and {other.name} share memory)",
+                    f"{one.name} and {other.name} share memory, but are not one tensor",
                     hint=f"assign the {one.kind} itself ({other.name} = {one.name}), which ties them, or clone() one of them",
                 )
 

@@ -77,14 +77,14 @@ def _keep_what_was_read(flat: Flat) -> None:
 
 def _faults(node: fx.Node) -> Iterator[WhaleError]:
     if any(base is not node.args[0] for base in written_arguments(node)):
-        text = f"a captured op writes its first argument alone ({node.target} writes others)"
+        text = f"{node.target} writes other arguments than its first, which is not supported"
         yield CaptureError(text, where=line_of_stack_trace(node.meta.get("stack_trace")))
 
 
 def _refused(node: fx.Node, kind: str, name: str, hint: str) -> WhaleError:
-    held = "its parameters" if kind == "parameter" else "tensors that are not its buffers"
+    held = "a parameter" if kind == "parameter" else "not a buffer of the model"
     line = line_of_stack_trace(node.meta.get("stack_trace"))
-    return CaptureError(f"a captured model does not write {held} ({name} is written by {node.target})", where=line, hint=hint)
+    return CaptureError(f"{node.target} writes {name}, which is {held}", where=line, hint=hint)
 
 
 def _copy_first(graph: fx.Graph, root: fx.Node) -> None:

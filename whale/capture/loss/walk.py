@@ -72,7 +72,7 @@ class LossWalk:
             return _scaled(parts, 1.0 / number) if number is not None else [part.by(Factor(weight, divides=True)) for part in parts]
         if any(part.divisor is not None and part.exact for part in parts):
             raise CaptureError(
-                "the sum of a returned (sum, weight) adds up over the rows (this one is a mean, or does not grow with them)",
+                "the sum of the returned (sum, weight) is a mean, or does not grow with the rows",
                 where=line_of_stack_trace(total.meta.get("stack_trace")),
                 hint="return the mean alone, or the sum over the rows with its weight",
             )

@@ -106,7 +106,7 @@ def scope_tree(graph: ModelGraph) -> tuple[ScopeTree, list[AnnotationError]]:
             if scope.name is not None and parents.setdefault(scope.key, keys[:-1]) != keys[:-1]:
                 faults.append(
                     AnnotationError(
-                        f"scopes of one name are one TaskGraph and stand in the same scope (name {scope.name!r} stands in several)",
+                        f"scopes named {scope.name!r} are in different outer scopes; scopes of one name are one TaskGraph",
                         where=scope.where,
                     )
                 )
@@ -124,7 +124,7 @@ def _split_faults(path: ScopePath) -> Iterator[AnnotationError]:
     for outer, inner in pairwise(path):
         if outer.kind == "split":
             yield AnnotationError(
-                f"only replicate encloses other scopes ({outer} at {outer.where} encloses {inner})",
+                f"{outer} at {outer.where} encloses {inner}; only replicate may enclose other scopes",
                 where=inner.where,
                 hint="end the split before, or put replicate around it",
             )
@@ -133,7 +133,9 @@ def _split_faults(path: ScopePath) -> Iterator[AnnotationError]:
 def _name_faults(scope: Scope, first: Scope) -> Iterator[AnnotationError]:
     asked = [(each.kind, each.device_count, each.axis) for each in (scope, first)]
     if asked[0] != asked[1]:
-        yield AnnotationError(f"scopes of one name are one TaskGraph: {scope} and {first} (at {first.where})", where=scope.where)
+        yield AnnotationError(
+            f"{scope} and {first} (at {first.where}) have one name, but differ; scopes of one name are one TaskGraph", where=scope.where
+        )
 
 
 def _host_beside_layers(graph: ModelGraph, by_path: Mapping[tuple[str, ...], ScopeNode]) -> Iterator[AnnotationError]:
@@ -168,8 +170,7 @@ def _two_readings(outer: Scope, inner: Scope, layer: Op) -> AnnotationError:
     together = f"on the same devices, if both ask for as many ({inner.kind}({wide if wide else ''}))"
     copies = f"in {wide or 'several'} copies of {counted(narrow, 'device')}, if the layers beside it stand in a scope of their own"
     return AnnotationError(
-        f"a scope inside another one that has layers of its own can be read in two ways ({inner} inside {outer} from {outer.where}, "
-        f"beside {layer.name} at {layer.where})",
+        f"{inner} inside {outer} (from {outer.where}) is ambiguous: {outer} also has layers of its own ({layer.name} at {layer.where})",
         where=inner.where,
         hint=f"it runs {together}; or {copies}",
     )
@@ -256,7 +257,7 @@ def _divisor(leaf: ScopeNode, size: int) -> int:
     width = leaf.scope.device_count or size
     if size % width:
         raise AnnotationError(
-            f"a split divides the devices that it is colocated on into equal groups ({leaf.scope}: {width} of {size} devices)",
+            f"{leaf.scope} cannot divide the {size} devices that it is colocated on into groups of {width}",
             where=leaf.scope.where,
             hint=f"a count that divides them, devices of its own, or {width} devices for the scope that it runs in",
         )

@@ -283,8 +283,8 @@ def _late_faults(graph: ModelGraph, annotations: Annotations, late: Sequence[Lat
         own = annotations.names[annotations.task_graph_of[fault.op]]
         other = ", ".join(name for name, stage in zip(annotations.names, annotations.stages, strict=True) if stage == fault.needed_stage)
         yield AnnotationError(
-            f"an op needs only values of its own stage and of earlier ones ({op.name} in {own}, stage {fault.stage}, "
-            f"needs {needs.name} of {other}, stage {fault.needed_stage}, at {needs.where})",
+            f"{op.name} in {own} (stage {fault.stage}) needs {needs.name} of the later stage {fault.needed_stage} ({other}, at "
+            f"{needs.where})",
             where=op.where,
             hint=f"enter {own} once, or give the ops that run after {other} a scope of their own",
         )
@@ -295,9 +295,9 @@ def _empty_faults(annotations: Annotations, assignment: Assignment) -> Iterator[
         if not part.ops:
             task_graph = annotations.stages.index(stage)
             yield AnnotationError(
-                f"every stage has an op of its own ({annotations.names[task_graph]}: all its ops are bound to those of another stage)",
+                f"stage {annotations.names[task_graph]} has no op of its own: all its ops belong with those of another stage",
                 where=annotations.scopes[task_graph].where,
-                hint="a tensor that is changed in place stays with the ops that made, view and change it: change it out of place",
+                hint="ops that make, view and change a tensor in place stay together: change it out of place",
             )
 
 

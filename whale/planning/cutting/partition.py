@@ -106,12 +106,12 @@ def check_places(tables: StageTables) -> None:
     if points.num_units < pipeline.num_stages:
         if pipeline.num_chunks > 1:
             raise ConfigError(
-                f"schedule {pipeline.schedule} with {pipeline.num_chunks} chunks on {pipeline.num_ranks} ranks needs "
-                f"{pipeline.num_stages} TaskGraphs (the model can be cut into {points.num_units})",
+                f"the model cannot be cut into the {pipeline.num_stages} stages of schedule {pipeline.schedule} with "
+                f"{pipeline.num_chunks} chunks on {pipeline.num_ranks} ranks: at most {points.num_units}",
                 hint="fewer chunks (pipeline.num_chunks) or stages (pipeline.num_stages)",
             )
         raise PlanError(
-            f"the model can be cut at {points.num_units - 1} places and {pipeline.num_stages} stages need {pipeline.num_stages - 1}",
+            f"the model cannot be cut into {pipeline.num_stages} stages: it has {points.num_units - 1} places to cut",
             hint="fewer stages (pipeline.num_stages)",
         )
 

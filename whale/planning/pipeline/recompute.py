@@ -63,22 +63,16 @@ def read_policy(policy: str | Shares, pipeline: PipelineShape) -> Policy:
     if any(pipeline.recomputed) and not pipeline.recomputed_stages:
         asked = policy if isinstance(policy, str) else dict(policy)
         raise ConfigError(
-            f"schedule {pipeline.schedule} recomputes whole stages (recompute.policy: {asked})",
-            hint="recompute.policy: full goes with it, or by stage, full for one of them at least; under the other schedules parts alone "
-            "recompute, and auto as little as memory demands",
+            f"recompute.policy: {asked} does not go with schedule {pipeline.schedule}, which recomputes whole stages",
+            hint="set recompute.policy: full, or by stage, full for at least one; other schedules recompute parts, with auto as little as "
+            "memory needs",
         )
     if policy == "blocks":
         return Policy("shares", dict.fromkeys(range(pipeline.num_stages), 1.0))
     if isinstance(policy, str):
         return Policy(policy)
     last = pipeline.num_stages - 1
-    raise_faults(
-        [
-            ConfigError(f"recompute.policy gives shares to stages of the pipeline (stage {stage}: the last is {last})")
-            for stage, _ in policy
-            if stage > last
-        ]
-    )
+    raise_faults([ConfigError(f"recompute.policy names stage {stage}; the last stage is {last}") for stage, _ in policy if stage > last])
     shares = {stage: share if isinstance(share, float) else float(share == "blocks") for stage, share in policy}
     return Policy("shares", shares, frozenset(stage for stage, share in policy if share == "selective"))
 

@@ -234,8 +234,8 @@ def _ranks_of_cuts(config: Config, num_devices: int, chunks: int) -> int:
     asked = config.pipeline.num_stages or 1
     if chunks > 1 and asked > num_devices:
         raise ConfigError(
-            f"schedule {config.pipeline.schedule} puts {chunks} stages on each of its devices "
-            f"(pipeline.num_stages: {asked} devices, of which there are {num_devices})",
+            f"pipeline.num_stages: {asked} with schedule {config.pipeline.schedule} needs {asked} devices of {chunks} stages each; "
+            f"there are {num_devices}",
             hint=f"pipeline.num_stages: {num_devices}",
         )
     return min(asked, num_devices)
@@ -247,16 +247,16 @@ def _ranks_of_scopes(config: Config, annotations: Annotations, chunks: int) -> i
         num_stages = len(set(annotations.places))
     elif len(set(annotations.places)) < num_stages:
         raise ConfigError(
-            f"schedule {config.pipeline.schedule} with {chunks} chunks has one stage per chunk "
-            f"(colocated TaskGraphs make {num_stages} stages on {counted(len(set(annotations.places)), 'virtual device')})",
+            f"colocated TaskGraphs make {num_stages} stages on {counted(len(set(annotations.places)), 'virtual device')}; schedule "
+            f"{config.pipeline.schedule} with {chunks} chunks has one stage per chunk",
             where=annotations.scopes[0].where,
             hint="a schedule without chunks, or TaskGraphs on virtual devices of their own",
         )
     listing = ", ".join(annotations.names)
     if num_stages % chunks:
         raise ConfigError(
-            f"schedule {config.pipeline.schedule} with {chunks} chunks needs a multiple of {chunks} stages "
-            f"(the scopes make {num_stages}: {listing})",
+            f"the scopes make {num_stages} stages ({listing}); schedule {config.pipeline.schedule} with {chunks} chunks needs a multiple "
+            f"of {chunks}",
             where=annotations.scopes[0].where,
             hint="fewer chunks (pipeline.num_chunks), or more TaskGraphs and devices for them",
         )
@@ -264,7 +264,7 @@ def _ranks_of_scopes(config: Config, annotations: Annotations, chunks: int) -> i
     asked = config.pipeline.num_stages
     if asked is not None and asked != num_ranks:
         raise ConfigError(
-            f"the scopes make a pipeline of {num_ranks} virtual devices (pipeline.num_stages: {asked}, scopes: {listing})",
+            f"pipeline.num_stages: {asked} contradicts the scopes, which make a pipeline of {num_ranks} virtual devices ({listing})",
             where=annotations.scopes[0].where,
             hint="remove the key or the scopes",
         )
@@ -276,8 +276,7 @@ def _check_chunks_alike(annotations: Annotations, stage_rank: tuple[int, ...], d
         if annotations.devices[stage] != devices[rank]:
             task_graph = annotations.stages.index(stage)
             raise AnnotationError(
-                f"stages on one virtual device ask for the same number of devices (stage {stage}: {annotations.devices[stage]}, "
-                f"stage {rank}: {devices[rank]})",
+                f"stages {rank} and {stage} share a virtual device, but ask for {devices[rank]} and {annotations.devices[stage]} devices",
                 where=annotations.scopes[task_graph].where,
             )
 

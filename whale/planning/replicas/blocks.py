@@ -49,7 +49,7 @@ def shape_of(graph: ModelGraph, config: Config, asked: ReplicaBlock, stated: int
     num_stages = own.pipeline.num_stages or 1
     if annotations is None and stated is None and num_stages > num_free:
         raise ConfigError(
-            f"each stage of a replica takes a device ({name}, num_stages: {num_stages}, devices left: {num_free})",
+            f"{name} has too few devices: num_stages is {num_stages}, devices left: {num_free}",
             where=asked.at("num_stages"),
             hint=f"devices: {num_free} lets consecutive stages share them" if num_free else None,
         )
@@ -62,9 +62,7 @@ def shape_of(graph: ModelGraph, config: Config, asked: ReplicaBlock, stated: int
         _check_repeats(asked, annotations, name)
     if asked.axes is not None:
         if not pipeline.splits:
-            raise ConfigError(
-                f"axes are cut in stages that are split ({name} splits none)", where=asked.at("axes"), hint="split: 2, for instance"
-            )
+            raise ConfigError(f"axes of {name} are given, but no stage is split", where=asked.at("axes"), hint="split: 2, for instance")
         axes = AskedAxes(asked.axes, asked.more_axes)
         pipeline = dataclasses.replace(pipeline, splits=tuple(dataclasses.replace(split, asked=axes) for split in pipeline.splits))
     _check_devices(asked, pipeline, stated, name)
@@ -76,7 +74,7 @@ def _check_repeats(asked: ReplicaBlock, annotations: Annotations, name: str) -> 
     widths = sorted(set(annotations.widths))
     if asked.split is not None and asked.split not in widths:
         raise ConfigError(
-            f"the scopes say what is split ({name}, split: {asked.split}, scopes: {', '.join(map(str, widths))})",
+            f"split: {asked.split} of {name} contradicts the scopes, which split into {', '.join(map(str, widths))}",
             where=annotations.scopes[0].where,
             hint="remove the key or the scopes",
         )
@@ -87,15 +85,15 @@ def _check_devices(asked: ReplicaBlock, pipeline: PipelineShape, stated: int | N
     if stated is not None and stated != wanted:
         each = " + ".join(map(str, pipeline.devices)) if pipeline.num_ranks > 1 else str(wanted)
         raise ConfigError(
-            f"a replica has the devices that its stages take ({name}, devices: {stated}, stages: {each})",
+            f"devices: {stated} of {name} contradicts its stages, which need {each}",
             where=asked.at("devices"),
             hint="num_stages and split of the block say how many its stages take",
         )
     widths = tuple(map(len, asked.placed or ()))
     if widths and widths != pipeline.devices:
         raise ConfigError(
-            f"a replica has the devices that its stages take ({name}, devices: {' + '.join(map(str, widths))}, "
-            f"stages: {' + '.join(map(str, pipeline.devices))})",
+            f"devices of {name} ({' + '.join(map(str, widths))}) contradict its stages, which need "
+            f"{' + '.join(map(str, pipeline.devices))}",
             where=asked.at("devices"),
         )
 
@@ -188,7 +186,7 @@ def _sum_of(total: int, units: Sequence[int]) -> list[int] | None:
 
 def _not_whole(block: ReplicaBlock, share: str, num_rows: int) -> ConfigError:
     return ConfigError(
-        f"micro_batch_rows divides the rows of its replica ({block.micro_batch_rows} rows of {share}, {num_rows} in all)",
+        f"micro_batch_rows: {block.micro_batch_rows} does not divide the rows of its replica ({share}, {num_rows} in all)",
         where=block.at("micro_batch_rows"),
     )
 
@@ -260,7 +258,7 @@ def _free(cluster: Cluster, blocks: Sequence[ReplicaBlock]) -> tuple[list[str], 
     named = {name: block for block in blocks for name in block.names}
     faults: list[WhaleError] = [
         ConfigError(
-            f"replicas.devices names devices of the cluster ({name} is not in {cluster.name})",
+            f"replicas.devices names {name}, which is not in cluster {cluster.name}",
             where=block.at("devices"),
             hint=did_you_mean(name, cluster.by_name),
         )
@@ -284,7 +282,7 @@ def _read(
     if len(free) < count * wanted:
         each = f"{name} takes" if count == 1 else f"{count} replicas as {name} take {wanted} each,"
         raise ConfigError(
-            f"the cluster has the devices that replicas ask for ({each} {count * wanted}, left: {len(free)})", where=asked.at("count")
+            f"the cluster has too few devices for the replicas ({each} {count * wanted}, left: {len(free)})", where=asked.at("count")
         )
     taken = _part_of(cluster, free[: count * wanted])
     groups, _ = device_groups(taken, wanted, prefer_intra_node=config.cluster.device_place_prefer_intra_node)

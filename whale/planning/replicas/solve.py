@@ -325,7 +325,7 @@ def _check_rows(solvers: Sequence[Solver], num_rows: int) -> None:
             for (m, width), count in kinds.items()
         ]
         raise BatchError(
-            f"every device needs a row of every micro-batch: {' + '.join(terms)} need {needed} rows (the batch has {num_rows})",
+            f"too few rows: the batch has {num_rows}, and {' + '.join(terms)} need {needed}",
             hint="a larger batch, fewer micro-batches (pipeline.num_micro_batch), or fewer devices",
         )
 

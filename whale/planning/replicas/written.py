@@ -44,8 +44,7 @@ def assign_by_blocks(
     raise_faults(
         [
             ConfigError(
-                f"an op needs only values of its own stage and of earlier ones ({each.op} of stage {each.stage} needs {each.needs} "
-                f"of stage {each.needed_stage})",
+                f"{each.op} of stage {each.stage} needs {each.needs} of the later stage {each.needed_stage}",
                 where=asked.at("blocks"),
             )
             for each in late
@@ -57,17 +56,15 @@ def assign_by_blocks(
 def _faults(run: RepeatedBlocks | None, asked: ReplicaBlock, num_stages: int, annotations: Annotations | None) -> Iterator[WhaleError]:
     if annotations is not None:
         yield ConfigError(
-            f"stages are stated by scopes or by blocks (blocks: {_shown(asked)}, first scope at {annotations.scopes[0].where})",
+            f"stages are given twice: by blocks ({_shown(asked)}) and by scopes (the first at {annotations.scopes[0].where})",
             where=asked.at("blocks"),
             hint="remove the key or the scopes",
         )
     elif run is None:
-        yield ConfigError(
-            "stages are stated in blocks where blocks repeat in the model (no stretch of its ops does)", where=asked.at("blocks")
-        )
+        yield ConfigError("stages are given in blocks, but no blocks repeat in the model", where=asked.at("blocks"))
     elif isinstance(asked.blocks, tuple) and (len(asked.blocks), sum(asked.blocks)) != (num_stages, run.count):
         yield ConfigError(
-            f"the blocks of the stages are those of the model (stages: {num_stages}, of blocks: {len(asked.blocks)}; "
+            f"blocks of the stages do not match the model (stages: {num_stages}, in blocks: {len(asked.blocks)}; "
             f"blocks of the model: {run.count}, of the stages: {sum(asked.blocks)})",
             where=asked.at("blocks"),
         )
@@ -93,7 +90,7 @@ def check_written_axes(asked: ReplicaBlock, prices: Prices) -> None:
     raise_faults(
         [
             ConfigError(
-                f"the model has the axes that a plan cuts ({name!r}: none of that name)",
+                f"the plan cuts axis {name!r}, which the model does not have",
                 where=asked.at("axes" if name in (asked.axes or ()) else "more_axes"),
                 hint=did_you_mean(name, last),
             )

@@ -159,4 +159,4 @@ def overlap_faults(plan: Plan, graph: ModelGraph, axes: Axes | None) -> Iterator
                     known[key] = halve_stage(graph, axes, replica.edges, stage).faults
                 faults = known[key]
             for fault in faults:
-                yield PlanError(f"a stage in two halves computes each by itself (replica {replica.index}, stage {stage.index}: {fault})")
+                yield PlanError(f"stage {stage.index} of replica {replica.index} cannot be computed in two halves: {fault}")

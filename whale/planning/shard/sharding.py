@@ -324,7 +324,7 @@ def _in_free_memory(cut: Cut, lacking: tuple[Floats, Floats], kind: int) -> tupl
 def _clash(space: ShardSpace, insisted: Sequence[int], scopes: Sequence[Scope]) -> AnnotationError:
     chosen = {axis for kind in insisted for axis in space.kinds[kind]}
     return AnnotationError(
-        f"axes that are cut together never meet in one op ({', '.join(axis for axis in space.axes if axis in chosen)})",
+        f"{', '.join(axis for axis in space.axes if axis in chosen)} cannot be cut together: they meet in one op",
         where=next((scope.where for scope in scopes if scope.axis), None),
         hint="put the ops of each under a split of their own",
     )

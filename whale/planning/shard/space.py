@@ -146,10 +146,10 @@ def _refusal(scene: Scene, axis: str, width: int) -> Refusal | None:
     if silent is not None:
         return Refusal(f"{silent.target} does not say what it does with it (%{silent.name})", silent.where)
     if axis != BATCH and axis in scene.axes.of_rows:
-        return Refusal(f"its size follows the number of rows, which changes from batch to batch ({axis})", members[0].where)
+        return Refusal(f"the size of {axis} depends on the number of rows, which changes from batch to batch", members[0].where)
     size = scene.axes.by_name[axis].size
     if size < width:
-        return Refusal(f"split over {width} devices needs at least {width} ({axis}: {size})")
+        return Refusal(f"{axis} has size {size}, less than the {width} devices of the split")
     return _sharing(scene, axis)
 
 
@@ -166,7 +166,7 @@ def _sharing(scene: Scene, axis: str) -> Refusal | None:
     holders = {holder.rpartition(":")[0] for holder in scene.axes.held_by[axis]} & scene.shared
     if not holders:
         return None
-    return Refusal(f"another TaskGraph on the same devices reads {sorted(holders)[0]}, which has it, whole")
+    return Refusal(f"another TaskGraph on the same devices reads {sorted(holders)[0]} whole")
 
 
 def _meetings(scene: Scene, allowed: frozenset[str]) -> tuple[frozenset[str], ...]:
@@ -236,8 +236,7 @@ def find_insisted(scene: Scene, space: ShardSpace, scopes: Sequence[Scope], widt
         elif len(own) > 1:
             faults.append(
                 AnnotationError(
-                    f"axis={scope.axis!r} stands for one axis, or for alike ones of several blocks "
-                    f"(it fits {first_few(allowed, MAX_NAMES)})",
+                    f"axis={scope.axis!r} is ambiguous: it matches {first_few(allowed, MAX_NAMES)}",
                     where=scope.where,
                     hint="write more of the name",
                 )
@@ -304,14 +303,12 @@ def _without_rule(scene: Scene, axis: str) -> Refusal | None:
 def _unknown(scope: Scope, scene: Scene) -> AnnotationError:
     assert scope.axis is not None
     if scope.axis == BATCH:
-        return AnnotationError(
-            "a split cuts another axis than the batch (axis='batch')", where=scope.where, hint="replicate is what cuts the batch"
-        )
+        return AnnotationError("a split cannot cut the batch (axis='batch')", where=scope.where, hint="replicate is what cuts the batch")
     last = {name.rpartition(".")[2]: name for name in reversed(list(scene.members))}
     near = get_close_matches(scope.axis, [*scene.members, *last], MAX_NAMES, 0.5)
     names = list(dict.fromkeys(last.get(name, name) if name not in scene.members else name for name in near))
     return AnnotationError(
-        f"the ops of a split have the axis that it asks for (axis={scope.axis!r}: none of that name)",
+        f"axis={scope.axis!r} of the split matches no axis of its ops",
         where=scope.where,
         hint=f"nearest: {first_few(names, MAX_NAMES)}" if names else f"there are {first_few(list(scene.members), MAX_NAMES)}",
     )

@@ -202,12 +202,10 @@ def batch_axis_faults(plan: Plan, graph: ModelGraph, axes: Axes) -> Iterator[Pla
     found = batch_axes(graph, axes)
     for name, given in plan.batch_axes:
         if name not in graph.by_name:
-            yield PlanError(f"a plan names tensors of its model (batch axes: {name} is none)")
+            yield PlanError(f"batch axes of the plan name {name}, which is not a tensor of the model")
         elif found.get(name) != given:
             known = str(found[name]) if name in found else "it has none"
-            yield PlanError(
-                f"a plan says where the batch is in what travels ({name}: {given}; by the model: {known})", where=graph.by_name[name].where
-            )
+            yield PlanError(f"the batch axis of {name} is {given} in the plan, {known} in the model", where=graph.by_name[name].where)
 
 
 def crossing_faults(graph: ModelGraph, replicas: Iterable[Replica], batch_axes: Mapping[str, BatchAxis]) -> list[WhaleError]:
@@ -216,11 +214,11 @@ def crossing_faults(graph: ModelGraph, replicas: Iterable[Replica], batch_axes: 
     for name, wide in crossing(replicas).items():
         op = graph.by_name[name]
         if len(op.outputs) != 1:
-            faults.append(PlanError(f"only tensors travel between stages ({name}: {len(op.outputs)} results)", where=op.where))
+            faults.append(PlanError(f"{name} is sent between stages, but has {len(op.outputs)} results, not one tensor", where=op.where))
         elif any(factor < 0 for factor in op.outputs[0].row_factors):
             faults.append(
                 PlanError(
-                    f"a tensor that travels between stages grows in proportion to the rows ({name}: {op.outputs[0]} mixes samples)",
+                    f"{name} is sent between stages, but {op.outputs[0]} mixes samples: its size is not in proportion to the rows",
                     where=op.where,
                     hint="put the ops that make and read it under one scope",
                 )
@@ -228,7 +226,7 @@ def crossing_faults(graph: ModelGraph, replicas: Iterable[Replica], batch_axes: 
         elif wide and op.outputs[0].has_rows and name not in batch_axes:
             faults.append(
                 PlanError(
-                    f"a tensor between stages of several devices has a known batch axis ({name}: {op.outputs[0]} has none)",
+                    f"{name} is sent between stages of several devices, but {op.outputs[0]} has no known batch axis",
                     where=op.where,
                     hint="give both stages one device, or put the ops that make and read it under one scope",
                 )

@@ -36,13 +36,13 @@ def uncut_faults(plan: Plan) -> Iterator[PlanError]:
         for stage in replica.stages:
             if stage.split > 1 and not stage.shards:
                 name = f"replica {replica.index}, stage {stage.index}"
-                yield PlanError(f"a split stage cuts an axis ({name}: groups of {stage.split} devices, no cut)")
+                yield PlanError(f"{name} has groups of {stage.split} devices, but cuts no axis")
 
 
 def _stage(stage: Stage, graph: ModelGraph, axes: Axes, name: str) -> Iterator[PlanError]:
     shard = [shard.axis for shard in stage.shards]
     for axis in sorted({axis for axis in shard if shard.count(axis) > 1}):
-        yield PlanError(f"a stage cuts an axis once ({name}: {axis} {shard.count(axis)} times)")
+        yield PlanError(f"{name} cuts {axis} {shard.count(axis)} times, not once")
     for each in stage.shards:
         yield from _sizes(each, stage, axes, name, training=graph.mode == "train")
     yield from _names(stage, graph, axes, name)
@@ -52,16 +52,16 @@ def _stage(stage: Stage, graph: ModelGraph, axes: Axes, name: str) -> Iterator[P
 def _sizes(shard: Shard, stage: Stage, axes: Axes, name: str, *, training: bool) -> Iterator[PlanError]:
     axis = axes.by_name.get(shard.axis)
     if axis is None:
-        yield PlanError(f"a cut names an axis of the model ({name}: {shard.axis})", hint="whale axes lists them")
+        yield PlanError(f"{name} cuts {shard.axis}, which is not an axis of the model", hint="whale axes lists them")
         return
     if shard.axis == BATCH and training and not (shard.arriving or shard.handed_on or axes.mixing):
-        yield PlanError(f"the rows of the batch are divided by shares, not by a cut ({name})")
+        yield PlanError(f"{name} cuts the batch; rows are divided by shares")
     if len(shard.sizes) != stage.split:
-        yield PlanError(f"a cut has a size for each device of a group ({name}: {shard} for {stage.split} devices)")
+        yield PlanError(f"{name} cuts {shard} for {stage.split} devices; each needs one size")
     if any(size < 1 for size in shard.sizes):
-        yield PlanError(f"every device of a group has a part of a cut axis ({name}: {shard})")
+        yield PlanError(f"{name} cuts {shard}: a device has no part")
     if sum(shard.sizes) != axis.size and shard.axis != BATCH:
-        yield PlanError(f"the sizes of a cut add up to the axis ({name}: {shard} is {sum(shard.sizes)} of {axis.size})")
+        yield PlanError(f"{name} cuts {shard}: the sizes add up to {sum(shard.sizes)}, not {axis.size}")
 
 
 def _ops(stage: Stage, graph: ModelGraph, axes: Axes, name: str) -> Iterator[PlanError]:
@@ -77,7 +77,7 @@ def _ops(stage: Stage, graph: ModelGraph, axes: Axes, name: str) -> Iterator[Pla
             lies, needed = labels.held(operand), labels.use(op, operand).axis
             if lies != needed and writes.need_same(operand, op):
                 yield PlanError(
-                    f"memory that is written in place lies in one way ({name}: %{operand} {_along(lies)}, for %{op} {_along(needed)})",
+                    f"{name} writes memory in place in two layouts (%{operand} {_along(lies)}, for %{op} {_along(needed)})",
                     where=graph.by_name[op].where,
                 )
 
@@ -96,11 +96,11 @@ def _names(stage: Stage, graph: ModelGraph, axes: Axes, name: str) -> Iterator[P
         ):
             unknown = sorted(set(listed) - known)
             if unknown:
-                yield PlanError(f"a cut names what its stage has ({name}: {shard.axis}, {field}: {', '.join(unknown)})")
+                yield PlanError(f"{name} does not have what its cut of {shard.axis} names ({field}: {', '.join(unknown)})")
     for parameter, shards in _held(stage, axes).items():
         if len(shards) > 1:
             along = " and ".join(shard.axis for shard in shards)
-            yield PlanError(f"a parameter is held in parts of one axis ({name}: {parameter} along {along})")
+            yield PlanError(f"{name} holds {parameter} in parts along several axes ({along})")
 
 
 def _held(stage: Stage, axes: Axes) -> dict[str, tuple[Shard, ...]]:
@@ -130,8 +130,8 @@ def _held_twice(replica: Replica, axes: Axes) -> Iterator[PlanError]:
             other, shards = first.setdefault((replica.pipeline.stage_rank[stage.index], parameter), (stage.index, own))
             if _ways(shards) != _ways(own):
                 yield PlanError(
-                    f"a device holds a parameter in one way (replica {replica.index}: {parameter} in stage {other} "
-                    f"{_show(shards)}, in stage {stage.index} {_show(own)})"
+                    f"replica {replica.index} holds {parameter} in two ways on one device (stage {other}: {_show(shards)}, stage "
+                    f"{stage.index}: {_show(own)})"
                 )
 
 
@@ -153,14 +153,14 @@ def state_faults(plan: Plan, graph: ModelGraph) -> Iterator[PlanError]:
     odd = [f"{own.name} has {counts[own.name]}" for own in graph.parameters if counts[own.name] != 1]
     odd += [f"{name} is none" for name in counts if name not in graph.parameter_by_name]
     if odd:
-        yield PlanError(f"a plan has one state for each parameter and buffer of its model ({first_few(odd)})")
+        yield PlanError(f"parameters and buffers without exactly one state in the plan: {first_few(odd)}")
         return
     yield from _share_faults(plan)
     corrected = [term for term in graph.loss if term.weight is not None and not term.weight_from_inputs]
     if corrected and any(state.feeds_back for state in plan.parameter_states):
         yield PlanError(
-            "what rounding of gradients loses can be fed back where a loss is divided by what the batch says alone (its weight depends on "
-            "the parameters, so that gradients of two steps are of two scales until they are summed)",
+            "gradient.error_feedback does not work with this loss: its weight depends on the parameters, so gradients of two steps have "
+            "different scales until they are summed",
             where=corrected[0].where,
             hint="leave out gradient.error_feedback, or take a weight that is computed from the batch",
         )
@@ -179,7 +179,7 @@ def _trained_faults(state: ParameterState, trained: list[str]) -> Iterator[PlanE
     forms = dict(state.forms)
     if "gradient" not in forms or "optimizer" not in forms or state.num_optimizer_tensors < 0:
         yield PlanError(
-            f"what is trained has a gradient, and a form that the optimizer steps ({first_few(trained)}: {', '.join(forms)}; "
+            f"trained parameters lack a gradient or an optimizer form ({first_few(trained)}: {', '.join(forms)}; "
             f"{state.num_optimizer_tensors} tensors)"
         )
 
@@ -190,21 +190,24 @@ def _sparse_faults(state: ParameterState, sparse: list[str], num_trained: int) -
     is_whole = (state.compute, gradient, state.optimizer, state.sum_dtype) == (own, Form(own.dtype, is_sparse=True), own, None)
     if (sparse or (gradient is not None and gradient.is_sparse)) and not (is_whole and len(sparse) == num_trained):
         yield PlanError(
-            "a parameter whose gradient is sparse, and no other, has one that is summed and stepped as values and indices, in the "
-            f"parameter's type, whole on each device that holds it ({first_few(list(state.parameters))}, gradient: {state.gradient}, "
-            f"optimizer: {state.optimizer})",
+            f"the state of {first_few(list(state.parameters))} does not fit its gradient (gradient: {state.gradient}, optimizer: "
+            f"{state.optimizer}): a sparse gradient, and no other, is kept as values and indices, in the parameter's type, whole on each "
+            "device",
             hint="plan again; or sparse=False in its lookup",
         )
 
 
 def _fixed_faults(state: ParameterState, fixed: list[str]) -> Iterator[PlanError]:
     if len(state.forms) > 1 or state.num_optimizer_tensors or state.sum_dtype:
-        yield PlanError(f"what is not trained has no gradient and no optimizer state ({first_few(fixed)}: {', '.join(dict(state.forms))})")
+        yield PlanError(f"{first_few(fixed)} is not trained, but has a gradient or optimizer state ({', '.join(dict(state.forms))})")
 
 
 def _buffer_faults(state: ParameterState, buffers: list[str]) -> Iterator[PlanError]:
     if buffers and state.is_gathered:
-        yield PlanError(f"buffers lie as the stages say, on devices ({first_few(buffers)}, compute: {state.compute})")
+        yield PlanError(
+            f"buffers are shared out or on the host ({first_few(buffers)}, compute: {state.compute}); they must be on the devices of "
+            "their stages"
+        )
 
 
 def _form_faults(state: ParameterState, dtypes: set[str]) -> Iterator[PlanError]:
@@ -212,39 +215,40 @@ def _form_faults(state: ParameterState, dtypes: set[str]) -> Iterator[PlanError]
     named, own = first_few(list(state.parameters)), state.compute
     if dtypes != {own.dtype} or own.sharding not in ("stage", "owners") or own.home not in ("device", "host"):
         yield PlanError(
-            "ops read parameters in the types of the graph, of sharding stage or owners, from home device or host "
-            f"({named}, compute: {own}; the graph's: {', '.join(sorted(dtypes))})"
+            f"the compute form of {named} is {own}; ops read it as {', '.join(sorted(dtypes))}, of sharding stage or owners, home device "
+            "or host"
         )
     if own.sharding == "owners" and (state.optimizer is None or state.kept.sharding != "owners"):
         yield PlanError(
-            f"what ops read is shared out among owners with what the optimizer steps ({named}, compute: {own}; kept: {state.kept})"
+            f"the compute form of {named} is shared out among owners, but the optimizer form is not (compute: {own}; optimizer: "
+            f"{state.kept})"
         )
     if own.home == "host" and (state.kept.home, state.kept.sharding) != (own.home, own.sharding):
         yield PlanError(
-            f"what ops read lives on the host with what the optimizer steps, in one sharding ({named}, compute: {own}; kept: {state.kept})"
+            f"the compute form of {named} is on the host, but the optimizer form is elsewhere (compute: {own}; optimizer: {state.kept})"
         )
     types = next((kind for kind in _KINDS if own.dtype in kind), (own.dtype,))
     for name, form in state.forms[1:]:
         if form.dtype not in types or form.sharding not in ("stage", "owners") or form.home not in ("device", "host"):
             yield PlanError(
-                f"a form has a type like the parameter's ({', '.join(types)}), sharding stage or owners, home device or host "
-                f"({named}, {name}: {form})"
+                f"the {name} form of {named} is {form}; it must be {' or '.join(types)}, of sharding stage or owners, home device or host"
             )
     if state.sum_dtype not in (None, *types):
-        yield PlanError(f"gradients are summed in a type like the parameter's ({', '.join(types)}; {named}: {state.sum_dtype})")
+        yield PlanError(f"gradients of {named} are summed in {state.sum_dtype}, not {' or '.join(types)}")
     if state.feeds_back and state.sum_dtype is None:
         yield PlanError(
-            f"what rounding of sums loses is fed back where there is such rounding ({named}: summed in the gradients' own type)",
+            f"{named} has error feedback, but its gradients are summed in their own type, without rounding",
             hint="plan again with gradient.sum_dtype, or without gradient.error_feedback",
         )
     if state.gradient is not None and state.gradient.home == "host":
         yield PlanError(
-            f"gradients are made on the device ({named}, gradient: {state.gradient})", hint="the optimizer form may live on the host"
+            f"gradients of {named} are on the host ({state.gradient}); they must be on the device",
+            hint="the optimizer form may live on the host",
         )
     if state.gradient is not None and state.gradient.sharding == "owners" and state.kept.sharding != "owners":
         yield PlanError(
-            "gradients are shared out among owners with what the optimizer steps "
-            f"({named}, gradient: {state.gradient}; optimizer: {state.kept})"
+            f"gradients of {named} are shared out among owners, but the optimizer form is not (gradient: {state.gradient}; optimizer: "
+            f"{state.kept})"
         )
 
 
@@ -252,5 +256,5 @@ def _share_faults(plan: Plan) -> Iterator[PlanError]:
     """Weights of ranks by which state is shared out."""
     if plan.keeper_shares and (len(plan.keeper_shares) != len(plan.devices) or min(plan.keeper_shares) < 1):
         yield PlanError(
-            f"every rank has a weight by which state is shared out ({len(plan.devices)} ranks, weights: {list(plan.keeper_shares)})"
+            f"state is shared out by weights {list(plan.keeper_shares)} over {len(plan.devices)} ranks; each needs a weight of at least 1"
         )

@@ -44,16 +44,16 @@ def _of_replica(replica: Replica, graph: ModelGraph) -> Iterator[PlanError]:
 def _unknown(what: str, place: str, names: Iterable[str], known: Iterable[str]) -> Iterator[PlanError]:
     wrong = sorted(set(names) - set(known))
     if wrong:
-        yield PlanError(f"a plan names {what} of its model ({place}: {first_few(wrong)} are none)")
+        yield PlanError(f"{place} names {what} that the model does not have: {first_few(wrong)}")
 
 
 def shape_faults(plan: Plan) -> list[WhaleError]:
     """Everything that is wrong with the numbers of a plan's replicas, stages, edges and rows."""
     faults: list[WhaleError] = []
     if not plan.replicas:
-        faults.append(PlanError("a plan has a replica (none)"))
+        faults.append(PlanError("the plan has no replica"))
     if [replica.index for replica in plan.replicas] != list(range(len(plan.replicas))):
-        faults.append(PlanError(f"replicas are numbered in order ({', '.join(str(replica.index) for replica in plan.replicas)})"))
+        faults.append(PlanError(f"replicas are not numbered in order: {', '.join(str(replica.index) for replica in plan.replicas)}"))
     scheduled: dict[tuple[object, ...], None] = {}
     for replica in plan.replicas:
         wrong = [*_stages(replica), *_edges(replica)]
@@ -64,38 +64,36 @@ def shape_faults(plan: Plan) -> list[WhaleError]:
         faults += wrong
     needed = sum(pipeline.num_micro_batch for pipeline in plan.pipelines)
     if plan.planned_rows < needed:
-        faults.append(PlanError(f"every micro-batch has a row (micro-batches of all replicas: {needed}, rows: {plan.planned_rows})"))
+        faults.append(PlanError(f"too few rows: {plan.planned_rows} for {needed} micro-batches of all replicas"))
     return faults
 
 
 def _stages(replica: Replica) -> Iterator[PlanError]:
     pipeline, name = replica.pipeline, f"replica {replica.index}"
     if [stage.index for stage in replica.stages] != list(range(len(replica.stages))):
-        yield PlanError(f"stages are numbered in order ({name}: {', '.join(str(stage.index) for stage in replica.stages)})")
+        yield PlanError(f"stages of {name} are not numbered in order: {', '.join(str(stage.index) for stage in replica.stages)}")
     if len(replica.stages) != pipeline.num_stages:
-        yield PlanError(f"a replica has every stage of its pipeline ({name}: {len(replica.stages)} of {pipeline.num_stages})")
+        yield PlanError(f"{name} has {len(replica.stages)} stages; its pipeline has {pipeline.num_stages}")
     if sorted(set(pipeline.stage_rank)) != list(range(len(set(pipeline.stage_rank)))) or not pipeline.stage_rank:
-        yield PlanError(f"virtual devices are numbered from 0 ({name}: {' '.join(map(str, pipeline.stage_rank)) or 'none'})")
+        yield PlanError(f"virtual devices of {name} are not numbered from 0: {' '.join(map(str, pipeline.stage_rank)) or 'none'}")
     if replica.share < 1:
-        yield PlanError(f"every replica has a share of the rows ({name}: {replica.share})")
+        yield PlanError(f"{name} has a share of {replica.share} of the rows; it must be at least 1")
     if pipeline.num_micro_batch < 1:
-        yield PlanError(f"a replica has a micro-batch ({name}: {pipeline.num_micro_batch})")
+        yield PlanError(f"{name} has {pipeline.num_micro_batch} micro-batches; it must have at least 1")
 
 
 def _edges(replica: Replica) -> Iterator[PlanError]:
     last = len(replica.stages) - 1
     pairs = [(edge.source, edge.target) for edge in replica.edges]
     for pair in sorted({pair for pair in pairs if pairs.count(pair) > 1}):
-        yield PlanError(f"two stages have one edge (replica {replica.index}: {pair[0]} -> {pair[1]} {pairs.count(pair)} times)")
+        yield PlanError(f"edge {pair[0]} -> {pair[1]} of replica {replica.index} is listed {pairs.count(pair)} times")
     for edge in replica.edges:
         twice = sorted({name for name in edge.tensors if edge.tensors.count(name) > 1})
         if twice:
-            yield PlanError(
-                f"a tensor travels an edge once (replica {replica.index}, {edge.source} -> {edge.target}: {', '.join(twice)} twice)"
-            )
+            yield PlanError(f"edge {edge.source} -> {edge.target} of replica {replica.index} lists tensors twice: {', '.join(twice)}")
         if not 0 <= edge.source < edge.target <= last:
             yield PlanError(
-                f"values travel to later stages (replica {replica.index}: edge {edge.source} -> {edge.target}, the last stage: {last})"
+                f"edge {edge.source} -> {edge.target} of replica {replica.index} does not lead to a later stage (the last is {last})"
             )
 
 
@@ -142,7 +140,7 @@ def check(plan: Plan, graph: ModelGraph, cluster: Cluster, axes: Axes | None = N
     """
     faults: list[WhaleError] = []
     if plan.model != graph.fingerprint:
-        faults.append(PlanError(f"a plan is for one model (plan: {plan.model}, model: {graph.fingerprint})"))
+        faults.append(PlanError(f"the plan was made for another model (plan: {plan.model}, this model: {graph.fingerprint})"))
         raise_faults(faults)
     faults += shape_faults(plan)
     faults += name_faults(plan, graph)
@@ -178,23 +176,23 @@ def _devices(plan: Plan, cluster: Cluster) -> Iterator[WhaleError]:
     unknown = sorted({name for name in plan.devices if name not in cluster.by_name})
     if unknown:
         yield PlanError(
-            f"a plan names devices of the cluster ({', '.join(unknown)} not in {cluster.name})",
+            f"the plan names devices that are not in cluster {cluster.name}: {', '.join(unknown)}",
             hint="pass the cluster that the plan was made for (--cluster, cluster=, or cluster: in the recipe), or plan again for this one",
         )
     else:  # a plan for another cluster has other idle devices too
         yield from _models(plan, cluster)
         idle = sorted(set(plan.idle_devices) & set(plan.devices) | (set(plan.idle_devices) - cluster.by_name.keys()))
         if idle:
-            yield PlanError(f"idle devices are devices of the cluster that are not in use ({', '.join(idle)} in {cluster.name})")
+            yield PlanError(f"idle devices of the plan are in use or not in cluster {cluster.name}: {', '.join(idle)}")
     used = [device for replica in plan.replicas for device in _replica_devices(replica)]
     twice = sorted({name for name in used if used.count(name) > 1}) if len(set(used)) < len(used) else []
     if twice:
-        yield PlanError(f"a device belongs to one virtual device of one replica ({', '.join(twice)} to several)")
+        yield PlanError(f"devices in several virtual devices or replicas of the plan: {', '.join(twice)}")
     if set(used) != set(plan.devices) or len(set(plan.devices)) < len(plan.devices):
-        yield PlanError(f"ranks are the devices of the replicas, each once (devices: {len(plan.devices)}, in replicas: {len(set(used))})")
+        yield PlanError(f"the plan lists {len(plan.devices)} devices, its replicas have {len(set(used))}")
     for replica in plan.replicas:
         if any(replica.stages[a].virtual_device != replica.stages[b].virtual_device for a, b in _chunk_pairs(replica.pipeline)):
-            yield PlanError(f"stages of one rank share their virtual device (replica {replica.index})")
+            yield PlanError(f"stages of one rank are on different virtual devices (replica {replica.index})")
 
 
 def _models(plan: Plan, cluster: Cluster) -> Iterator[WhaleError]:
@@ -204,8 +202,8 @@ def _models(plan: Plan, cluster: Cluster) -> Iterator[WhaleError]:
     if others:
         said = ", ".join(f"{count} x {planned} in the plan, {own} in {cluster.name}" for (planned, own), count in others.items())
         yield PlanError(
-            f"a plan runs on devices of the kinds that it was made for ({said})",
-            hint="plan again for this cluster; a plan that is written down (whale plan --output FILE.yaml) is taken for any kinds",
+            f"the plan was made for other device types ({said})",
+            hint="plan again for this cluster; a plan in YAML (whale plan --output FILE.yaml) works for any device types",
         )
 
 
@@ -226,9 +224,9 @@ def _shares(graph: ModelGraph, replica: Replica) -> Iterator[WhaleError]:
     for stage in replica.stages:
         groups = "device" if stage.split == 1 else f"group of {stage.split} devices"
         if len(stage.shares) * stage.split != len(stage.virtual_device.devices) or any(share < 1 for share in stage.shares):
-            yield PlanError(f"every {groups} of a stage has a share ({_name(replica, stage)}: {stage.shares} for {stage.virtual_device})")
+            yield PlanError(f"{_name(replica, stage)} has shares {stage.shares} for {stage.virtual_device}; every {groups} needs one")
         if not stage.ops and graph.mode == "train":
-            yield PlanError(f"every stage has an op ({_name(replica, stage)}: none)", hint="fewer stages (pipeline.num_stages)")
+            yield PlanError(f"{_name(replica, stage)} has no op", hint="fewer stages (pipeline.num_stages)")
 
 
 def _values(plan: Plan, graph: ModelGraph, replica: Replica) -> Iterator[WhaleError]:
@@ -238,9 +236,7 @@ def _values(plan: Plan, graph: ModelGraph, replica: Replica) -> Iterator[WhaleEr
     for edge in replica.edges:
         absent = [name for name in edge.tensors if name not in made[edge.source]]
         if absent:
-            yield PlanError(
-                f"an edge carries what its source makes (replica {replica.index}, stage {edge.source}: not {', '.join(absent)})"
-            )
+            yield PlanError(f"stage {edge.source} of replica {replica.index} sends what it does not have: {', '.join(absent)}")
         arriving[edge.target].update(edge.tensors)
     for stage in replica.stages:
         at_hand = made[stage.index] | arriving[stage.index]
@@ -249,7 +245,7 @@ def _values(plan: Plan, graph: ModelGraph, replica: Replica) -> Iterator[WhaleEr
             missing = [source for source in op.inputs if graph.by_name[source].kind == "call" and source not in at_hand]
             if missing:
                 yield PlanError(
-                    f"a stage has what its ops read ({_name(replica, stage)}: {name} lacks {', '.join(missing)})", where=op.where
+                    f"{name} in {_name(replica, stage)} reads what the stage does not have: {', '.join(missing)}", where=op.where
                 )
 
 
@@ -259,13 +255,16 @@ def _computed(plan: Plan, graph: ModelGraph, replica: Replica) -> Iterator[Whale
     everything = set().union(*made)
     for name in dict.fromkeys((*(term.sum for term in graph.loss), *graph.outputs)):
         if name not in everything and graph.by_name[name].kind == "call":
-            yield PlanError(f"some stage computes every result (replica {replica.index}: none {name})", where=graph.by_name[name].where)
+            yield PlanError(f"no stage of replica {replica.index} computes {name}", where=graph.by_name[name].where)
     for term in graph.loss:
         places = [index for index, ops in enumerate(made) if term.sum in ops]
         if len(places) > 1:
-            yield PlanError(f"one stage computes a term of the loss (replica {replica.index}: {term.sum} in {places})", where=term.where)
+            yield PlanError(f"loss term {term.sum} of replica {replica.index} is computed in stages {places}, not in one", where=term.where)
         if places and term.weight is not None and graph.by_name[term.weight].kind == "call" and term.weight not in made[places[0]]:
-            yield PlanError(f"a term's weight is computed beside it (replica {replica.index}: {term.weight})", where=term.where)
+            yield PlanError(
+                f"weight {term.weight} of a loss term is computed in another stage than the term (replica {replica.index})",
+                where=term.where,
+            )
 
 
 def _held(plan: Plan, graph: ModelGraph, replica: Replica) -> Iterator[WhaleError]:
@@ -273,11 +272,11 @@ def _held(plan: Plan, graph: ModelGraph, replica: Replica) -> Iterator[WhaleErro
     for stage in replica.stages:
         missing = sorted(graph.parameters_read(stage.ops).difference(stage.parameters))
         if missing:
-            yield PlanError(f"a stage holds the parameters it reads ({_name(replica, stage)}: not {', '.join(missing)})")
+            yield PlanError(f"{_name(replica, stage)} reads parameters that it does not hold: {', '.join(missing)}")
     held = {name for stage in replica.stages for name in stage.parameters}
     nowhere = sorted({parameter.name for parameter in graph.parameters} - held)
     if nowhere:
-        yield PlanError(f"some stage holds every parameter (replica {replica.index}: none {', '.join(nowhere)})")
+        yield PlanError(f"no stage of replica {replica.index} holds {', '.join(nowhere)}")
 
 
 def _program(plan: Plan, graph: ModelGraph, replica: Replica) -> Iterator[WhaleError]:
@@ -290,15 +289,15 @@ def _program(plan: Plan, graph: ModelGraph, replica: Replica) -> Iterator[WhaleE
         starts = [0, *(last + 1 for _, last in ends)]
         if [first for first, _ in ends] != starts[:-1] or starts[-1] != len(stage.ops) or any(first > last for first, last in ends):
             yield PlanError(
-                f"segments cover the ops of a stage, in order and each once ({_name(replica, stage)}, {len(stage.ops)} ops: "
-                f"{', '.join(f'{own.first} .. {own.last}' for own in stage.program) or 'no segment'})"
+                f"segments of {_name(replica, stage)} do not cover its {len(stage.ops)} ops in order, each once: "
+                f"{', '.join(f'{own.first} .. {own.last}' for own in stage.program) or 'no segment'}"
             )
         elif len({own.offload for own in stage.program}) > 1:
-            yield PlanError(f"what a stage keeps waits on the host in all of its segments or in none ({_name(replica, stage)})")
+            yield PlanError(f"some segments of {_name(replica, stage)} offload their activations and others do not")
         elif stage.recomputed and as_a_whole[stage.index]:
             yield PlanError(
-                f"a stage recomputes as a whole or in parts, not both ({_name(replica, stage)}, schedule {replica.pipeline.order})",
-                hint="full for the stages that the schedule is to compute again, parts for others; or a schedule that recomputes nothing",
+                f"{_name(replica, stage)} is recomputed both as a whole (schedule {replica.pipeline.order}) and in parts",
+                hint="use full for the stages that the schedule recomputes and parts for others; or a schedule without recomputation",
             )
         elif stage.recomputed:
             yield from _recomputed(graph, replica, stage)
@@ -311,8 +310,8 @@ def _recomputed(graph: ModelGraph, replica: Replica, stage: Stage) -> Iterator[W
         found = ground.obstacle(position[own.first], position[own.last] + 1) if own.recompute else None
         if found is not None:
             yield PlanError(
-                "ops that are computed again write no buffer, nor share memory that is written with ops outside "
-                f"({_name(replica, stage)}: {own.first} .. {own.last} does, at {found})",
+                f"{own.first} .. {own.last} of {_name(replica, stage)} cannot be recomputed: {found} writes a buffer, or memory shared "
+                "with ops outside",
                 where=graph.by_name[found].where,
                 hint="let the run begin or end elsewhere, or recompute the whole stage",
             )
@@ -336,8 +335,8 @@ def host_faults(step: StepEstimate, cluster: Cluster) -> Iterator[PlanError]:
         memory = known[name]
         if memory is not None and num_bytes > memory:
             yield PlanError(
-                f"out of memory on host {name}: a plan keeps {format_bytes(round(num_bytes))} there, {format_bytes(memory)} usable",
-                hint="memory.offload: none, fewer devices of this host, or what the host has, as its memory in the cluster file",
+                f"out of memory on host {name}: the plan needs {format_bytes(round(num_bytes))}, {format_bytes(memory)} usable",
+                hint="set memory.offload: none, use fewer devices of this host, or state the host's memory in the cluster file",
             )
 
 
@@ -371,10 +370,10 @@ def update_faults(graph: ModelGraph, replicas: Sequence[Replica]) -> list[WhaleE
     for name, update in buffer_updates(graph).items():
         num_parts = sum(_num_parts(replica, name) for replica in replicas)
         if update.kind == "whole" and num_parts > 1:
-            text = f"a buffer that is written from a batch in {num_parts} parts holds sums or means over rows, or what they do not change"
+            text = f"buffer {name} cannot be written from a batch in {num_parts} parts: it must hold sums or means over rows"
             faults.append(
                 PlanError(
-                    f"{text} ({name}: {update.reason})",
+                    f"{text} ({update.reason})",
                     where=update.where,
                     hint="write buffer += x.sum(0) or buffer.lerp_(x.mean(0), 0.1), or run one replica with one micro-batch",
                 )

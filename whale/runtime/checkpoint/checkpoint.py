@@ -189,7 +189,7 @@ def _under_first_names(path: Path, contents: Contents, ties: Mapping[str, str]) 
         if (tied := found.pop(f"{MODEL}{tie}", None)) is not None:
             first = found.setdefault(f"{MODEL}{name}", tied)
             if [piece.crc32 for piece in first.pieces] != [piece.crc32 for piece in tied.pieces]:
-                raise CheckpointError(f"{tie} and {name} are one tensor in the model ({path}: they have other values)")
+                raise CheckpointError(f"{tie} and {name} are one tensor in the model, but have different values in {path}")
     return replace(contents, tensors=found)
 
 
@@ -210,7 +210,7 @@ def _check_model(path: Path, contents: Contents, specs: Mapping[str, TensorSpec]
         more = len(differences) - MOST_DIFFERENCES
         listing = "\n  ".join(["", *differences[:MOST_DIFFERENCES], *([f"and {more} more"] if more > 0 else [])])
         raise CheckpointError(
-            f"a checkpoint must be of the same model ({path}: {counted(len(differences), 'difference')}):{listing}",
+            f"{path} is a checkpoint of another model ({counted(len(differences), 'difference')}):{listing}",
             hint="build the model as it was when the checkpoint was written",
         )
 
@@ -222,8 +222,8 @@ def _check_one(path: Path, contents: Contents, world: World) -> None:
     other = next((rank for rank, save_id in enumerate(ids) if save_id != ids[0]), None)
     if other is not None:
         raise CheckpointError(
-            f"all ranks load one checkpoint (rank 0: {paths[0]}, rank {other}: {paths[other]})",
-            hint="let rank 0 choose the path and broadcast it; where the paths are equal, they lie on unlike file systems",
+            f"ranks load different checkpoints (rank 0: {paths[0]}, rank {other}: {paths[other]})",
+            hint="let rank 0 choose the path and broadcast it; if the paths are equal, they are on different file systems",
         )
 
 

@@ -189,7 +189,7 @@ def open_contents(path: Path, index: Index) -> Contents:
 
 def _damage(path: Path, piece: StoredPiece, reason: str) -> CheckpointError:
     return CheckpointError(
-        f"what is loaded is what was saved ({path / piece.file}: {piece.name}: {reason})",
+        f"{path / piece.file} is damaged ({piece.name}: {reason})",
         hint="the file was changed or damaged after it was written: take a copy of it, or another checkpoint",
     )
 

@@ -48,8 +48,8 @@ def writing_aside(path: Path) -> Iterator[None]:
     """
     if path.exists() and not _may_be_replaced(path):
         raise CheckpointError(
-            f"a checkpoint is a folder of its own, and replaces nothing else ({path} holds {next(_contents(path))!r})",
-            hint=f"save to {path / 'step_1'}, for one",
+            f"{path} holds {next(_contents(path))!r}, which is not part of a checkpoint; a checkpoint needs a folder of its own",
+            hint=f"save to {path / 'step_1'}, for example",
         )
     shutil.rmtree(aside(path), ignore_errors=True)
     _clean_up(path.parent)
@@ -137,7 +137,7 @@ def keep_newest(path: Path, keep: int) -> None:
             try:
                 _remove(folder, aside(folder))
             except OSError as error:
-                raise CheckpointError(f"{folder} cannot be removed, and keep={keep}: {error.strerror or error}") from error
+                raise CheckpointError(f"{folder} cannot be removed, as keep={keep} asks: {error.strerror or error}") from error
 
 
 def _finish(path: Path) -> None:
@@ -228,15 +228,15 @@ def check_complete(path: Path) -> None:
     with suppress(OSError, *_MISREAD):  # `faults` says which
         if (number := _marker(path)[0]) > FORMAT:
             raise CheckpointError(
-                f"this version of whale reads checkpoints up to form {FORMAT} ({path}: newer, of form {number})",
-                hint="read it by the version that wrote it, or a later one",
+                f"{path} has checkpoint format {number}; this version of whale reads formats up to {FORMAT}",
+                hint="read it with the version that wrote it, or a later one",
             )
     found = faults(path)
     if not found:
         return
     nearby = previous(path) if not faults(previous(path)) else newest_complete(path.parent)
-    hint = f"a complete checkpoint lies at {nearby}" if nearby is not None else "no complete checkpoint lies beside it"
-    raise CheckpointError(f"a checkpoint must be complete to be loaded ({path}: {'; '.join(found)})", hint=hint)
+    hint = f"a complete checkpoint is at {nearby}" if nearby is not None else "there is no complete checkpoint next to it"
+    raise CheckpointError(f"the checkpoint {path} is not complete: {'; '.join(found)}", hint=hint)
 
 
 def newest_complete(folder: Path) -> Path | None:

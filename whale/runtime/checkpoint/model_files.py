@@ -53,7 +53,7 @@ def export_weights(path: Path, out: Path, shard_bytes: float) -> list[str]:
     left_out = contents.value(f"extra.{LEFT_OUT}") or ()
     tensors = {name: stored for name, stored in model_tensors(contents).items() if name not in left_out}
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise CheckpointError(f"weights are written to a folder of their own ({out} is there already)")
+        raise CheckpointError(f"{out} exists already; weights are written to a new folder")
 
     def write() -> list[str]:
         with writing_aside(out):
@@ -158,5 +158,5 @@ def _files(source: Path) -> dict[Path, Sequence[str] | None]:
                 raise ValueError(f"{file!r} is not in its folder")
             found.setdefault(source.parent / file, []).append(name)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{source} is no index of safetensors files: {type(error).__name__}: {error}") from error
+        raise CheckpointError(f"{source} is not an index of safetensors files: {type(error).__name__}: {error}") from error
     return dict(found)

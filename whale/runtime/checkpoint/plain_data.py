@@ -61,15 +61,15 @@ def to_plain(value: object, place: str, keep: Callable[[str, Tensor], str], dept
     if isinstance(value, np.generic):
         return {"numpy": [value.dtype.str, value.item()]}
     if depth >= MOST_DEPTH:
-        raise CheckpointError(f"what a checkpoint keeps nests at most {MOST_DEPTH} deep ({place} is deeper)")
+        raise CheckpointError(f"{place} is nested more than {MOST_DEPTH} deep, which a checkpoint cannot hold")
     if type(value) is list:
         return _items(value, place, keep, depth + 1)
     for word, (kind, _) in _CONTAINERS.items():
         if type(value) is kind:
             return {word: _items(value, place, keep, depth + 1)}
     raise CheckpointError(
-        f"what a checkpoint keeps is plain data ({place} is a {type(value).__module__}.{type(value).__qualname__})",
-        hint="keep numbers, text, None, tensors, and lists, tuples, dicts or sets of them there: loading a checkpoint runs no code",
+        f"{place} is a {type(value).__module__}.{type(value).__qualname__}, which a checkpoint cannot hold",
+        hint="use numbers, text, None, tensors, and lists, tuples, dicts or sets of them: loading a checkpoint runs no code",
     )
 
 

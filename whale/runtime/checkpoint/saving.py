@@ -81,7 +81,7 @@ def save(
 
     def prepare() -> tuple[list[Piece], dict[str, Any]]:
         if keep is not None and keep < 1:
-            raise CheckpointError(f"keep= is a number of checkpoints, from 1 (got {keep})")
+            raise CheckpointError(f"keep={keep} is not a number of checkpoints from 1")
         pieces, plain = _snapshot(tensors, optimizer, extras, writers, world.rank, shares or {})
         found = [(key, shape, box, _on_host(value)) for key, shape, box, value in pieces] if copies else pieces
         for device in {value.device for *_, value in pieces if value.is_cuda}:
@@ -162,7 +162,7 @@ class Saving:
         name = aside(self.path) / f"rank_{self.world.rank}"
         if not name.parent.is_dir():
             raise CheckpointError(
-                f"a checkpoint must lie where all ranks see it (rank {self.world.rank} does not see {name.parent}, which rank 0 has made)",
+                f"rank {self.world.rank} does not see {name.parent}, which rank 0 has made",
                 hint="save to a file system that all hosts share",
             )
         try:
@@ -196,13 +196,13 @@ class Saving:
             if not missing:
                 return
             if failed := [rank for rank in missing if files[rank].with_suffix(".failed").name in there]:
-                raise CheckpointError(f"every rank writes its part of a checkpoint ({self.path}: {listed('rank', failed)} cannot)")
+                raise CheckpointError(f"{listed('rank', failed)} failed to write a part of the checkpoint {self.path}")
             self._go_on()
             if monotonic() > limit:
                 raise CheckpointError(
-                    f"every rank writes its part of a checkpoint within communication.timeout_seconds of rank 0's ({self.path}: after "
-                    f"{self.world.timeout.total_seconds():g} s nothing of {listed('rank', missing)})",
-                    hint="their own output says whether they failed; where their disks are slow, raise communication.timeout_seconds",
+                    f"{listed('rank', missing)} did not write a part of the checkpoint {self.path} within communication.timeout_seconds "
+                    f"({self.world.timeout.total_seconds():g})",
+                    hint="their own output says whether they failed; if their disks are slow, raise communication.timeout_seconds",
                 )
             self._given_up.wait(LOOK_SECONDS)
 

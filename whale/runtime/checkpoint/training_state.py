@@ -200,10 +200,10 @@ def _tell_of_schedule(state: EngineState, extras: Extras) -> None:
     """Warns of a schedule that does not go on, for there is none here, or was none there."""
     if state.scheduler is not None:
         here = type(state.scheduler).__name__
-        warn(f"the checkpoint was written without a scheduler: the one that parallelize was given ({here}) begins at its start")
+        warn(f"the checkpoint has no scheduler state: the scheduler of parallelize ({here}) begins at its start")
     elif state.optimizer is not None and (there := extras.shared.get(f"{KIND}scheduler")) is not None:
         warn(
-            f"the checkpoint was written with a scheduler ({there}), and parallelize was given none: learning rates stay as they were saved"
+            f"the checkpoint has the state of a scheduler ({there}), but parallelize was given none: learning rates stay as they were saved"
         )
 
 
@@ -236,6 +236,6 @@ def _check_kinds(state: EngineState, extras: Extras) -> None:
     for what, kind in here.items():
         if saved.get(what, kind) != kind:
             raise CheckpointError(
-                f"training goes on with the kind of {what} that was saved (in the checkpoint: {saved[what]}, here: {kind})",
-                hint="make it as it was when the checkpoint was written; engine.load_state_dict takes the weights alone",
+                f"the checkpoint has the state of another {what} ({saved[what]}, here: {kind})",
+                hint="make it as it was when the checkpoint was written; engine.load_state_dict loads weights only",
             )

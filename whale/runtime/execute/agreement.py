@@ -228,7 +228,7 @@ class Agreement:
             self._refuse_with_others(told)
         if not roll_call.are_equal(self._world.size, count, squares):
             raise BatchError(
-                f"the batch must have the same rows on every rank (here {told.num_rows}, {count / self._world.size:g} on average)",
+                f"the number of rows differs between ranks (here {told.num_rows}, {count / self._world.size:g} on average)",
                 hint=f"give every rank the same global batch, or use engine.loader. {_KNOWN_BY}",
             )
         if not roll_call.are_equal(*others[:3]):
@@ -237,9 +237,9 @@ class Agreement:
             self._refuse_contents(told)
         if rest and num_balanced == self._world.size:
             raise BatchError(
-                "a sample must be the same on every rank that reads it (some rank has read other values)",
-                hint="draw what is random in a dataset from Python's, NumPy's or torch's own random numbers, which the loader seeds for "
-                "each sample; or seed it by the sample's index",
+                "ranks read different values for the same sample of the dataset",
+                hint="draw random numbers in a dataset from Python's, NumPy's or torch's own generators, which the loader seeds for "
+                "each sample; or seed yours by the sample's index",
             )
         if self._copies is not None and not self._copies.are_equal(copies):
             self._copies.check()
@@ -250,7 +250,7 @@ class Agreement:
         found = cast(list[str | None], self._world.gather_objects(told.refusal))
         refusals = {rank: reason for rank, reason in enumerate(found) if reason is not None}
         raise BatchError(
-            f"every rank needs a good batch (refused on {listed('rank', list(refusals))}: {next(iter(refusals.values()))})",
+            f"the batch was refused on {listed('rank', list(refusals))}: {next(iter(refusals.values()))}",
             hint="those ranks' own errors say more",
         )
 
@@ -268,12 +268,12 @@ class Agreement:
         ]
         if not odd:
             raise BatchError(
-                "every rank must capture the same model for the batch's sizes (the ops that were captured differ)",
+                "ranks captured different models for the batch's sizes: their ops differ",
                 hint="start with whale run, or set PYTHONHASHSEED: the model's code may iterate over a set",
             )
         raise BatchError(
-            f"the batch must have the same parts and sizes on every rank (b: rows; {'; '.join(odd)})",
-            hint="what pads to the longest row must see all rows: engine.loader(..., whole_batches=True), or pad to a fixed length",
+            f"the batch has different parts or sizes on different ranks (b: rows; {'; '.join(odd)})",
+            hint="padding to the longest row must see all rows: use engine.loader(..., whole_batches=True), or pad to a fixed length",
         )
 
     def _refuse_contents(self, told: _Told) -> NoReturn:
@@ -283,8 +283,8 @@ class Agreement:
             ranks_at = {place: listed("rank", [rank for rank, each in enumerate(places) if each == place]) for place in places}
             listing = first_few([f"{ranks}: {place or 'no batch of engine.loader'}" for place, ranks in ranks_at.items()], separator="; ")
             raise BatchError(
-                f"the batch must be of the same global batch on every rank ({listing})",
-                hint=f"leave out no batch of the loader on one rank alone, and step on all ranks with its batches or on none. {_KNOWN_BY}",
+                f"ranks step with different global batches ({listing})",
+                hint=f"skip no batch of the loader on one rank only, and step on all ranks with its batches or on none. {_KNOWN_BY}",
             )
         found = cast(list[Mapping[str, int] | None], self._world.gather_objects(told.contents))
         known = {rank: contents for rank, contents in enumerate(found) if contents is not None}
@@ -293,7 +293,7 @@ class Agreement:
         odd = {name: [rank for rank, contents in known.items() if contents.get(name) != reference.get(name)] for name in names}
         listing = "; ".join(f"{name}: {listed('rank', ranks)} unlike rank {first}" for name, ranks in odd.items() if ranks)
         raise BatchError(
-            f"the batch must be the same on every rank ({listing})",
+            f"the batch differs between ranks ({listing})",
             hint="a DataLoader with shuffle=True gives each rank other rows unless it is seeded: pass it generator="
             "torch.Generator().manual_seed(0), and seed what is random in the dataset; or use engine.loader(dataset, shuffle=True). "
             f"{_KNOWN_BY}",

@@ -78,9 +78,7 @@ def _micro_batches(plan: Plan, replica: int, num_rows: int) -> tuple[tuple[int, 
 
 def _too_few_rows(plan: Plan, num_rows: int) -> BatchError:
     needed = f"{counted(len(plan.replicas), 'replica')} with {counted(sum(each.num_micro_batch for each in plan.pipelines), 'micro-batch')}"
-    return BatchError(
-        f"a batch needs at least one row for each micro-batch: {needed} (the batch: {counted(num_rows, 'row')})", hint=_SMALL_BATCH
-    )
+    return BatchError(f"the batch has {counted(num_rows, 'row')}, fewer than the micro-batches of the plan: {needed}", hint=_SMALL_BATCH)
 
 
 def _check_stage(stage: Stage, replica: int, smallest: int, num_rows: int) -> None:
@@ -88,14 +86,14 @@ def _check_stage(stage: Stage, replica: int, smallest: int, num_rows: int) -> No
     if smallest < len(stage.shares):
         whom = "device" if stage.split == 1 else "split group"
         raise BatchError(
-            f"a micro-batch needs at least one row for each {whom} of a stage: stage {stage.index} of replica {replica} "
-            f"has {len(stage.shares)} (a micro-batch of a batch of {counted(num_rows, 'row')}: {smallest})",
+            f"a micro-batch of a batch of {counted(num_rows, 'row')} has {smallest}, fewer than the {counted(len(stage.shares), whom)} of "
+            f"stage {stage.index} of replica {replica}, each of which needs one",
             hint=_SMALL_BATCH,
         )
     if stage.row_shard is not None and min(b - a for a, b in stage.row_intervals(smallest)) < stage.split:
         raise BatchError(
-            f"a micro-batch needs at least one row for each device that takes rows of its own: stage {stage.index} of replica {replica} "
-            f"has {stage.split} in a group (a micro-batch of a batch of {counted(num_rows, 'row')}: {smallest})",
+            f"a micro-batch of a batch of {counted(num_rows, 'row')} has {smallest}, fewer than the {stage.split} devices of a group of "
+            f"stage {stage.index} of replica {replica}, each of which needs one",
             hint=_SMALL_BATCH,
         )
 

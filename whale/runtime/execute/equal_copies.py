@@ -179,11 +179,11 @@ class EqualCopies:
             return
         values = self._world.gather_objects(None if own is None else f"{own.reshape(-1)[place].item():.8g}")
         _refuse(
-            "the weights of a parameter are equal on all ranks that hold it",
+            "weights differ between ranks that hold them",
             key[0],
             {rank: values[rank] for rank in owners},
-            "write weights on every rank alike, or by engine.load_state_dict(...); an optimizer that draws random numbers draws the same "
-            "ones on every rank",
+            "write the same weights on every rank, or use engine.load_state_dict(...); an optimizer that draws random numbers must draw "
+            "the same on every rank",
         )
 
 
@@ -217,18 +217,18 @@ def _check_alike(of_ranks: Mapping[int, Mapping[str, object]], what: str) -> Non
         values = {rank: settings.get(key) for rank, settings in of_ranks.items()}
         if len({repr(value) for value in values.values()}) > 1:
             _refuse(
-                "all ranks have the same settings of the optimizer",
+                "optimizer settings differ between ranks",
                 f"{key} of {what}",
                 values,
-                "set them on every rank alike, and not inside `if rank == 0:`; parameter groups that are to differ have an entry that "
-                'tells them apart: {"params": ..., "name": "layer 0"}',
+                "change them on every rank, not inside `if rank == 0:`; give parameter groups that should differ a name: "
+                '{"params": ..., "name": "layer 0"}',
             )
 
 
-def _refuse(rule: str, what: str, values: Mapping[int, object], hint: str) -> NoReturn:
+def _refuse(fault: str, what: str, values: Mapping[int, object], hint: str) -> NoReturn:
     """Says who has which value."""
     ranks: dict[str, list[int]] = {}
     for rank, value in values.items():
         ranks.setdefault(f"{value}", []).append(rank)
     said = ", ".join(f"{value} on {listed('rank', own)}" for value, own in ranks.items())
-    raise RuntimeFault(f"{rule} ({what}: {said})", hint=hint)
+    raise RuntimeFault(f"{fault} ({what}: {said})", hint=hint)

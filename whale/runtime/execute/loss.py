@@ -72,7 +72,7 @@ def weight_program(model: ModelGraph, graph: torch.fx.Graph, device: torch.devic
         if not term.weight_from_inputs:
             if len(model.loss) > 1:
                 raise CaptureError(
-                    "a loss of several terms needs weights that depend on the batch alone (this term's depends on the parameters)",
+                    "the weight of a loss term depends on the parameters, which a loss of several terms does not support",
                     where=term.where,
                     hint="return one (sum, weight) pair, or compute the weight from the batch",
                 )

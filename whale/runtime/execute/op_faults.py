@@ -35,17 +35,16 @@ def named_ops(model: ModelGraph, start: int, stop: int) -> Iterator[None]:
     except Exception as error:
         if isinstance(error, torch.AcceleratorError):
             raise OpFault(
-                f"a device computes what the ops of a model are given (on rows {start} to {stop - 1} of the batch, or before: "
-                f"{str(error).splitlines()[0]})",
-                hint="a GPU tells such faults late: CUDA_LAUNCH_BLOCKING=1 in the environment names the op; mostly a label or a token is "
+                f"the GPU failed on rows {start} to {stop - 1} of the batch, or before: {str(error).splitlines()[0]}",
+                hint="a GPU reports such faults late: CUDA_LAUNCH_BLOCKING=1 in the environment names the op; mostly a label or a token is "
                 "out of range",
             ) from error
         op = model.by_name.get(_failing_op(error.__traceback__) or "")
         if op is None:
             raise
         raise OpFault(
-            f"the ops of a model take what they are given (%{op.name}, {op.target}, on rows {start} to {stop - 1} of the batch: "
-            f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'})",
+            f"%{op.name} ({op.target}) failed on rows {start} to {stop - 1} of the batch: {type(error).__name__}: "
+            f"{str(error).splitlines()[0] if str(error) else 'no message'}",
             where=op.where,
             hint="is a value of the batch out of range, such as a label or a token? An op that needs all rows at once fails on some: "
             "pipeline.num_micro_batch: 1 gathers them, and batch_dims= says which tensors of the batch have no rows",

@@ -122,7 +122,7 @@ def _read(summed: torch.Tensor, call: Call, size: int) -> list[float]:
         alone = min(counts, key=lambda each: counts[each][0])
         said = "; ".join(f"{each}: {_who(*found, size)}" for each, found in counts.items())
         raise RuntimeFault(
-            f"all ranks call the same methods of an engine in the same order ({said})",
+            f"ranks call different methods of the engine ({said})",
             hint=f"call engine.{alone} on every rank, as often as on the others; rank 0 alone may print, and write files of its own",
         )
     return told
@@ -151,7 +151,7 @@ def call_together(call: Call, argument: float | None, world: World, everyone: Ev
     told = 0 if argument is None else 1 + (zlib.crc32(struct.pack("d", argument)) & 0xFFFFFF)
     total, squares, *_ = everyone.hear(everyone.say(call, world.rank, (float(told), float(told**2))), call, call)
     if not are_equal(world.size, total, squares):
-        raise RuntimeFault(f"all ranks call engine.{call} with the same argument (here {argument}, and another on some rank)")
+        raise RuntimeFault(f"ranks call engine.{call} with different arguments (here {argument}, another on some rank)")
 
 
 def are_equal(num: float, total: float, squares: float) -> bool:

@@ -100,7 +100,7 @@ class StatusBoard:
                 file.write(bytes(_RECORD.size))  # pages that are promised only end the process when they are written, on a full disk
                 return StatusBoard(rank, mmap.mmap(file.fileno(), _RECORD.size))
         except OSError as error:
-            warn(f"what rank {rank} does is kept in {directory}: {error.strerror}; if it dies, `whale run` cannot say where")
+            warn(f"cannot record what rank {rank} does in {directory}: {error.strerror}; if it dies, `whale run` cannot say where")
             return StatusBoard(rank, mmap.mmap(-1, _RECORD.size))
 
     def set(self, action: str, waits_for: Sequence[int] = ()) -> None:

@@ -42,7 +42,7 @@ class _Replaced(list[dict[str, Any]]):
 
     def _error(self) -> ConfigError:
         return ConfigError(
-            "engine.replan made another optimizer, over the parameters that this rank has now (this one trains nothing any more)",
+            "this optimizer was replaced by engine.replan and trains nothing any more",
             hint="read engine.optimizer and engine.scheduler again after engine.replan",
         )
 
@@ -138,9 +138,9 @@ class EngineState:
         def check(*_: object) -> None:
             if not self._is_advancing:
                 raise ConfigError(
-                    "engine.step applies the gradients itself (the engine's optimizer was stepped once more)",
+                    "the engine's optimizer was stepped outside engine.step",
                     hint="leave out optimizer.step() and GradScaler.step(optimizer): engine.step(batch) is the whole step; after "
-                    "engine.forward_backward(batch) it is engine.update() that applies the gradients",
+                    "engine.forward_backward(batch) engine.update() applies the gradients",
                 )
 
         for optimizer in members_of(self.optimizer).values():
@@ -219,6 +219,6 @@ class EngineState:
             return
         self._has_told_of_schedule = True
         warn(
-            f"engine.step steps the scheduler itself (after the last step it stood at {self._scheduled}, now at {now}): leave out "
-            "scheduler.step(); one that goes by epochs is made over engine.optimizer, and not given to parallelize"
+            f"the scheduler was stepped outside engine.step (from {self._scheduled} to {now}), which steps it itself: leave out "
+            "scheduler.step(); make a scheduler that counts epochs over engine.optimizer and do not give it to parallelize"
         )

@@ -63,7 +63,9 @@ class JointOptimizer(torch.optim.Optimizer):
             ConfigError: always.
         """
         if self._is_made:
-            raise ConfigError("a parameter group is added by the function that makes the optimizer of its pattern")
+            raise ConfigError(
+                "add_param_group is not supported with optimizers by name pattern: make the group in the function of its pattern"
+            )
 
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         """Steps all members."""
@@ -156,7 +158,7 @@ def divided(names: Iterable[str], patterns: Iterable[Pattern]) -> dict[Pattern, 
     if without:
         raise ConfigError(
             f"no pattern of optimizer= matches {first_few(without)} ({', '.join(map(repr, found))})",
-            hint='the first pattern that matches has a parameter; end with "*": a function for all others',
+            hint='a parameter goes to the first pattern that matches; end with "*": a function for all others',
         )
     return found
 
@@ -187,6 +189,6 @@ def check_elementwise(optimizer: torch.optim.Optimizer | None, shard: Sequence[s
             if set(names) <= set(by_keepers):
                 whole = "set memory.zero: 0: ranks then step whole parameters (memory.offload: optimizer has their state on hosts)"
             raise ConfigError(
-                f"a cut parameter needs an elementwise optimizer ({kind.__name__} steps {names[0]}, of which this rank has a part)",
+                f"{kind.__name__} cannot step {names[0]}, of which this rank has a part: a cut parameter needs an elementwise optimizer",
                 hint=f"use one of {listing}; or {whole}",
             )

@@ -45,9 +45,8 @@ def read_optimizer(optimizer: torch.optim.Optimizer | None, parameters: Mapping[
     packed = optimizer.state_dict()
     if not {"state", "param_groups"} <= packed.keys():
         raise CheckpointError(
-            f"an optimizer is saved and moved by the state and param_groups of its state_dict() ({type(optimizer).__name__}'s has "
-            f"{first_few(sorted(map(str, packed)))})",
-            hint="several optimizers are given by name pattern: optimizer={'blocks.*.weight': make_one, '*': make_another}",
+            f"state_dict() of {type(optimizer).__name__} has {first_few(sorted(map(str, packed)))}, not state and param_groups",
+            hint="give several optimizers by name pattern: optimizer={'blocks.*.weight': make_one, '*': make_another}",
         )
     state: dict[str, dict[str, Any]] = {}
     options: dict[str, dict[str, Any]] = {}
@@ -133,7 +132,7 @@ def _common_options(number: int, members: list[str], options: Mapping[str, Mappi
     unknown = [name for name in members if name not in options]
     if unknown:
         raise CheckpointError(
-            f"every parameter of the optimizer must have been with the saved one ({len(unknown)} were not: {', '.join(unknown)})",
+            f"{len(unknown)} parameters of the optimizer are not in the saved one: {', '.join(unknown)}",
             hint="the optimizer was built over other parameters when the checkpoint was written",
         )
     for name in members[1:]:
@@ -142,8 +141,8 @@ def _common_options(number: int, members: list[str], options: Mapping[str, Mappi
         if differing:
             key = differing[0]
             raise CheckpointError(
-                f"parameters of one group must have been saved with equal options (group {number}, {key}: "
-                f"{first.get(key)!r} for {members[0]}, {other.get(key)!r} for {name})",
+                f"parameters of group {number} were saved with different options ({key}: {first.get(key)!r} for {members[0]}, "
+                f"{other.get(key)!r} for {name})",
                 hint="build the optimizer with the parameter groups that it was saved with",
             )
     return options[members[0]] if members else {}

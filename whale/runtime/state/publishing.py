@@ -244,8 +244,8 @@ class Publishing:
         now = self._read_versions()
         if written := dict.fromkeys(name for name, own in self._watched if self._versions[own] != now[own]):
             raise RuntimeFault(
-                "where owners read copies of the weights that one of them steps, scripts write them by engine.load_state_dict alone "
-                f"({first_few(list(written))}: written since the last step)"
+                f"weights were written since the last step ({first_few(list(written))}), but ranks read copies of them: write them by "
+                "engine.load_state_dict"
             )
 
     def _read_versions(self) -> dict[Tensor, int]:

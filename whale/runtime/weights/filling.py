@@ -43,7 +43,7 @@ def fill_tensors(
     odd = _unlike_rank_0(combined(digests({key: given[key] for key in sorted(keys)})), world)
     if odd:
         raise CheckpointError(
-            f"every rank loads the same state dict ({listed('rank', odd)} unlike rank 0)",
+            f"ranks load different state dicts ({listed('rank', odd)} differs from rank 0)",
             hint="read the same file on every rank, or send it from rank 0",
         )
     with torch.no_grad():
@@ -58,16 +58,12 @@ def fill_tensors(
 
 
 def _check(model: ModelGraph, given: Mapping[str, torch.Tensor], keys: Mapping[str, str]) -> None:
-    faults: list[WhaleError] = [
-        CheckpointError(f"a state dict has the keys of the model's ({key} is missing)") for key in keys if key not in given
-    ]
-    faults += [CheckpointError(f"a state dict has the keys of the model's ({key} is none of them)") for key in given if key not in keys]
+    faults: list[WhaleError] = [CheckpointError(f"the state dict lacks {key}") for key in keys if key not in given]
+    faults += [CheckpointError(f"the state dict has {key}, which the model does not have") for key in given if key not in keys]
     for key, name in keys.items():
         here = model.parameter_by_name[name].spec.shape
         if key in given and tuple(given[key].shape) != here:
-            faults.append(
-                CheckpointError(f"a state dict has the shapes of the model's ({key}: {list(given[key].shape)}, the model's: {list(here)})")
-            )
+            faults.append(CheckpointError(f"{key} of the state dict has shape {list(given[key].shape)}, {list(here)} in the model"))
     raise_faults(faults)
 
 

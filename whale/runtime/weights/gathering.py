@@ -186,7 +186,7 @@ def _check_whole(model: ModelGraph, name: str, num_pieces: int) -> None:
     op = model.by_name[name]
     if num_pieces > 1 and op.outputs[0].has_rows:
         raise PlanError(
-            f"an output that is computed in pieces must have one batch axis (%{name}: {op.outputs[0]}, {num_pieces} pieces)",
+            f"output %{name} ({op.outputs[0]}) is computed in {num_pieces} pieces, but does not have one batch axis",
             where=op.where,
             hint="predict with a plan of one replica and one micro-batch, or return a tensor whose dimension 0 is the batch",
         )
@@ -201,7 +201,7 @@ def depends_on_rows(model: ModelGraph, name: str) -> bool:
 def _warn_of_one_piece(op: Op, owners: Sequence[tuple[int, int, int]]) -> None:
     _, start, stop = owners[0]
     warn(
-        f"an output without rows is that of the first of {len(owners)} pieces of the batch: rows {start} to {stop - 1} "
+        f"an output without rows is computed from rows {start} to {stop - 1} only, the first of {len(owners)} pieces of the batch "
         f"(%{op.name} at {op.where}); return one value per row, or predict with one replica and one micro-batch"
     )
 

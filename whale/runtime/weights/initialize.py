@@ -170,12 +170,12 @@ class _Builder:
             result = slot.get()
         except Exception as error:
             reason = f"{type(error).__name__}: {error}"
-            raise InitializationError(f"{writer.label} fails to fill {slot}: {reason}", hint=_HINT) from error
+            raise InitializationError(f"{writer.label} failed on {slot}: {reason}", hint=_HINT) from error
         finally:
             for place in writer.touched | data.keys():
                 place.clear()
         if result is None or result.is_meta or result.shape != slot.original.shape or result.dtype != slot.original.dtype:
-            raise InitializationError(f"{writer.label} must leave data of the same shape and type in {slot}", hint=_HINT)
+            raise InitializationError(f"{writer.label} changed the shape or type of {slot}", hint=_HINT)
         return result.detach()
 
 

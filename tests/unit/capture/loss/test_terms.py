@@ -240,7 +240,7 @@ def test_losses_that_are_no_sums(name: str) -> None:
 
 def test_a_returned_sum_that_is_a_mean_is_refused() -> None:
     parameters, frozen = make_weights()
-    with pytest.raises(CaptureError, match=r"(?s)adds up over the rows .this one is a mean.*return the mean alone"):
+    with pytest.raises(CaptureError, match=r"(?s)is a mean, or does not grow with the rows.*return the mean alone"):
         split(lambda w, x, t, y, m: (F.mse_loss(logits(w, x), y), m.sum()), parameters, make_batch(7, 0), frozen=frozen)
 
 

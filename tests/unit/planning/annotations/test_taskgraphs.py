@@ -68,7 +68,7 @@ def test_more_stages_than_devices_share_them(counts: tuple[int, ...], num_device
 def test_stages_that_share_a_device_are_one() -> None:
     plan = make_plan(chain(3, [(A,), (B,), (C,)]), cluster((1e9,) * 2), Config({"pipeline.num_micro_batch": 2}))
     assert [stage.task_graphs for stage in plan.replicas[0].stages] == [("a", "b"), ("c",)]
-    with pytest.raises(ConfigError, match="the scopes make a pipeline of 3 virtual devices"):
+    with pytest.raises(ConfigError, match="the scopes, which make a pipeline of 3 virtual devices"):
         make_plan(chain(3, [(A,), (B,), (C,)]), cluster((1e9,) * 2), Config({"pipeline.num_stages": 2}))
 
 
@@ -135,7 +135,7 @@ def test_two_readings_of_nested_scopes(kind: str) -> None:
     with pytest.raises(AnnotationError) as caught:
         make_plan(beside(scope(1, 2, "inner", kind), outer=scope(0, 4, "outer")), FOUR, Config())
     said = str(caught.value)
-    assert f"can be read in two ways ({kind}(2, name='inner') inside replicate(4, name='outer') from model.py:1, beside layer0" in said
+    assert f"{kind}(2, name='inner') inside replicate(4, name='outer') (from model.py:1) is ambiguous" in said
     assert f"it runs on the same devices, if both ask for as many ({kind}(4)); or in 4 copies of 2 devices" in said
 
 
@@ -150,13 +150,15 @@ def test_an_op_between_two_scopes_joins_its_consumer_and_the_loss_its_producer()
 
 
 def test_a_task_graph_that_comes_back_is_an_error_with_both_lines() -> None:
-    with pytest.raises(AnnotationError, match=r"(?s)layer2 in a, stage 0, needs layer1 of b, stage 1, at model.py:\d+.*at model.py:\d+"):
+    with pytest.raises(
+        AnnotationError, match=r"(?s)layer2 in a \(stage 0\) needs layer1 of the later stage 1 \(b, at model.py:\d+.*at model.py:\d+"
+    ):
         make_plan(chain(3, [(A,), (B,), (A,)]), FOUR, Config())
 
 
 def test_a_split_encloses_no_other_scope() -> None:
     outer = scope(0, 2, kind="split")
-    with pytest.raises(AnnotationError, match=r"(?s)only replicate encloses.*model.py:1.*at model.py:2"):
+    with pytest.raises(AnnotationError, match=r"(?s)at model.py:1 encloses .*; only replicate may enclose other scopes.*at model.py:2"):
         make_plan(chain(1, [(outer, scope(1, 2))]), FOUR, Config())
 
 
@@ -169,7 +171,7 @@ def test_more_devices_than_there_are() -> None:
 def test_one_name_means_one_thing() -> None:
     with pytest.raises(AnnotationError, match="scopes of one name"):
         make_plan(chain(2, [(A,), (scope(5, 2, "a"),)]), FOUR, Config())
-    with pytest.raises(AnnotationError, match="several"):
+    with pytest.raises(AnnotationError, match="are in different outer scopes"):
         make_plan(chain(2, [(scope(3, 2, "o"), A), (A,)]), FOUR, Config())
 
 

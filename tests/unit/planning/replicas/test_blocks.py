@@ -120,13 +120,16 @@ def test_every_row_is_given_out(shapes: list[tuple[int, int]]) -> None:
 @pytest.mark.parametrize(
     ("blocks", "message"),
     [
-        ([{"devices": ["h0/9"]}], r"h0/9 is not in test\)\n  hint: did you mean 'h0/"),
-        ([{"devices": 3, "num_stages": 2}], r"replica 0, devices: 3, stages: 1 \+ 1"),
-        ([{"devices": 3, "split": 2}], "replica 0, devices: 3, stages: 2"),
+        ([{"devices": ["h0/9"]}], r"h0/9, which is not in cluster test\n  hint: did you mean 'h0/"),
+        ([{"devices": 3, "num_stages": 2}], r"devices: 3 of replica 0 contradicts its stages, which need 1 \+ 1"),
+        ([{"devices": 3, "split": 2}], "devices: 3 of replica 0 contradicts its stages, which need 2"),
         ([{"num_stages": 3}, {"split": 2}], "replica 1 takes 2, left: 1"),
-        ([{"num_stages": 2}, {"num_stages": 3}], r"takes a device \(replica 1, num_stages: 3, devices left: 2\)\n  hint: devices: 2 lets"),
+        (
+            [{"num_stages": 2}, {"num_stages": 3}],
+            r"replica 1 has too few devices: num_stages is 3, devices left: 2\n  hint: devices: 2 lets",
+        ),
         ([{"devices": ["h0/0", "h0/0"], "num_stages": 2}], "device h0/0 is listed twice in replica 0"),
-        ([{"num_stages": 3, "schedule": "interleaved", "num_chunks": 9}], "needs 27 TaskGraphs"),
+        ([{"num_stages": 3, "schedule": "interleaved", "num_chunks": 9}], "the 27 stages of schedule interleaved"),
     ],
 )
 def test_blocks_that_do_not_fit(blocks: list[dict[str, Any]], message: str) -> None:
@@ -161,9 +164,9 @@ def test_scopes_say_the_stages_and_blocks_the_rest() -> None:
 @pytest.mark.parametrize(
     ("block", "message"),
     [
-        ({"num_stages": 3}, r"pipeline of 2 virtual devices \(pipeline.num_stages: 3, scopes: part0, part1\)"),
-        ({"split": 2}, r"the scopes say what is split \(replica 0, split: 2, scopes: 1\)"),
-        ({"devices": 3}, r"the devices that its stages take \(replica 0, devices: 3, stages: 1 \+ 1\)"),
+        ({"num_stages": 3}, r"pipeline.num_stages: 3 contradicts the scopes, which make a pipeline of 2 virtual devices \(part0, part1\)"),
+        ({"split": 2}, "split: 2 of replica 0 contradicts the scopes, which split into 1"),
+        ({"devices": 3}, r"devices: 3 of replica 0 contradicts its stages, which need 1 \+ 1"),
     ],
 )
 def test_blocks_only_repeat_scopes(block: dict[str, Any], message: str) -> None:
@@ -172,7 +175,7 @@ def test_blocks_only_repeat_scopes(block: dict[str, Any], message: str) -> None:
 
 
 def test_too_few_rows_say_what_each_replica_needs() -> None:
-    with pytest.raises(BatchError, match=r"1 replica x 4 micro-batches \+ 2 replicas x 3 micro-batches need 10 rows"):
+    with pytest.raises(BatchError, match=r"1 replica x 4 micro-batches \+ 2 replicas x 3 micro-batches need 10"):
         plan({"num_micro_batch": 4}, {"num_micro_batch": 3}, {"num_micro_batch": 3}, rows=9)
 
 

@@ -117,7 +117,7 @@ def test_rows_are_no_cut_where_nothing_mixes() -> None:
     (stage,) = plan.replicas[0].stages
     joined = replace(stage, virtual_device=replace(stage.virtual_device, devices=plan.devices), split=2, shards=(Shard(BATCH, (2, 6)),))
     plan = replace(plan, replicas=(replace(plan.replicas[0], stages=(joined,)),))
-    with pytest.raises(PlanError, match="the rows of the batch are divided by shares, not by a cut"):
+    with pytest.raises(PlanError, match="cuts the batch; rows are divided by shares"):
         verify(plan, graph, make_cluster(SPEEDS))
 
 

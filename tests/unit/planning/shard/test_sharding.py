@@ -159,12 +159,12 @@ def spoil(plan: Plan, shards: tuple[Shard, ...]) -> Plan:
 @pytest.mark.parametrize(
     ("shards", "message"),
     [
-        ((), "a split stage cuts an axis"),
-        ((Shard("inner.transformer.h.0.attn.heads", (2, 1)),), "add up to the axis .*is 3 of 4"),
-        ((Shard("inner.transformer.h.0.attn.heads", (4, 0)),), "has a part"),
-        ((Shard("inner.transformer.h.0.attn.heads", (4,)),), "a size for each device"),
-        ((Shard("inner.transformer.h.0.attn.heads", (2, 2)),) * 2, "cuts an axis once"),
-        ((Shard("nonsense", (2, 2)),), "names an axis of the model"),
+        ((), "but cuts no axis"),
+        ((Shard("inner.transformer.h.0.attn.heads", (2, 1)),), "the sizes add up to 3, not 4"),
+        ((Shard("inner.transformer.h.0.attn.heads", (4, 0)),), "a device has no part"),
+        ((Shard("inner.transformer.h.0.attn.heads", (4,)),), "each needs one size"),
+        ((Shard("inner.transformer.h.0.attn.heads", (2, 2)),) * 2, "2 times, not once"),
+        ((Shard("nonsense", (2, 2)),), "is not an axis of the model"),
         ((Shard("batch", (2, 2)),), "divided by shares"),
         ((Shard("inner.transformer.hidden", (16, 16)),), "needs inner.transformer.hidden whole, which is cut"),
         (

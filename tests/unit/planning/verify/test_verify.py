@@ -42,66 +42,78 @@ def with_edges(*edges: Edge) -> Plan:
 @pytest.mark.parametrize(
     ("broken", "message"),
     [
-        (lambda: replace(PLAN, model="other"), "a plan is for one model"),
-        (lambda: replace(PLAN, devices=("h0/0", "nowhere")), "nowhere not in test"),
-        (lambda: with_edges(), "layer2 lacks layer1"),
+        (lambda: replace(PLAN, model="other"), "made for another model"),
+        (lambda: replace(PLAN, devices=("h0/0", "nowhere")), "not in cluster test: nowhere"),
+        (lambda: with_edges(), "layer2 in .* reads what the stage does not have: layer1"),
         (
             lambda: replace(PLAN, batch_axes=(("layer1", BatchAxis(1, 1, 1)),)),
-            r"where the batch is in what travels \(layer1: BatchAxis\(dim=1",
+            r"the batch axis of layer1 is BatchAxis\(dim=1",
         ),
-        (lambda: replace(PLAN, batch_axes=(("layer9", BatchAxis(0, 1, 1)),)), r"names tensors of its model \(batch axes: layer9 is none\)"),
-        (lambda: with_edges(Edge(1, 0, ("layer2",), 1), *PLAN.replicas[0].edges), "travel to later stages"),
-        (lambda: with_edges(Edge(1, 2, ("layer2",), 1), *PLAN.replicas[0].edges), r"edge 1 -> 2, the last stage: 1"),
-        (lambda: with_pipeline(stage_rank=(0,)), "every stage of its pipeline .replica 0: 2 of 1"),
-        (lambda: with_pipeline(stage_rank=(0, 2)), "numbered from 0 .replica 0: 0 2"),
+        (lambda: replace(PLAN, batch_axes=(("layer9", BatchAxis(0, 1, 1)),)), "name layer9, which is not a tensor of the model"),
+        (lambda: with_edges(Edge(1, 0, ("layer2",), 1), *PLAN.replicas[0].edges), "does not lead to a later stage"),
+        (
+            lambda: with_edges(Edge(1, 2, ("layer2",), 1), *PLAN.replicas[0].edges),
+            r"edge 1 -> 2 .* does not lead to a later stage .the last is 1",
+        ),
+        (lambda: with_pipeline(stage_rank=(0,)), "replica 0 has 2 stages; its pipeline has 1"),
+        (lambda: with_pipeline(stage_rank=(0, 2)), "of replica 0 are not numbered from 0: 0 2"),
         (
             lambda: with_pipeline(stage_rank=(1, 0)),
-            r"which virtual device runs which stage \(0 1 for 2, the pipeline: 1 0\) \(replica 0: 1f1b",
+            r"virtual devices 1 0; schedule 1f1b needs 0 1 for 2 \(replica 0: 1f1b",
         ),
-        (lambda: with_pipeline(schedule="1F1B"), "a schedule is one of .*replica 0: 1F1B, 2 micro-batch"),
-        (lambda: with_pipeline(num_micro_batch=0), "has a micro-batch .replica 0: 0"),
-        (lambda: with_pipeline(num_micro_batch=99), "micro-batches of all replicas: 99, rows: 4"),
-        (lambda: with_edges(*PLAN.replicas[0].edges, *PLAN.replicas[0].edges), r"two stages have one edge .replica 0: 0 -> 1 2 times"),
+        (lambda: with_pipeline(schedule="1F1B"), "schedule '1F1B' is not one of .*replica 0: 1F1B, 2 micro-batch"),
+        (lambda: with_pipeline(num_micro_batch=0), "replica 0 has 0 micro-batches"),
+        (lambda: with_pipeline(num_micro_batch=99), "4 for 99 micro-batches of all replicas"),
+        (lambda: with_edges(*PLAN.replicas[0].edges, *PLAN.replicas[0].edges), "edge 0 -> 1 of replica 0 is listed 2 times"),
         (
             lambda: with_edges(replace(PLAN.replicas[0].edges[0], tensors=PLAN.replicas[0].edges[0].tensors * 2)),
-            "travels an edge once .replica 0, 0 -> 1: layer1 twice",
+            "edge 0 -> 1 of replica 0 lists tensors twice: layer1",
         ),
-        (lambda: replace(PLAN, idle_devices=("h0/0",)), "idle devices are devices of the cluster that are not in use .h0/0"),
-        (lambda: with_pipeline(group_size=2), "a group size is for interleaved"),
+        (lambda: replace(PLAN, idle_devices=("h0/0",)), "idle devices of the plan are in use or not in cluster .*: h0/0"),
+        (lambda: with_pipeline(group_size=2), "group size 2 does not go with schedule"),
         (
             lambda: with_stage(0, ops=(*PLAN.replicas[0].stages[0].ops, "no_op")),
-            r"names ops of its model \(replica 0, stage 0: no_op are none",
+            r"replica 0, stage 0 names ops that the model does not have: no_op",
         ),
-        (lambda: with_stage(1, parameters=("no_weight",)), r"names parameters and buffers of its model \(replica 0, stage 1: no_weight"),
-        (lambda: with_edges(Edge(0, 1, ("no_value",), 1)), r"names tensors of its model \(replica 0, edge 0 -> 1: no_value"),
-        (lambda: replace(PLAN, replicas=()), "a plan has a replica"),
-        (lambda: with_state(gradient=Form("float32", home="host")), "gradients are made on the device .*home host"),
-        (lambda: with_state(gradient=Form("int64")), r"type like the parameter's \(float64, float32, .*gradient: int64"),
-        (lambda: with_state(optimizer=Form("float32", "nowhere")), "optimizer: float32, sharding nowhere"),  # type: ignore[arg-type]
-        (lambda: with_state(gradient=Form("float32", "owners")), "gradients are shared out among owners with what the optimizer steps"),
-        (lambda: with_state(compute=Form("bfloat16")), r"compute: bfloat16, .*the graph's: float32"),
-        (lambda: with_state(compute=Form("float32", "owners")), "what ops read is shared out among owners with what the optimizer steps"),
-        (lambda: with_state(compute=Form("float32", home="host")), r"lives on the host with what the optimizer steps.*kept: .*home device"),
-        (lambda: with_state(compute=Form("float32", home="disk")), "from home device or host"),  # type: ignore[arg-type]
+        (
+            lambda: with_stage(1, parameters=("no_weight",)),
+            "replica 0, stage 1 names parameters and buffers that the model does not have: no_weight",
+        ),
+        (lambda: with_edges(Edge(0, 1, ("no_value",), 1)), "replica 0, edge 0 -> 1 names tensors that the model does not have: no_value"),
+        (lambda: replace(PLAN, replicas=()), "has no replica"),
+        (lambda: with_state(gradient=Form("float32", home="host")), "are on the host .*home host"),
+        (lambda: with_state(gradient=Form("int64")), "the gradient form of .* is int64.*must be float64 or float32"),
+        (lambda: with_state(optimizer=Form("float32", "nowhere")), "the optimizer form of .* is float32, sharding nowhere"),  # type: ignore[arg-type]
+        (
+            lambda: with_state(gradient=Form("float32", "owners")),
+            "gradients of .* are shared out among owners, but the optimizer form is not",
+        ),
+        (lambda: with_state(compute=Form("bfloat16")), r"the compute form of .* is bfloat16, .*; ops read it as float32"),
+        (
+            lambda: with_state(compute=Form("float32", "owners")),
+            "the compute form of .* is shared out among owners, but the optimizer form is not",
+        ),
+        (lambda: with_state(compute=Form("float32", home="host")), "the compute form of .* is on the host, but .*optimizer: .*home device"),
+        (lambda: with_state(compute=Form("float32", home="disk")), "home device or host"),  # type: ignore[arg-type]
         (
             lambda: with_state(gradient=Form("float32", is_sparse=True)),
-            r"gradient is sparse, and no other.*layer0.*, sparse, opt",
+            r"the state of .*layer0.* does not fit its gradient .*, sparse, opt",
         ),
-        (lambda: with_state(sum_dtype="int64"), r"summed in a type like the parameter's \(float64, float32, .*: int64"),
-        (lambda: with_state(feeds_back=True), "fed back where there is such rounding"),
-        (lambda: replace(PLAN, keeper_shares=(1, 0)), r"every rank has a weight .*2 ranks, weights: \[1, 0\]"),
-        (lambda: with_state(gradient=None), r"what is trained has a gradient.*layer1.weight.*: compute, optimizer; 2 tensors"),
+        (lambda: with_state(sum_dtype="int64"), "are summed in int64, not float64 or float32"),
+        (lambda: with_state(feeds_back=True), "has error feedback, but its gradients are summed in their own type"),
+        (lambda: replace(PLAN, keeper_shares=(1, 0)), r"by weights \[1, 0\] over 2 ranks"),
+        (lambda: with_state(gradient=None), r"trained parameters lack a gradient.*layer1.weight.*: compute, optimizer; 2 tensors"),
         (lambda: with_state(num_optimizer_tensors=-1), r"compute, gradient, optimizer; -1 tensors"),
-        (lambda: with_state(parameters=()), r"one state for each parameter .*\(layer0.weight has 0, .* and 1 more\)"),
+        (lambda: with_state(parameters=()), r"without exactly one state in the plan: layer0.weight has 0, .* and 1 more"),
         (
             lambda: replace(PLAN, replicas=(replace(PLAN.replicas[0], index=1, share=0),)),
-            "(?s)numbered in order .1.*has a share of the rows",
+            "(?s)not numbered in order: 1.*has a share of",
         ),
-        (lambda: with_edges(Edge(0, 1, ("layer1", "layer3"), 1)), "carries what its source makes"),
-        (lambda: with_stage(1, parameters=()), "holds the parameters it reads"),
-        (lambda: with_stage(1, ops=("layer2", "layer3")), "computes every result"),
-        (lambda: with_stage(0, shares=(0,)), "has a share"),
-        (lambda: with_stage(1, virtual_device=VirtualDevice(("h0/0",))), "one virtual device of one replica"),
+        (lambda: with_edges(Edge(0, 1, ("layer1", "layer3"), 1)), "sends what it does not have"),
+        (lambda: with_stage(1, parameters=()), "reads parameters that it does not hold"),
+        (lambda: with_stage(1, ops=("layer2", "layer3")), "no stage of replica 0 computes"),
+        (lambda: with_stage(0, shares=(0,)), "has shares .*; every device needs one"),
+        (lambda: with_stage(1, virtual_device=VirtualDevice(("h0/0",))), "in several virtual devices or replicas"),
     ],
 )
 def test_faults(broken: Callable[[], Plan], message: str) -> None:
@@ -117,7 +129,7 @@ def test_error_feedback_needs_gradients_of_one_scale() -> None:
 
 def test_all_faults_at_once() -> None:
     plan = with_stage(1, parameters=(), shares=(0,))
-    with pytest.raises(PlanError, match=r"(?s)^\d faults.*has a share.*holds the parameters.*some stage holds every parameter"):
+    with pytest.raises(PlanError, match=r"(?s)^\d faults.*has shares.*reads parameters that it does not hold.*no stage of replica 0 holds"):
         verify(plan, GRAPH, THERE)
 
 

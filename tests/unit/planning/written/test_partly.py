@@ -58,7 +58,7 @@ def test_stages_run_where_they_are_written(tmp_path: Path) -> None:
     made = plan(tmp_path, num_stages=2, split=2, replicas=[{"devices": placed}])
     assert [list(stage.virtual_device.devices) for stage in made.replicas[0].stages] == placed
     assert made.devices == ("h0/5", "h0/1", "h0/3", "h0/2")
-    with pytest.raises(ConfigError, match=r"replica 0, devices: 3 \+ 1, stages: 2 \+ 2\)") as caught:
+    with pytest.raises(ConfigError, match=r"devices of replica 0 \(3 \+ 1\) contradict its stages, which need 2 \+ 2") as caught:
         plan(tmp_path, num_stages=2, split=2, replicas=[{"devices": [["h0/5", "h0/1", "h0/3"], ["h0/2"]]}])
     assert str(caught.value.where).startswith(f"{tmp_path / 'plan.yaml'}:")
 
@@ -86,11 +86,15 @@ def test_all_replicas_that_the_devices_give_are_those_of_the_planner_itself(tmp_
     ("written", "message", "line"),
     [
         ({"replicas": 9}, "9 replicas as replica 0 take 1 each, 9, left: 8", 1),
-        ({"num_stages": 2, "blocks": [3, 2]}, "stages: 2, of blocks: 2; blocks of the model: 6, of the stages: 5", 1),
-        ({"num_stages": 2, "blocks": [6]}, "stages: 2, of blocks: 1", 1),
-        ({"axes": ["up.weight:0"]}, "axes are cut in stages that are split", 1),
-        ({"split": 2, "axes": ["vocabularies"]}, r"'vocabularies': none of that name\)\n  at .*\n  hint: did you mean 'vocabulary'", 1),
-        ({"replicas": 3, "micro_batch_rows": 3}, r"3 rows of about 11, 32 in all", 1),
+        ({"num_stages": 2, "blocks": [3, 2]}, "stages: 2, in blocks: 2; blocks of the model: 6, of the stages: 5", 1),
+        ({"num_stages": 2, "blocks": [6]}, "stages: 2, in blocks: 1", 1),
+        ({"axes": ["up.weight:0"]}, "but no stage is split", 1),
+        (
+            {"split": 2, "axes": ["vocabularies"]},
+            r"the plan cuts axis 'vocabularies', which the model does not have\n  at .*\n  hint: did you mean 'vocabulary'",
+            1,
+        ),
+        ({"replicas": 3, "micro_batch_rows": 3}, r"3 does not divide the rows of its replica .about 11, 32 in all", 1),
         ({"micro_batch_rows": 2, "num_micro_batch": 2}, "num_micro_batch and micro_batch_rows are both given", 1),
         ({"more_axes": ["hidden"]}, "more_axes is given without axes", 1),
         ({"replicas": [{"devices": ["h0/0"], "count": 2}]}, "named devices make one", 3),
@@ -105,10 +109,10 @@ def test_what_does_not_fit_is_said_with_its_line(written: dict[str, Any], messag
 
 
 def test_blocks_need_a_model_with_blocks_and_without_scopes(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="where blocks repeat in the model"):
+    with pytest.raises(ConfigError, match="no blocks repeat in the model"):
         plan(tmp_path, graph=chain(1), blocks="even")
     scoped = chain(4, [(scope(index // 2, 1, f"part{index // 2}"),) for index in range(4)])
-    with pytest.raises(ConfigError, match=r"stated by scopes or by blocks \(blocks: even, first scope at model.py:1\)"):
+    with pytest.raises(ConfigError, match=r"given twice: by blocks \(even\) and by scopes \(the first at model.py:1\)"):
         plan(tmp_path, graph=scoped, blocks="even")
 
 

@@ -167,7 +167,7 @@ def test_what_is_kept_survives_to_the_bit(tmp_path: Path, monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("thing", [print, {"deep": [object()]}, torch.zeros(2).to_sparse(), torch.float32])
 def test_what_is_not_plain_data_is_told_by_its_name(tmp_path: Path, thing: Any) -> None:
-    with pytest.raises(CheckpointError, match=r"plain data \(optimizer\.a\.weight\.odd.* is a "):
+    with pytest.raises(CheckpointError, match=r"optimizer\.a\.weight\.odd.* is a .*, which a checkpoint cannot hold"):
         write(tmp_path / "c", optimizer=OptimizerState({"a.weight": {"odd": thing}}))
     assert not list(tmp_path.iterdir())
 
@@ -180,5 +180,5 @@ def test_what_nests_too_deep_is_told_when_it_is_saved(tmp_path: Path) -> None:
     assert read(tmp_path / "c")[2].shared["deep"] == deep
     for _ in range(5000):
         deep = [deep]
-    with pytest.raises(CheckpointError, match=r"nests at most 32 deep \(extra\.deep\[0\]"):
+    with pytest.raises(CheckpointError, match=r"extra\.deep\[0\].* is nested more than 32 deep"):
         write(tmp_path / "c", extras=Extras({"step": 4, "deep": deep}))

@@ -83,7 +83,7 @@ def test_a_full_disk_is_told_and_ends_nothing(tmp_path: Path) -> None:
         pytest.skip("no disk can be mounted here")
     try:
         (tmp_path / "full").write_bytes(bytes(4096))
-        with pytest.warns(UserWarning, match=rf"what rank 1 does is kept in {tmp_path}: No space left on device"):
+        with pytest.warns(UserWarning, match=rf"cannot record what rank 1 does in {tmp_path}: No space left on device"):
             board = open_in(tmp_path, 1)
         board.set("0F0")
         assert board.read().action == "0F0" and read_all(tmp_path) == {}

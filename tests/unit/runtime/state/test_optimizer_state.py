@@ -78,7 +78,7 @@ def test_other_groups_and_other_parameters_are_refused_together() -> None:
     with pytest.raises(CheckpointError) as caught:
         write_optimizer(target, own, saved)
     text = str(caught.value)
-    assert "group 0, lr: 1.0 for a, 2.0 for b" in text and "1 were not: c" in text
+    assert "group 0 were saved with different options (lr: 1.0 for a, 2.0 for b)" in text and "not in the saved one: c" in text
     assert target.param_groups[0]["lr"] == 0.1
 
 

@@ -270,7 +270,7 @@ def test_an_initialiser_that_fails_is_named() -> None:
     meta = on_meta(lambda: object.__new__(Failing))
     nn.Module.__init__(meta)
     meta.weight, meta.bias = nn.Parameter(torch.empty(2, 2, device="meta")), None  # type: ignore[assignment]
-    with pytest.raises(InitializationError, match=r"reset_parameters\(\) fails to fill weight .*ValueError: no such distribution"):
+    with pytest.raises(InitializationError, match=r"reset_parameters\(\) failed on weight .*ValueError: no such distribution"):
         fill(meta)
 
 

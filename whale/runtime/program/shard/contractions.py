@@ -196,7 +196,7 @@ def finish(call: Call, made: fx.Node) -> fx.Node:
     if call.role.kind != "contracted":
         return made
     if "in_place" in call.op.tags:
-        call.refuse("parts are combined in a new tensor", hint="use the form that is not in place")
+        call.refuse("it works in place, and parts are combined in a new tensor", hint="use the form that is not in place")
     combine = call.role.combine
     if len(call.op.outputs) > 1:
         if combine != "sum":

@@ -160,15 +160,15 @@ class ShardLayout:
     def _shard_fault(self, shard: Shard) -> PlanError | None:
         known = self.axes.by_name.get(shard.axis)
         if known is None:
-            return PlanError(f"a cut names an axis of the model ({shard.axis!r} is none)")
+            return PlanError(f"the cut names {shard.axis!r}, which is not an axis of the model")
         if shard.axis == BATCH and not self.num_rows:
-            return PlanError("a split cuts an axis other than the batch (batch: replicate cuts that)")
+            return PlanError("a split cannot cut the batch; replicate does")
         if shard.axis != BATCH and sum(shard.sizes) != known.size:
-            return PlanError(f"the sizes of a cut sum to its axis ({shard}: {sum(shard.sizes)}, {shard.axis}: {known.size})")
+            return PlanError(f"the sizes of cut {shard} add up to {sum(shard.sizes)}, not the {known.size} of {shard.axis}")
         if len(shard.sizes) != len(self.shards[0].sizes):
-            return PlanError(f"the cuts of a stage have equally many sizes ({shard} and {self.shards[0]})")
+            return PlanError(f"cuts {shard} and {self.shards[0]} of one stage have different numbers of sizes")
         if min(shard.sizes) < 1:
-            return PlanError(f"every device of a split group takes at least 1 of each axis ({shard})")
+            return PlanError(f"cut {shard} gives a device of the split group nothing")
         return None
 
     def _rows_fault(self, op: Op) -> PlanError | None:

@@ -75,7 +75,7 @@ class Writer:
         """
         if self.is_written_later(node):
             raise PlanError(
-                f"a buffer that forward writes is held as by the first capture ({node.target} is in parts, and needed whole here)",
+                f"{node.target} is written whole here, but was captured first in parts",
                 hint="call parallelize again, with the weights of engine.state_dict()",
             )
         self.copies[node] = self.emit(node, gather, (self.copies[node], slots, self.group, f"%{node.name}"), {}, gather.__name__)

@@ -115,11 +115,11 @@ def test_the_given_graph_stays_as_it_is(block: Captured) -> None:
 @pytest.mark.parametrize(
     ("shards", "words"),
     [
-        ((Shard("nonsense", (1, 2)),), "a cut names an axis of the model ('nonsense' is none)"),
-        ((Shard("batch", (1, 2)),), "an axis other than the batch"),
-        ((Shard("gain:1", (4, 7)),), "gain:1 4:7: 11, gain:1: 10"),
-        ((Shard("gain:1", (0, 10)),), "at least 1 of each axis (gain:1 0:10)"),
-        ((HIDDEN, Shard("input_0:1", (1, 1, 2))), "equally many sizes (input_0:1 1:1:2 and gain:1 3:7)"),
+        ((Shard("nonsense", (1, 2)),), "the cut names 'nonsense', which is not an axis of the model"),
+        ((Shard("batch", (1, 2)),), "a split cannot cut the batch"),
+        ((Shard("gain:1", (4, 7)),), "gain:1 4:7 add up to 11, not the 10 of gain:1"),
+        ((Shard("gain:1", (0, 10)),), "cut gain:1 0:10 gives a device of the split group nothing"),
+        ((HIDDEN, Shard("input_0:1", (1, 1, 2))), "cuts input_0:1 1:1:2 and gain:1 3:7 of one stage have different numbers of sizes"),
         ((HIDDEN, Shard("input_0:1", (1, 3))), "meets two axes that are cut"),
         ((Shard("norm.weight:0", (2, 4)),), "aten.layer_norm.default (%layer_norm) needs norm.weight:0 whole, which is cut"),
     ],
