@@ -208,6 +208,29 @@ def test_never_below_what_the_busiest_device_computes(schedule: str, speeds: lis
         assert each.busy + each.exposed <= found.step_seconds + 1e-9
 
 
+@pytest.mark.parametrize("halves", [False, True])
+def test_what_a_device_of_a_split_group_does_itself(halves: bool) -> None:
+    """A slowed device holds up its group: all of it is busy for longer, and it alone has more of its own to do."""
+    there = cluster((1e9, 1e9))
+    graph = chain(4, [(scope(0, 2, kind="split"),)] * 4, width=64)
+    plan = make_plan(graph, there, Config({"communication.overlap": halves}))
+    before, after = (estimate(plan, graph, there.slowed({"h0/1": factor})) for factor in (1.0, 4.0))
+    assert any(stage.split == 2 for stage in plan.replicas[0].stages)
+    for step in (before, after):
+        assert all(each.own_seconds <= each.busy for each in step.devices)
+    assert after.of("h0/0").own_seconds == pytest.approx(before.of("h0/0").own_seconds)
+    assert after.of("h0/1").own_seconds == pytest.approx(4 * before.of("h0/1").own_seconds)
+    assert after.of("h0/0").busy > 2 * before.of("h0/0").busy
+
+
+def test_what_a_device_does_itself_is_its_passes() -> None:
+    there = cluster((3e9, 1e9))
+    for schedule in ("1f1b", "zb_h1", "recompute_early"):
+        plan, graph = planned(8, there, num_stages=2, num_micro_batch=4, schedule=schedule)
+        for each in estimate(plan, graph, there).devices:  # type: ignore[arg-type]
+            assert each.own_seconds == pytest.approx(each.busy - each.optimizer)
+
+
 def test_the_text_form() -> None:
     there = cluster((1e9, 1e9))
     plan, graph = planned(4, there)

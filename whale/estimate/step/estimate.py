@@ -19,7 +19,7 @@ from whale.estimate.events.engine import EventTimes, Task, Uneven, run
 from whale.estimate.events.simulate import Computation, bubble_rate
 from whale.estimate.prices.prices import Prices
 from whale.estimate.step.memory_over_time import Waiting, memory_over_time
-from whale.estimate.step.program import Gathered, Program, gather, make_program
+from whale.estimate.step.program import Gathered, Program, gather, make_program, own_seconds_of
 from whale.estimate.step.step import DeviceEstimate, LinkUse, StepEstimate
 from whale.estimate.step.wires import Crosses, Sums
 from whale.estimate.step.workers import SimulatedWorker
@@ -108,6 +108,7 @@ def _device(numbers: Sequence[int], gathered: Gathered, program: Program, found:
         capacity=worker.capacity,
         on_host=worker.on_host,
         num_given=worker.num_given,
+        own_seconds=sum(own_seconds_of(worker, each.action) for each in order),
         waits=tuple(Stretch("weights", start, end) for start, end in found.paused[number]),
     )
 

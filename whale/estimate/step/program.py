@@ -108,6 +108,14 @@ def seconds_of(worker: SimulatedWorker, action: Action) -> float:
     return work.backward_input + work.backward_weight if action.kind is Kind.BACKWARD else work.forward
 
 
+def own_seconds_of(worker: SimulatedWorker, action: Action) -> float:
+    """How long its own ops take in a computation, apart from what it exchanges and waits for; of I all of what I and W take."""
+    if action.kind in (Kind.STEP, Kind.BACKWARD_WEIGHT):
+        return 0.0
+    work = work_of(worker, action)
+    return work.own_backward if action.kind in _HANDING_BACK else work.own_forward
+
+
 class Sent(NamedTuple):  # there are tens of thousands
     """One transfer of the program.
 

@@ -67,6 +67,7 @@ class DeviceEstimate:
         on_host: bytes of each of them in the memory of its host.
         waits: for weights, in the midst of forward passes.
         num_given: buckets of weights that it takes or gives before the step ends.
+        own_seconds: of its own ops in all passes, without the optimizer's step, and without what is exchanged and waited for.
     """
 
     devices: tuple[str, ...]
@@ -83,6 +84,7 @@ class DeviceEstimate:
     on_host: float = 0.0
     waits: tuple[Stretch, ...] = ()
     num_given: int = 0
+    own_seconds: float = 0.0
 
     @property
     def timeline(self) -> DeviceTimeline:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
@@ -87,17 +87,34 @@ class Work:
         left: bytes from F to R where the whole stage is computed again.
         for_weights: bytes from I to W.
         beside: what its passes have beside these.
+        own_forward, own_backward: seconds of F (and of R), and of B or I and W together, of its own ops alone: without what is exchanged
+            in a split group, and without waiting for it.
         away: bytes from F to B (or I) in the memory of the host.
     """
 
     forward: float
     backward_input: float
     backward_weight: float
+    own_forward: float
+    own_backward: float
     kept: float
     left: float
     for_weights: float
     beside: Beside
     away: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class _InGroup:
+    """Seconds of F, I and W of a split group, whose devices wait for one another.
+
+    Attributes:
+        seconds: of the slowest, with what they exchange.
+        own: per position, of its own ops alone.
+    """
+
+    seconds: tuple[float, float, float]
+    own: tuple[tuple[float, float, float], ...]
 
 
 @dataclass(eq=False)
@@ -115,10 +132,7 @@ class Works:
     bucketed: frozenset[str]
     _known: dict[tuple[StageKey, tuple[Device, ...], tuple[Link, ...], int, int, float], Work] = field(default_factory=dict, init=False)
     _memory: dict[tuple[StageKey, int, int, float], tuple[float, float, float, Beside, float]] = field(default_factory=dict, init=False)
-    _groups: dict[tuple[StageKey, tuple[Device, ...], tuple[Link, ...], int], tuple[Line, Line, Line]] = field(
-        default_factory=dict, init=False
-    )
-
+    _groups: dict[tuple[StageKey, tuple[Device, ...], tuple[Link, ...], int], _InGroup] = field(default_factory=dict, init=False)
     _agains: dict[StageKey, Again] = field(default_factory=dict, init=False)
 
     def of(self, key: StageKey, group: Sequence[str], position: int, num_rows: int, spared: float = 0.0) -> Work:
@@ -131,21 +145,25 @@ class Works:
             num_rows: that the group takes.
             spared: bytes of gradients that the first backward pass does not have together with the others.
         """
-        position = first_alike(key.shards, position)
-        question = key, *self.likeness(group), position, num_rows, spared
+        kinds, links = self.likeness(group)
+        own = first_alike(key.shards, position, kinds) if key.shards else position
+        question = key, kinds, links, own, num_rows, spared
         if question not in self._known:
-            self._known[question] = self._work(key, group, position, num_rows, spared)
+            self._known[question] = self._work(key, group, own, num_rows, spared)
         return self._known[question]
 
     def _work(self, key: StageKey, group: Sequence[str], position: int, num_rows: int, spared: float) -> Work:
-        seconds = (
-            self._in_group(key, group, num_rows) if key.shards else _lines(self._alone(self.prices, key, group[0], num_rows), num_rows)
-        )
-        forward, inputs, weights = (line.at(num_rows) for line in seconds)
-        there = key, position, num_rows, spared
+        if key.shards:
+            together = self._in_group(key, group, num_rows)
+            seconds, own = together.seconds, together.own[position]
+        else:
+            seconds = _at(self._alone(self.prices, key, group[0], num_rows), num_rows)
+            own = seconds
+        there = key, first_alike(key.shards, position), num_rows, spared
         if there not in self._memory:  # which the devices have no part in
             self._memory[there] = self._in_memory(*there)
-        return Work(forward, inputs, weights, *self._memory[there])
+        forward, inputs, weights = seconds
+        return Work(forward, inputs, weights, own[0], own[1] + own[2], *self._memory[there])
 
     def _in_memory(self, key: StageKey, position: int, num_rows: int, spared: float) -> tuple[float, float, float, Beside, float]:
         """Bytes of `Work`: kept, left, for_weights, beside, away."""
@@ -161,7 +179,7 @@ class Works:
             names, copies, forms = frozenset(), Line(), tuple(replace(form, is_kept=False) for form in forms)
         return *_kept(prices, key, num_rows, names, copies), self._beside(prices, key, num_rows, names, forms, spared), away
 
-    def _in_group(self, key: StageKey, group: Sequence[str], num_rows: int) -> tuple[Line, Line, Line]:
+    def _in_group(self, key: StageKey, group: Sequence[str], num_rows: int) -> _InGroup:
         """`_together`, once for all positions of equal groups."""
         question = key, *self.likeness(group), num_rows
         if question not in self._groups:
@@ -194,23 +212,24 @@ class Works:
             inputs, forward = inputs + copies, forward + copies
         return forward, inputs, found.started_backward(index, weights) + waiting
 
-    def _together(self, key: StageKey, group: Sequence[str], num_rows: int) -> tuple[Line, Line, Line]:
-        """Seconds of F, I and W of a split group, whose devices wait for one another: of the slowest, with what they exchange."""
+    def _together(self, key: StageKey, group: Sequence[str], num_rows: int) -> _InGroup:
         bridges, again = self._bridges(key), tuple(self._again(key).exchanged())
         tolls = Tolls(self.prices, Site((tuple(group),), num_rows, 1, 1))
-        passes = []
+        passes, own = [], []
         for place, name in enumerate(group):
             device = self.prices.cluster.by_name[name]
             (there, back), (repeated, _) = tolls.started(bridges, device), tolls.started(again, device)
             alone = self._alone(self._prices(key, place), key, name, num_rows, place)
+            own.append(_at(alone, num_rows))
             passes.append((alone[0] + there, alone[1] + (back + repeated), alone[2]))
         forward, inputs, weights = (_slowest(each, num_rows) for each in zip(*passes, strict=True))
         if not key.overlap:
-            return _lines((forward, inputs, weights), num_rows)
+            return _InGroup(_at((forward, inputs, weights), num_rows), tuple(own))
         messages = messages_of(tolls, bridges)
         forward = halved(forward, messages.forward, messages.num_forward, messages.num_gaps, num_rows)
         both = halved(inputs + weights, messages.backward, messages.num_backward, messages.num_gaps, num_rows)
-        return forward.line(num_rows), both.line(num_rows) + weights.line(num_rows) * -1, weights.line(num_rows)
+        there_seconds, back_seconds, late = _at((forward, both, weights), num_rows)
+        return _InGroup((there_seconds, back_seconds - late, late), tuple(own))
 
     def _beside(
         self, prices: Prices, key: StageKey, num_rows: int, names: frozenset[str] | None, forms: tuple[BridgedTensor, ...], spared: float
@@ -270,15 +289,19 @@ class Works:
         return self._agains[key]
 
 
-def first_alike(shards: Sequence[Shard], position: int) -> int:
-    """The first position of a split group that has equal parts of everything."""
-    own = [shard.sizes[position] for shard in shards]
-    return next((each for each in range(position) if [shard.sizes[each] for shard in shards] == own), position)
+def first_alike(shards: Sequence[Shard], position: int, kinds: Sequence[Device] = ()) -> int:
+    """The first position of a split group that has equal parts of everything, and whose device is of equal kind where these are given."""
+
+    def look(each: int) -> Hashable:
+        return tuple(shard.sizes[each] for shard in shards), kinds[each] if kinds else None
+
+    return next((each for each in range(position) if look(each) == look(position)), position)
 
 
-def _lines(passes: tuple[Started, Started, Started], num_rows: int) -> tuple[Line, Line, Line]:
+def _at(passes: tuple[Started, Started, Started], num_rows: int) -> tuple[float, float, float]:
+    """Seconds of F, I and W at a number of rows."""
     forward, inputs, weights = passes
-    return forward.line(num_rows), inputs.line(num_rows), weights.line(num_rows)
+    return forward.line(num_rows).at(num_rows), inputs.line(num_rows).at(num_rows), weights.line(num_rows).at(num_rows)
 
 
 def _slowest(passes: Iterable[Started], num_rows: int) -> Started:
