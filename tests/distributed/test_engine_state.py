@@ -10,6 +10,7 @@ from tests.distributed.training import Case, make_engine, run_case
 from tests.distributed.world import World
 from tests.models import Block, Description, Segment
 from whale.api import Engine
+from whale.api.opening import Decided
 from whale.runtime.runtime import Runtime
 from whale.runtime.state.engine_state import EngineState
 
@@ -28,7 +29,7 @@ def rebuilt(engine: Engine) -> Engine:
         state=engine.state,
         config=old.config,
     )
-    return Engine(engine.modes, engine.state, runtime, engine.opening)
+    return Engine(engine.modes, engine.state, runtime, engine.opening, Decided(runtime.roster.plan))
 
 
 def train(rank: int, num_ranks: int, case: Case, rebuilds: bool) -> tuple[list[float], dict[str, torch.Tensor], int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import weakref
 from dataclasses import replace
 from functools import partial
@@ -20,8 +21,10 @@ from tests.distributed.training import Case, captured_case, largest_of, make_clu
 from tests.distributed.world import World
 from tests.examples import at_most
 from tests.models import Block, Description, Segment, descriptions
+from whale.config import Config
 from whale.dry_run import LiveBytes
 from whale.errors import ConfigError, WhaleError
+from whale.search import decide
 
 TOLERANCE = 1e-10
 Blocks = tuple[tuple[tuple[str, Any], ...], ...]
@@ -148,6 +151,139 @@ def test_forth_and_back_is_never_having_moved(world: World) -> None:
                 torch.testing.assert_close(moved[name], value, rtol=1e-9, atol=1e-11)
             if plans == (COPIES,):
                 assert moved_losses == losses and all(torch.equal(moved[name], value) for name, value in state.items())
+
+
+@st.composite
+def throttled(draw: st.DrawFn) -> tuple[Case, tuple[dict[str, float], ...]]:
+    """A model, and before each step but the first by how much its devices are slowed."""
+    num_ranks = draw(st.integers(2, 4))
+    description = replace(draw(descriptions()), segments=(Segment(0),), placement="none", copies=None)
+    config: dict[str, Any] = {"runtime.rebalance_horizon": 1e9, "pipeline.num_micro_batch": draw(st.integers(1, 2))}
+    if draw(st.booleans()):
+        config["pipeline.num_stages"] = 2
+    if draw(st.booleans()):
+        config["planning.search"] = "off"
+    config["memory.zero"] = draw(st.sampled_from(("0", "2")))
+    slowdowns = st.sampled_from((1.0, 2.0, 5.0, 20.0))
+    moves = draw(st.lists(st.fixed_dictionaries({f"host0/{n}": slowdowns for n in range(num_ranks)}), min_size=2, max_size=2))
+    rows = draw(st.lists(st.integers(16, 19), min_size=3, max_size=3))
+    optimizer = draw(st.sampled_from(("sgd", "adam")))
+    return Case(description, tuple(rows), (1.0,) * num_ranks, tuple(config.items()), optimizer), tuple(moves)
+
+
+def rebalanced(rank: int, num_ranks: int, case: Case, slowdowns: tuple[dict[str, float], ...]) -> tuple[reference.Run, int]:
+    """Trains a case on devices that are slowed from step to step; also gives how often it moved."""
+    engine, losses, num_moves = make_engine(case), [], 0
+    for batch, slowed in zip(case.batches, ({}, *slowdowns), strict=True):
+        if slowed:
+            before = engine.plan
+            num_moves += engine.rebalance(slowed if rank == 0 else {}).replicas != before.replicas
+        losses.append(float(engine.step(batch)))
+    state = engine.state_dict()
+    assert state is not None
+    engine.close()
+    return reference.Run(losses, {}, reference.copy_of(state)), num_moves
+
+
+@at_most(15, suppress_health_check=list(HealthCheck))
+@given(case=throttled())
+def test_moving_with_the_speeds_changes_no_number(world: World, case: tuple[Case, tuple[dict[str, float], ...]]) -> None:
+    note(f"{case!r}")
+    runs, (num_moves, *_) = zip(*run_case(world, rebalanced, *case), strict=True)
+    event(f"{num_moves} moves of 2")
+    error, where = largest_of(runs, train_reference(case[0]), all_gradients=False)
+    assert error < TOLERANCE, where
+
+
+THROTTLED: tuple[dict[str, float], ...] = ({"host0/1": 8.0}, {"host0/1": 8.0}, {"host0/1": 1.0})
+
+
+def test_it_moves_where_that_pays_and_back(world: World) -> None:
+    wide = Description(tokens=False, blocks=(Block("linear"), Block("gelu"), Block("linear")), width=64)
+    case = Case(wide, (32,) * 4, (1.0, 1.0), (("planning.search", "off"), ("runtime.rebalance_horizon", 1e9)), "adam")
+    runs, num_moves = zip(*run_case(world, rebalanced, case, THROTTLED), strict=True)
+    assert num_moves == (2, 2)
+    error, where = largest_of(runs, train_reference(case), all_gradients=False)
+    assert error < TOLERANCE, where
+
+
+def fed(rank: int, num_ranks: int, case: Case, slowdowns: tuple[dict[str, float], ...]) -> tuple[list[float], dict[str, torch.Tensor], int]:
+    """Trains from a loader, whose devices are slowed before every second step."""
+    engine, losses, rows = make_engine(case), [], []
+    loader = engine.loader(Rows(case.batches[0]), global_batch_size=8, shuffle=True)
+    for _ in range(2):
+        for batch in loader:
+            losses.append(float(engine.step(batch)))
+            if slowdowns and len(losses) % 2:
+                rows.append(engine.rebalance(slowdowns[len(losses) // 2 % len(slowdowns)]).replica_rows(8))
+    state = engine.state_dict()
+    assert state is not None
+    engine.close()
+    return losses, reference.copy_of(state), len(set(rows))
+
+
+def test_a_loader_goes_on_where_it_is(world: World) -> None:
+    """Each sample is read once in an epoch by whichever rank, in the order of a run that never moved."""
+    wide = Description(tokens=False, blocks=(Block("linear"), Block("gelu"), Block("linear")), width=64)
+    case = Case(wide, (32,), (1.0, 1.0), (("planning.search", "off"), ("runtime.rebalance_horizon", 1e9)), "adam")
+    (losses, state, _), _ = run_case(world, fed, case, ())
+    for moved_losses, moved, num_rows in run_case(world, fed, case, ({"host0/1": 8.0}, {"host0/1": 1.0}, {"host0/0": 8.0})):
+        assert num_rows > 1, "rows were divided in several ways"
+        assert moved_losses == pytest.approx(losses, rel=1e-12)
+        for name, value in state.items():
+            torch.testing.assert_close(moved[name], value, rtol=1e-9, atol=1e-11)
+
+
+def misjudged(rank: int, num_ranks: int, case: Case, mode: str) -> tuple[list[float], list[tuple[tuple[int, int], ...]], str]:
+    """Trains by a plan that gives one rank most rows, on a cluster whose file says that the other is faster: they are equally fast."""
+    there, config = make_cluster((1.0, 8.0)), {"planning.search": "off", "runtime.rebalance": mode, "runtime.rebalance_horizon": 1e9}
+    made = captured_case(case)
+    plan = decide(None, made.capture()[0], make_cluster((8.0, 1.0)), Config({"planning.search": "off"}))[0]
+    engine = whale.parallelize(
+        made.model, loss=made.loss, optimizer=partial(torch.optim.SGD, lr=1e-3), batch=made.batch, config=config, cluster=there, plan=plan
+    )
+    losses, rows = [], []
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        for _ in range(24):
+            rows.append(engine.plan.replica_rows(64))
+            losses.append(float(engine.step(case.batches[0])))
+    engine.close()
+    return losses, rows, said.getvalue()
+
+
+def test_a_run_moves_by_itself_when_its_plan_is_for_other_speeds(world: World) -> None:
+    wide = Description(tokens=False, blocks=(Block("linear"), Block("gelu"), Block("linear")), width=512)
+    case = Case(wide, (64,), (1.0, 1.0))
+    found = {mode: run_case(world, misjudged, case, mode) for mode in ("off", "advise", "on")}
+    (losses, rows, said), (_, others_rows, _) = found["on"]
+    assert rows == others_rows and rows[15][0][1] > 48, "nothing moves before a window is full"
+    assert 16 < rows[20][0][1] < 48, said
+    assert "host0/1 (rank 1) takes" in said and "going on under it" in said
+    assert losses == pytest.approx(found["off"][0][0], rel=TOLERANCE)
+    for mode, word in (("off", "a step is predicted to take"), ("advise", "runtime.rebalance: on would go on under it")):
+        (_, rows, said), _ = found[mode]
+        assert len(set(rows)) == 1 and word in said
+
+
+def healthy(rank: int, num_ranks: int, case: Case) -> tuple[list[str], int, str]:
+    """What is known of the devices after some steps, and what is said of slowdowns that are none."""
+    engine = make_engine(case)
+    assert not engine.health.devices
+    for batch in case.batches:
+        engine.step(batch)
+    health = engine.health
+    with pytest.raises(ConfigError) as fault:
+        engine.rebalance({"host0/7": 2.0})
+    engine.close()
+    assert all(each.busy_seconds > 0 and each.predicted_seconds > 0 for each in health.devices)
+    return [str(each) for each in health.devices], health.num_steps, str(fault.value)
+
+
+def test_every_rank_knows_the_health_of_all(world: World) -> None:
+    first, *others = run_case(world, healthy, replace(FORTH_AND_BACK, config=(("pipeline.num_stages", 2),)))
+    assert all(other == first for other in others) and len(first[0]) == 2
+    assert first[1] == len(FORTH_AND_BACK.rows) - 1 - 2, "the first two are left out, and the last was not told yet"
+    assert "host0/7: 2.0 is not" in first[2]
 
 
 def refused(rank: int, num_ranks: int, case: Case) -> list[str]:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import gc
 import math
 import sys
+import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar
 
 import torch
 
@@ -22,7 +23,7 @@ from whale.api.initial_state import with_optimizer
 from whale.api.loader import DataPosition, Loader, leave_group, make_loader
 from whale.api.mode import CapturedMode, ModeName, view_of
 from whale.api.modes import Modes, forget, prepare_forward, prepare_training
-from whale.api.opening import Opening
+from whale.api.opening import Decided, Opening
 from whale.api.rank_batch import RankBatch
 from whale.api.results import OwnedParameters, give_extra_state, state_keys, step_loss, whole_state
 from whale.api.row_source import RowSource
@@ -31,6 +32,7 @@ from whale.api.tracing import Tracing
 from whale.comm import on_first_rank, together
 from whale.config import Source
 from whale.errors import PREEMPTED_CODE, ConfigError, Preempted, RuntimeFault, WhaleError, first_few, warn
+from whale.ir.cluster import Cluster
 from whale.ir.graph import ModelGraph
 from whale.ir.plan import Plan
 from whale.ir.schedule import Schedule
@@ -52,6 +54,10 @@ from whale.runtime.weights.filling import fill_tensors
 from whale.runtime.weights.gathering import gather_outputs, gather_tensors, own_outputs
 from whale.units import counted
 
+if TYPE_CHECKING:
+    from whale.api.adapting import Adapting
+    from whale.ir.health import Health
+
 Found = TypeVar("Found")
 
 
@@ -63,6 +69,8 @@ class Engine:
         state: what training changes.
         runtime: the plan at work.
         opening: how it was put to work, and another would be.
+        decided: the plan, as it was decided on.
+        overhead: seconds that planning, and putting the plan to work, took.
         tracing: records chosen steps; None where none are.
 
     Attributes:
@@ -70,7 +78,17 @@ class Engine:
         turn: whose thread it works for.
     """
 
-    def __init__(self, modes: Modes, state: EngineState, runtime: Runtime, opening: Opening, *, tracing: Tracing | None = None) -> None:
+    def __init__(
+        self,
+        modes: Modes,
+        state: EngineState,
+        runtime: Runtime,
+        opening: Opening,
+        decided: Decided,
+        *,
+        overhead: float = 0.0,
+        tracing: Tracing | None = None,
+    ) -> None:
         self.modes, self.opening = modes, opening
         self.turn = Turn()
         self._data = DataPosition(state)
@@ -83,9 +101,10 @@ class Engine:
         self._log = StepLog.of(opening.settings.runtime, world)
         self._saved: tuple[Path, int, object] | None = None  # the last: where, of which step, with what
         weakref.finalize(self, world.notice.leave).atexit = False  # while the interpreter ends, SIGTERM stays unheard
-        self._take_up(state, runtime, tracing)
+        self._adapting = None if world.is_alone else _adapting_to(is_first)
+        self._take_up(state, runtime, tracing, decided, overhead)
 
-    def _take_up(self, state: EngineState, runtime: Runtime, tracing: Tracing | None) -> None:
+    def _take_up(self, state: EngineState, runtime: Runtime, tracing: Tracing | None, decided: Decided, overhead: float) -> None:
         """Goes on with a state, and a plan at work on it."""
         self.state, self.runtime, self._tracing = state, runtime, tracing
         self._plan: Plan | None = None
@@ -94,6 +113,9 @@ class Engine:
         self._guards.take_up(state.tensors)
         if self.opening.settings.runtime.save_on_sigterm is not None:
             runtime.roster.world.notice.listen()
+        if self._adapting is not None:
+            self._adapting.overhead = overhead
+            self._adapting.take_up(decided.plan, decided.own_seconds, self.opening.attachment.cluster)
 
     # ---- work ------------------------------------------------------------------------------------------------
 
@@ -237,6 +259,8 @@ class Engine:
         self._log.end(self.state.step_number, loss, None if clipping is None else clipping.last)
         if self._tracing is not None:
             self._tracing.end(self.state.step_number, num_rows)
+        if self._adapting is not None and self._adapting.hear(self.state.step_number, self.runtime.take_busy()):
+            self._adapt(self._adapting)
 
     def _waiting(self) -> Accumulated:
         if self._accumulated is None:
@@ -534,7 +558,7 @@ class Engine:
             saving.finish()
 
     @all_ranks
-    def replan(self, plan: Plan | str | Path | None = None, *, config: Source = None) -> Plan:
+    def replan(self, plan: Plan | str | Path | None = None, *, config: Source = None, cluster: Cluster | None = None) -> Plan:
         """Goes on under another plan: weights, optimizer and scheduler are brought to where it wants them, in memory, name by name.
 
         The training is the one that it would have been under that plan from the start: the same global batches, and loaders go on
@@ -544,6 +568,8 @@ class Engine:
         Args:
             plan: as `whale.parallelize` takes it; None plans, by the settings.
             config: settings that change, as `whale.parallelize` takes them; they win over all others from now on.
+            cluster: the same devices with other figures, to plan for from now on: ``cluster.slowed({"host0/1": 3.0})``. That of rank 0
+                counts.
 
         Returns:
             The plan at work.
@@ -555,11 +581,19 @@ class Engine:
         self.runtime.check_open()
         self.runtime.call_together("replan")
         self._check_applied("replan")
+        opening = replace(self.opening.with_settings(config), given=plan)
+        found = on_first_rank(opening.world, lambda: None if cluster is None else opening.on(cluster).attachment.cluster)
+        if found is not None:
+            opening = opening.on(found)
+        return self._go_on_under(opening, opening.decide())
+
+    def _go_on_under(self, opening: Opening, decided: Decided) -> Plan:
+        """Moves to a plan."""
         self.runtime.losses.settle()
         self.runtime.merge_statistics(self.state)
-        opening = self.opening.with_settings(config)
+        begun = time.perf_counter()
         world, graph, old, optimizer = opening.world, self.model_graph, self.runtime, self.state.optimizer
-        roster, holdings = opening.prepare(opening.decide(plan))
+        roster, holdings = opening.prepare(decided.plan)
 
         def check() -> list[tuple[Loader, RowSource]]:
             kept = {name: holdings.shardings.kept(name) for name in roster.owned if name in graph.trained}
@@ -577,10 +611,56 @@ class Engine:
         with_optimizer(state, graph, holdings, opening.optimizer, opening.scheduler, world)
         together(world, lambda: kept.give(state))
         self.opening = opening
-        self._take_up(state, *opening.open(roster, holdings, state))
+        runtime, tracing = opening.open(roster, holdings, state)
+        self._take_up(state, runtime, tracing, decided, decided.seconds + time.perf_counter() - begun)
         for loader, source in loaders:
             loader.read_from(source)
         return self.plan
+
+    @all_ranks
+    def rebalance(self, slowdowns: Mapping[str, float] | None = None) -> Plan:
+        """Goes on under the plan that is best at the speeds that devices have now, where that pays within ``runtime.rebalance_horizon``.
+
+        What the user has set, stages and schedule say, stays as it is set. With ``runtime.rebalance: on`` it is called as need arises.
+
+        Args:
+            slowdowns: by device, so many times as long as the figures of the cluster say does it take for what it computes; those of rank
+                0 count, and others are as they were. None for what was measured (`health`).
+
+        Returns:
+            The plan at work: another, or the same.
+
+        Raises:
+            WhaleError: as `replan`; and a `ConfigError` where a slowdown is of no device, or not above 0.
+        """
+        self.runtime.check_open()
+        self.runtime.call_together("rebalance")
+        self._check_applied("rebalance")
+        given = self.health.slowdowns if slowdowns is None else slowdowns
+        wanted = on_first_rank(self.opening.world, lambda: self.opening.checked_slowdowns(given))
+        if self._adapting is not None:
+            self._move(self._adapting, wanted, moves=True)
+        return self.plan
+
+    def _adapt(self, adapting: Adapting) -> None:
+        """Looks at devices that are persistently faster or slower than the plan was made for; all ranks come here after the same step."""
+        mode = self.opening.settings.runtime.rebalance
+        if mode == "on" and not all(self.opening.world.gather_objects(self._data.is_all_fed)):
+            return  # a batch that was drawn ahead would be of rows of the plan as it is
+        slowdowns = adapting.health.slowdowns
+        adapting.looked_at()
+        adapting.say_slow(self.opening, self.runtime.roster.plan, slowdowns)
+        if mode != "off":
+            self._move(adapting, slowdowns, moves=mode == "on")
+
+    def _move(self, adapting: Adapting, slowdowns: Mapping[str, float], *, moves: bool) -> None:
+        """Looks for a better plan at these speeds, and goes on under it where that pays; otherwise it says what there is."""
+        opening, plan = self.opening, self.runtime.roster.plan
+        found = on_first_rank(opening.world, lambda: adapting.search(opening, plan, slowdowns, moves=moves))
+        if found is not None and moves:
+            cluster, decided, gain = found
+            adapting.moves(gain)
+            self._go_on_under(opening.on(cluster), decided)
 
     # ---- what is asked of it ---------------------------------------------------------------------------------
 
@@ -590,6 +670,16 @@ class Engine:
         if self._plan is None:
             self._plan = self.opening.with_figures(self.runtime.roster.plan)
         return self._plan
+
+    @property
+    def health(self) -> Health:
+        """How fast the devices of the plan are beside what it was made for, over the last steps of full batches.
+
+        Every rank knows it; no rank waits for it. There is nothing in it for a device alone.
+        """
+        from whale.ir.health import Health
+
+        return Health() if self._adapting is None else self._adapting.health
 
     @property
     def schedules(self) -> tuple[Schedule, ...]:
@@ -760,3 +850,9 @@ class Engine:
         self.runtime.status.set(f"the script after step {self.state.step_number}")
         if self.runtime.compilation is not None and self.runtime.roster.world.rank == 0 and (news := self.runtime.compilation.news()):
             print(f"whale: {news}", file=sys.stderr, flush=True)
+
+
+def _adapting_to(is_first: bool) -> Adapting:
+    from whale.api.adapting import Adapting  # needed beside other ranks alone
+
+    return Adapting(is_first)

@@ -318,6 +318,11 @@ class DataPosition:
             loader.placed = None
         self._hand_out()
 
+    @property
+    def is_all_fed(self) -> bool:
+        """Whether no loader has handed out a batch behind the last one that was stepped on."""
+        return all(loader.in_hand is None or loader.in_hand[1].stop == self._fed for loader in self._loaders())
+
     def divided(self, plan: Plan, rank: int | None) -> list[tuple[Loader, RowSource]]:
         """The loaders that the script still has, with what they would read from under another plan.
 

@@ -5,8 +5,10 @@ Done once, and again for each other plan. Which rank stands for which device fol
 
 from __future__ import annotations
 
+import math
 import sys
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -25,13 +27,28 @@ from whale.planning.whole import whole_plan
 from whale.progress import progress
 from whale.runtime.execute.batch import rank_pieces
 from whale.runtime.execute.roster import Roster
-from whale.runtime.program.watch import NOBODY
+from whale.runtime.program.watch import NOBODY, Watch
 from whale.runtime.runtime import Runtime
 from whale.runtime.state.engine_state import EngineState
 from whale.runtime.state.holdings import Holdings, discover_if_sharded
 from whale.schedules import schedules_of
 from whale.search import decide
 from whale.units import counted, listed
+
+
+@dataclass(frozen=True)
+class Decided:
+    """A plan, as rank 0 decided on it.
+
+    Attributes:
+        plan: the plan.
+        own_seconds: per rank of the plan, what it is predicted to compute itself in a step; empty where nothing was predicted.
+        seconds: that it took to decide.
+    """
+
+    plan: Plan
+    own_seconds: tuple[float, ...] = ()
+    seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -44,6 +61,7 @@ class Opening:
         attachment: the cluster, and its ranks.
         settings: to plan and run by.
         optimizer, scheduler: the user's functions.
+        given: the plan that the user gave; None where none was.
     """
 
     world: World
@@ -52,6 +70,36 @@ class Opening:
     settings: Config
     optimizer: MakeOptimizer | None
     scheduler: MakeScheduler | None
+    given: Plan | str | Path | None = None
+
+    def on(self, cluster: Cluster) -> Opening:
+        """The same on the same devices, of which other figures are known.
+
+        Raises:
+            ClusterError: they are others.
+        """
+        known, found = (sorted(each.by_name) for each in (self.attachment.cluster, cluster))
+        if known != found:
+            raise ClusterError(
+                f"a run goes on on the devices that it has (here: {first_few(known)}; the cluster: {first_few(found)})",
+                hint="engine.replan(cluster=) takes the same devices with other figures; cluster.devices in config= names fewer",
+            )
+        return replace(self, attachment=replace(self.attachment, cluster=cluster))
+
+    def checked_slowdowns(self, slowdowns: Mapping[str, float]) -> dict[str, float]:
+        """Slowdowns by device, where all are of devices that there are.
+
+        Raises:
+            ConfigError: some are not, or are not above 0.
+        """
+        known = self.attachment.cluster.by_name
+        wrong = [f"{name}: {value}" for name, value in slowdowns.items() if name not in known or not 0 < value < math.inf]
+        if wrong:
+            raise ConfigError(
+                f"slowdowns are numbers above 0 by the name of a device ({first_few(wrong)} {'is' if len(wrong) == 1 else 'are'} not)",
+                hint=f"devices: {first_few(list(known))}",
+            )
+        return dict(slowdowns)
 
     def with_settings(self, config: Source) -> Opening:
         """The same with some other settings, which win over its own and the environment's; all ranks of the world call it.
@@ -69,14 +117,20 @@ class Opening:
             attachment = attach(settings.cluster, self.world)
         return replace(self, settings=settings, attachment=attachment)
 
-    def decide(self, plan: Plan | str | Path | None) -> Plan:
+    def decide(self) -> Decided:
         """The plan, on all ranks; `whale.search.decide` says from what, and what is raised. One that stands to reason has no figures."""
-        world, graph, cluster = self.world, self.modes.train.graph, self.attachment.cluster
+        world, graph, cluster, plan = self.world, self.modes.train.graph, self.attachment.cluster, self.given
         whole = self._whole_plan() if plan is None and world.size == 1 else None
         if whole is not None:
-            return whole
+            return Decided(whole)
+        begun = time.perf_counter()
         with progress("planning", on_first=world.rank == 0) as tell:
-            return on_first_rank(world, lambda: decide(plan, graph, cluster, self.settings, tell=tell)[0])
+
+            def found() -> Decided:
+                made, step = decide(plan, graph, cluster, self.settings, tell=tell)
+                return Decided(made, tuple(step.of(device).own_seconds for device in made.devices))
+
+            return replace(on_first_rank(world, found), seconds=time.perf_counter() - begun)
 
     def with_figures(self, plan: Plan) -> Plan:
         """A plan of this opening with what its step takes, and why it is so: worked out now where it stood to reason."""
@@ -114,9 +168,17 @@ class Opening:
             captured=self.modes.train,
             state=state,
             config=self.settings,
-            watch=NOBODY if tracing is None else tracing.recorder,
+            watch=self._watch() if tracing is None else tracing.recorder,
         )
         return runtime, tracing
+
+    def _watch(self) -> Watch:
+        """What measures how long this rank computes; nobody does where it is alone, or trains nothing."""
+        if self.world.is_alone or self.optimizer is None:
+            return NOBODY
+        from whale.runtime.recording.meter import Meter  # needed beside other ranks alone
+
+        return Meter(self.world.device)
 
 
 @dataclass(frozen=True)

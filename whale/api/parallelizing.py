@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 import sys
+import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from contextvars import ContextVar
@@ -101,15 +102,16 @@ def parallelize(
                 torch.set_float32_matmul_precision("high")
             precision = together(world, lambda: compute_type(settings, attachment.cluster))
             modes = Modes(model, loss_of, batch, world, settings.runtime, batch_dims, precision)
-        opening = Opening(world, modes, attachment, settings, optimizer, scheduler)
-        roster, holdings = opening.prepare(opening.decide(plan))
+        opening = Opening(world, modes, attachment, settings, optimizer, scheduler, plan)
+        decided, begun = opening.decide(), time.perf_counter()
+        roster, holdings = opening.prepare(decided.plan)
         for text in modes.train.program.warnings if world.rank == 0 else ():
             warn(text)
         with progress("making weights and process groups", on_first=world.rank == 0):
             state = initial_state(modes, roster, holdings, settings.runtime.seed, initialize, optimizer, scheduler)
             state.loss_scale = LossScale() if precision is not None and precision.dtype == "float16" else None
             runtime, tracing = opening.open(roster, holdings, state)
-        return Engine(modes, state, runtime, opening, tracing=tracing)
+        return Engine(modes, state, runtime, opening, decided, tracing=tracing, overhead=decided.seconds + time.perf_counter() - begun)
 
 
 def _uncompiled(model: nn.Module, settings: Config, *, tells: bool) -> tuple[nn.Module, Config]:

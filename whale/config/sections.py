@@ -160,6 +160,15 @@ class RuntimeSettings:
         False, "bars of loaders show loss, samples and tokens per second, norm, learning rate, memory; else a line every 10 s"
     )
     log_file: str | None = key(None, "file to which rank 0 adds a line of JSON for each step of training; null: none")
+    rebalance: str = key(
+        "off",
+        "what is done when devices are persistently faster or slower than the plan was made for: off: a line says which; advise: it says "
+        "what another plan would bring; on: training goes on under that plan, where it pays",
+        choices=("off", "advise", "on"),
+    )
+    rebalance_horizon: float = key(
+        300.0, "seconds of training within which the move to another plan has to bring more than it takes", rule=above(0), unit="s"
+    )
     save_on_sigterm: str | None = key(
         None,
         "folder in which a checkpoint step_N is saved when SIGTERM comes to any rank, which then all end with exit code 143; null: "

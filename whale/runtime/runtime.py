@@ -179,12 +179,17 @@ class Runtime:
         with self.status.reporting():
             if sync is not None:
                 sync.begin(scale)
+            is_typical = batch.num_rows == self.roster.plan.planned_rows
+            if is_typical:
+                self.watch.run_begins()
             try:
                 step = worker.run(batch, (self.config.runtime.seed, *place), with_gradients=True, scale=scale, call=call)
             except BatchError:
                 if sync is not None:
                     sync.abandon()
                 raise
+            if is_typical:
+                self.watch.run_ends()
             self.arrive()
             if sync is not None:
                 with self.watch.waiting("gradients"):
@@ -270,6 +275,12 @@ class Runtime:
             self.arrive()
             with self.status.reporting():
                 call_together(call, argument, self.roster.world, self._connections.everyone)
+
+    def take_busy(self) -> tuple[float, ...] | None:
+        """Per rank of the plan, for how long it has computed in a run, where all have told of one that they had not told of before."""
+        told = self._connections.everyone.take_busy()
+        found = tuple(told[rank] for rank in self.roster.world_ranks)
+        return found if all(found) else None
 
     @property
     def num_noticed(self) -> int:
@@ -394,5 +405,5 @@ class Runtime:
             return None
         groups, waits = self._connections.groups, roster.world.waits
         return GatheredWeights(
-            buckets, self.holdings, rank, roster.world_ranks, state.tensors, state.kept, groups, waits, self._host_copies
+            buckets, self.holdings, rank, roster.world_ranks, state.tensors, state.kept, groups, waits, self._host_copies, self.watch
         )

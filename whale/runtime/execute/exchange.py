@@ -154,7 +154,9 @@ class Exchange:
 
     def take(self, place: Place) -> dict[str, torch.Tensor]:
         """The tensors of a place, put together; what was handed over on this virtual device is waited for here."""
-        self.wait(place)
+        if any(parcel.work is not None for parcel in self._parcels.get(place, ())):
+            with self._watch.waiting("what was handed over"):
+                self.wait(place)
         by_tensor: dict[str, list[ArrivingCopy]] = {}
         for parcel in self._parcels.pop(place, ()):
             by_tensor.setdefault(parcel.copy.tensor, []).append(parcel)

@@ -33,6 +33,7 @@ class Everyone:
     def __init__(self, world: World, groups: Groups, status: StatusBoard, watch: Watch) -> None:
         self._groups, self._status, self._waits, self._watch = groups, status, world.waits, watch
         self._notice, self._num_noticed = world.notice, 0.0
+        self._rank, self._busy = world.rank, (0.0,) * world.size
         self._ranks = tuple(range(world.size))
         self._peers = tuple(rank for rank in self._ranks if rank != world.rank)
 
@@ -56,8 +57,10 @@ class Everyone:
         self.finish(self.start(tensor), what)
 
     def say(self, call: Call, rank: int, told: Sequence[float] = ()) -> tuple[torch.Tensor, Launched | None]:
-        """Starts the message in which each rank says what it does, what it tells beside, and whether it is about to be ended."""
-        numbers = _numbers(call, rank, (*told, *(0.0,) * (NUM_TOLD - len(told)), float(self._notice.has_come)))
+        """Starts the message in which each rank says what it does, what it tells beside, how busy it was, if it is about to end."""
+        busy = [0.0] * len(self._ranks)
+        busy[self._rank] = self._watch.busy_seconds()
+        numbers = _numbers(call, rank, (*told, *(0.0,) * (NUM_TOLD - len(told)), float(self._notice.has_come), *busy))
         return numbers, self.start(numbers)
 
     def hear(self, said: tuple[torch.Tensor, Launched | None], call: Call, what: str) -> list[float]:
@@ -67,13 +70,23 @@ class Everyone:
             RuntimeFault: as `finish`; or some do something else, the same on all.
         """
         self.finish(said[1], what)
-        *told, self._num_noticed = _read(said[0], call, len(self._ranks))
+        found, size = _read(said[0], call, len(self._ranks)), len(self._ranks)
+        *told, self._num_noticed = found[:-size]
+        self._busy = tuple(found[-size:])
         return told
 
     @property
     def num_noticed(self) -> int:
         """How many ranks were about to be ended when all last said so: the same on all."""
         return int(self._num_noticed if self._peers else self._notice.has_come)
+
+    def take_busy(self) -> tuple[float, ...]:
+        """Per rank of the world, for how long it has computed in the run that it last told of, each told once; 0 where it told nothing.
+
+        Each rank has a place of its own in a sum, so all find the same to the last bit.
+        """
+        found, self._busy = self._busy, (0.0,) * len(self._ranks)
+        return found
 
 
 Call = Literal[
@@ -93,6 +106,7 @@ Call = Literal[
     "load",
     "resume",
     "replan",
+    "rebalance",
 ]
 
 _CALLS: tuple[Call, ...] = get_args(Call)
@@ -102,7 +116,7 @@ NUM_TOLD = 11 + equal_copies.NUM_TOLD
 
 def _numbers(call: Call, rank: int, told: Sequence[float]) -> torch.Tensor:
     """What a rank says, to be summed over all of them: per call, whether it is this rank's, and the rank's number; and what it tells."""
-    assert len(told) == NUM_TOLD + 1
+    assert len(told) > NUM_TOLD
     values = [0.0] * (2 * len(_CALLS))
     index = 2 * _CALLS.index(call)
     values[index], values[index + 1] = 1.0, float(rank)

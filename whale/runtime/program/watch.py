@@ -27,6 +27,16 @@ _NOTHING = nullcontext()
 class Watch:
     """Takes no notice. A recorder overrides what it is told."""
 
+    def run_begins(self) -> None:
+        """A training run of the size that the plan is for begins: all actions of a step up to the optimizer's."""
+
+    def run_ends(self) -> None:
+        """It is done."""
+
+    def busy_seconds(self) -> float:
+        """Of the last run that is known and was not asked for before, how long this rank has computed in it; 0 where there is none."""
+        return 0.0
+
     def begin(self, action: Action) -> None:
         """An action begins."""
 

@@ -19,7 +19,8 @@ import torch
 from whale.comm import Channel, Clock, Launched
 from whale.ir.schedule import Action
 from whale.ir.timeline import Span, Stretch, Sync
-from whale.runtime.program.watch import Place, Watch
+from whale.runtime.program.watch import Place
+from whale.runtime.recording.meter import Meter
 from whale.runtime.recording.rank_step import Leg, RankStep
 
 Tick = float | torch.cuda.Event
@@ -131,8 +132,8 @@ class _Notes:
     memory: list[tuple[Tick, int]] = field(default_factory=list)
 
 
-class Recorder(Watch):
-    """Records the steps between `start` and `stop`; outside of them it takes no notice.
+class Recorder(Meter):
+    """Records the steps between `start` and `stop`; outside of them it is a meter alone.
 
     Args:
         rank: of the world.
@@ -140,7 +141,8 @@ class Recorder(Watch):
     """
 
     def __init__(self, rank: int, device: torch.device) -> None:
-        self._rank, self._device = rank, device
+        super().__init__(device)
+        self._rank = rank
         self._notes: _Notes | None = None
         self._under_way: dict[tuple[str, int], _Sum] = {}
         self._action: Action | None = None
@@ -152,7 +154,7 @@ class Recorder(Watch):
         Args:
             clock: of this rank.
         """
-        self._notes = notes = _Notes(ticks_of(self._device), clock)
+        self._notes = notes = _Notes(ticks_of(self.device), clock)
         self._under_way = {key: each for key, each in self._under_way.items() if each.what == "weights"}
         for each in self._under_way.values():
             each.start = notes.ticks.now()
@@ -184,11 +186,13 @@ class Recorder(Watch):
         )
 
     def begin(self, action: Action) -> None:
+        super().begin(action)
         if self._notes is not None:
             self._action, self._begun = action, self._notes.ticks.now()
             self._count_bytes(self._notes, self._begun)
 
     def end(self) -> None:
+        super().end()
         if self._notes is not None and self._action is not None:
             now = self._notes.ticks.now()
             self._notes.actions.append((self._action, self._begun, now))
@@ -196,8 +200,8 @@ class Recorder(Watch):
             self._action = None
 
     def waiting(self, what: str) -> AbstractContextManager[None]:
-        notes = self._notes
-        return nullcontext() if notes is None else _stretch(what, notes.ticks, notes.waits)
+        notes, paused = self._notes, super().waiting(what)
+        return paused if notes is None else _both(paused, _stretch(what, notes.ticks, notes.waits))
 
     def segment(self, name: str) -> AbstractContextManager[None]:
         notes = self._notes
@@ -257,6 +261,12 @@ def _started(
 
         work.work.get_future().add_done_callback(done)
     return started
+
+
+@contextmanager
+def _both(first: AbstractContextManager[None], second: AbstractContextManager[None]) -> Iterator[None]:
+    with first, second:
+        yield
 
 
 @contextmanager

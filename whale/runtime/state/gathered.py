@@ -22,6 +22,7 @@ from torch import Tensor
 
 from whale.comm import Groups, Launched, Waits
 from whale.runtime.program.shard.pieces import on_device
+from whale.runtime.program.watch import NOBODY, Watch
 from whale.runtime.state.holdings import Holdings
 from whale.runtime.state.host_copies import HostCopies, Mark, pinned
 from whale.runtime.state.publishing import Parcel, Place, home, parcel_of
@@ -41,6 +42,7 @@ class GatheredWeights:
         groups: one per owner set.
         waits: how communication is waited for.
         copies: from the host.
+        watch: told of each wait.
 
     Attributes:
         buckets: as given.
@@ -60,8 +62,9 @@ class GatheredWeights:
         groups: Groups,
         waits: Waits,
         copies: HostCopies,
+        watch: Watch = NOBODY,
     ) -> None:
-        self.buckets, self._groups, self._waits, self._copies = buckets, groups, waits, copies
+        self.buckets, self._groups, self._waits, self._copies, self._watch = buckets, groups, waits, copies, watch
         self.parts: dict[str, Tensor] = {}
         for name, own in kept.items():
             state = holdings.plan.state_of(name)
@@ -178,8 +181,9 @@ class GatheredWeights:
         self._copies.arrive(mark)
         if flat is None:
             return
-        for work in works:
-            self._waits.wait(work, "gathering weights", parcel.ranks)
+        with self._watch.waiting("weights"):
+            for work in works:
+                self._waits.wait(work, "gathering weights", parcel.ranks)
         for place in parcel.taken:
             self._make_room(place)
             with torch.no_grad():

@@ -1,0 +1,173 @@
+"""Following how fast the devices of a run are, and finding when its plan is no longer for their speeds.
+
+Every rank hears the same numbers, and comes to the same end without asking: that another plan is to be looked for. Rank 0 looks for it.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from statistics import median
+
+from whale.api.opening import Decided, Opening
+from whale.errors import WhaleError
+from whale.ir.cluster import Cluster
+from whale.ir.health import SLOW, WINDOW, Busy, DeviceHealth, Health
+from whale.ir.plan import Plan
+from whale.search.rebalancing import LEAST_GAIN, best_move, step_seconds
+from whale.units import format_seconds
+
+EVERY = 4
+"""Steps from one look to the next: a look takes some 0.1 ms for two devices, 20 ms for a thousand."""
+NUM_FIRST = 2
+"""Steps of a plan that are left out: they make programs and memory."""
+MOST_GAIN_WANTED = 0.5
+
+
+@dataclass(eq=False)
+class Adapting:
+    """What is known of the devices of the plan at work.
+
+    Attributes:
+        is_first: whether this is rank 0, which speaks.
+        tell: is given what there is to say.
+        overhead: seconds that planning, and putting a plan to work, took the last time.
+        least_gain: of a step, that the next move has to bring by its prediction: twice as much after one that did not keep to its own.
+    """
+
+    is_first: bool
+    tell: Callable[[str], None] = lambda text: print(f"whale: {text}", file=sys.stderr, flush=True)
+    clock: Callable[[], float] = time.perf_counter
+    overhead: float = 0.0
+    least_gain: float = LEAST_GAIN
+    _devices: tuple[str, ...] = ()
+    _predicted: Busy = ()
+    _assumed: Mapping[str, float] = field(default_factory=dict)
+    _steps: deque[tuple[int, Busy]] = field(default_factory=lambda: deque(maxlen=WINDOW))
+    _seconds: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
+    _num_heard: int = 0
+    _ended: float | None = None
+    _looked_at: Mapping[str, float] | None = None
+    _health: Health = field(default_factory=Health)
+    _promise: tuple[float, float] | None = None
+
+    def take_up(self, plan: Plan, own_seconds: Busy, cluster: Cluster) -> None:
+        """Follows the devices of a plan from here on.
+
+        Args:
+            own_seconds: per rank of the plan, what it is predicted to compute in a step; empty where nothing is predicted.
+            cluster: with the speeds that the plan was made for.
+        """
+        self._health, self._looked_at = self.health, None
+        self._devices, self._predicted, self._assumed = plan.devices, own_seconds, cluster.slowdowns
+        self._steps.clear()
+        self._seconds.clear()
+        self._num_heard, self._ended = 0, None
+
+    def hear(self, step_number: int, busy: Busy | None) -> bool:
+        """Takes in what was measured.
+
+        Args:
+            step_number: steps done.
+            busy: what each rank of the plan has computed in one of the last; None where some rank has told nothing.
+
+        Returns:
+            Whether the devices persistently have speeds that the plan was not made for and nobody has looked at: the same on all ranks.
+        """
+        now, before = self.clock(), self._ended
+        self._ended = now
+        if busy is None:
+            return False
+        self._num_heard += 1
+        if self._num_heard <= NUM_FIRST or not self._predicted:
+            return False
+        self._steps.append((step_number, busy))
+        if before is not None:
+            self._seconds.append(now - before)
+        if self._num_heard % EVERY:
+            return False
+        self._judge()
+        return self.health.deviates and self._is_news(self._health.slowdowns)
+
+    def _is_news(self, slowdowns: Mapping[str, float]) -> bool:
+        known = self._looked_at
+        return known is None or any(not 1 / SLOW < slowdowns[name] / known.get(name, 1.0) < SLOW for name in slowdowns)
+
+    @property
+    def health(self) -> Health:
+        """By what was measured up to now."""
+        if self._steps and self._health.step_number != self._steps[-1][0]:
+            before, self._health = self._health, Health.of(self._steps, self._devices, self._predicted, self._assumed, self._health)
+            if self.is_first:
+                was, now = ({each.device for each in one.slow} for one in (before, self._health))
+                for device in sorted(was - now):
+                    self.tell(f"{device} is as fast as others again (step {self._health.step_number})")
+        return self._health
+
+    def looked_at(self) -> None:
+        """States that the speeds as they are now were looked at."""
+        self._looked_at = self.health.slowdowns
+
+    def say_slow(self, opening: Opening, plan: Plan, slowdowns: Mapping[str, float]) -> None:
+        """Says, on rank 0, which devices are slower than the plan was made for, and what that costs."""
+        slow = [each for each in self.health.slow if each.deviates]
+        if slow and self.is_first:
+            graph, cluster = opening.modes.train.graph, opening.attachment.cluster
+            even_seconds, stay_seconds = step_seconds(plan, graph, cluster, opening.settings, slowdowns)
+            cost = f"a step is predicted to take {format_seconds(stay_seconds)} in place of {format_seconds(even_seconds)} for it"
+            self.tell(f"{', '.join(map(_said, slow))}: {cost}")
+
+    def search(self, opening: Opening, plan: Plan, slowdowns: Mapping[str, float], *, moves: bool) -> tuple[Cluster, Decided, float] | None:
+        """Looks for a plan that pays at other speeds, and says what it finds.
+
+        Args:
+            opening: of the plan at work.
+            plan: at work.
+            slowdowns: by device.
+            moves: whether training goes on under it.
+
+        Returns:
+            The cluster with these speeds, the plan, and the share of a step that it saves; None where none pays.
+        """
+        begun, graph, cluster = time.perf_counter(), opening.modes.train.graph, opening.attachment.cluster
+        try:
+            move = best_move(
+                plan,
+                graph,
+                cluster,
+                opening.settings,
+                slowdowns,
+                given=opening.given,
+                overhead=self.overhead,
+                least_gain=self.least_gain,
+            )
+        except WhaleError as fault:
+            self.tell(f"no other plan was found for the speeds of now: {fault.message}")
+            return None
+        does = ("going on under it" if moves else "runtime.rebalance: on would go on under it") if move.pays else f"staying: {move.against}"
+        self.tell(f"{move}; {does}")
+        return (move.cluster, Decided(move.plan, move.own_seconds, time.perf_counter() - begun), move.gain) if move.pays else None
+
+    def moves(self, gain: float) -> None:
+        """States that training goes on under another plan, which is predicted to save this share of a step."""
+        self._promise = (gain, median(self._seconds)) if self._seconds else None
+
+    def _judge(self) -> None:
+        """Looks, once, whether the last move has brought what it promised; where it has not, more is wanted of the next."""
+        if self._promise is None or len(self._seconds) < WINDOW:
+            return
+        (promised, before), self._promise = self._promise, None
+        found = 1 - median(self._seconds) / before
+        if found < promised / 3:
+            self.least_gain = min(MOST_GAIN_WANTED, 2 * self.least_gain)
+            if self.is_first:
+                self.tell(
+                    f"the move has saved {found:.0%} of a step ({promised:.0%} was predicted): the next has to save {self.least_gain:.0%}"
+                )
+
+
+def _said(device: DeviceHealth) -> str:
+    return f"{device.device} (rank {device.rank}) takes {device.slowdown:.2g} x as long as others since step {device.slow_since}"

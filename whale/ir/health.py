@@ -1,0 +1,165 @@
+"""How fast the devices of a run are beside what its plan was made for, by what they have computed in each of the last steps.
+
+slowness of a device in a step      busy / predicted x slowdown that the plan was made for
+its slowdown in a step              its slowness / that of the middle device: predictions that are wrong for all alike do not count
+persistent                          in `PERSISTENT` of the last `WINDOW` steps
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median, quantiles
+
+from whale.units import counted, format_seconds
+
+WINDOW = 16
+"""Steps that are looked at."""
+PERSISTENT = 13
+"""In so many of them a device is as it is said to be: steps that are slow by chance seldom are so many."""
+SLOW = 1.15
+"""From this slowdown on a device is slow; by this factor it is not what a plan was made for."""
+
+Busy = tuple[float, ...]
+"""Seconds that each rank of a plan has computed in a step."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceHealth:
+    """A device of the plan at work.
+
+    Attributes:
+        device: its name.
+        rank: of the plan.
+        busy_seconds: that it computes in a step, waits left out: the median over the steps.
+        spread: the distance of the quartiles of that, as a share of it.
+        predicted_seconds: of the same, by the plan.
+        assumed: the slowdown that the plan was made for, beside the middle device.
+        slowdown: so many times as long as the middle device does it take for what it computes, by the figures of the cluster: a median.
+        slow_since: the first step in which it was slow, where it persistently is; else None.
+        deviates: whether it is persistently not as slow as the plan assumes.
+    """
+
+    device: str
+    rank: int
+    busy_seconds: float
+    spread: float
+    predicted_seconds: float
+    assumed: float
+    slowdown: float
+    slow_since: int | None = None
+    deviates: bool = False
+
+    @property
+    def measured(self) -> float:
+        """The slowdown that a plan should be made for."""
+        if not self.deviates:
+            return self.assumed
+        return 1.0 if 1 / SLOW < self.slowdown < SLOW else float(f"{self.slowdown:.2g}")
+
+    def __str__(self) -> str:
+        said = f"{self.device} (rank {self.rank}): computes {format_seconds(self.busy_seconds)} in a step (spread {self.spread:.0%}), "
+        said += f"predicted {format_seconds(self.predicted_seconds)}: {self.slowdown:.3g} x the time of the middle device"
+        return said if self.slow_since is None else f"{said}, slow since step {self.slow_since}"
+
+
+@dataclass(frozen=True)
+class Health:
+    """The devices of the plan at work, over some steps.
+
+    Attributes:
+        step_number: of the last step.
+        num_steps: that were measured, at most `WINDOW`.
+        devices: by rank of the plan; none before a step was measured, or where nothing is predicted, as of one device alone.
+    """
+
+    step_number: int = 0
+    num_steps: int = 0
+    devices: tuple[DeviceHealth, ...] = ()
+
+    @property
+    def slow(self) -> tuple[DeviceHealth, ...]:
+        """Those that are persistently slow."""
+        return tuple(each for each in self.devices if each.slow_since is not None)
+
+    @property
+    def deviates(self) -> bool:
+        """Whether the plan was made for other speeds than the devices persistently have."""
+        return any(each.deviates for each in self.devices)
+
+    @property
+    def slowdowns(self) -> dict[str, float]:
+        """What a plan should be made for, by device."""
+        return {each.device: each.measured for each in self.devices}
+
+    @staticmethod
+    def of(
+        steps: Sequence[tuple[int, Busy]],
+        devices: Sequence[str],
+        predicted: Busy,
+        assumed: Mapping[str, float],
+        before: Health | None = None,
+    ) -> Health:
+        """The health by what was measured.
+
+        Args:
+            steps: numbers of steps, ascending, and what was measured in each.
+            devices: of the plan, by rank.
+            predicted: seconds that each computes in a step, by the plan.
+            assumed: the slowdowns that the plan was made for.
+            before: an earlier one, which may be of another plan: it knows since when devices are slow.
+        """
+        if not steps or not all(predicted):
+            return Health() if before is None else before
+        absolute = [assumed.get(device, 1.0) for device in devices]
+        own = _relative(absolute)
+        slowdowns = [_relative([each / by * known for each, by, known in zip(busy, predicted, absolute, strict=True)]) for _, busy in steps]
+        known = {} if before is None else {each.device: each for each in before.devices}
+        numbers = [number for number, _ in steps]
+        return Health(
+            numbers[-1],
+            len(steps),
+            tuple(
+                _device(device, rank, [busy[rank] for _, busy in steps], predicted[rank], own[rank], numbers, found, known.get(device))
+                for rank, (device, found) in enumerate(zip(devices, zip(*slowdowns, strict=True), strict=True))
+            ),
+        )
+
+    def __str__(self) -> str:
+        return "\n".join(self._lines())
+
+    def _lines(self) -> Iterator[str]:
+        if not self.devices:
+            yield "health: nothing measured yet"
+            return
+        yield f"health at step {self.step_number}, over {counted(self.num_steps, 'step')}"
+        yield from (f"  {each}" for each in self.devices)
+
+
+def _relative(slowness: Sequence[float]) -> list[float]:
+    """By that of the middle device; of an even number the faster of the two in the middle, so that one slow device of two is slow."""
+    middle = sorted(slowness)[(len(slowness) - 1) // 2]
+    return [each / middle for each in slowness]
+
+
+def _device(
+    device: str,
+    rank: int,
+    busy: Sequence[float],
+    predicted: float,
+    assumed: float,
+    numbers: Sequence[int],
+    slowdowns: Sequence[float],
+    before: DeviceHealth | None,
+) -> DeviceHealth:
+    low, middle, high = quantiles(busy, n=4) if len(busy) > 1 else (busy[0],) * 3
+    slow = [number for number, found in zip(numbers, slowdowns, strict=True) if found > SLOW]
+    since = None if before is None else before.slow_since
+    if len(slow) >= PERSISTENT:
+        since = slow[0] if since is None else since
+    elif len(slowdowns) - len(slow) >= PERSISTENT:
+        since = None
+    off = (sum(found > assumed * SLOW for found in slowdowns), sum(found < assumed / SLOW for found in slowdowns))
+    return DeviceHealth(
+        device, rank, middle, (high - low) / middle, predicted, assumed, median(slowdowns), since, deviates=max(off) >= PERSISTENT
+    )
