@@ -88,7 +88,7 @@ class OpFault(RuntimeFault):
 
 
 PREEMPTED_CODE = 128 + signal.SIGTERM
-"""What a process ends with that SIGTERM has ended, as shells tell it."""
+"""The exit code of a process that SIGTERM has ended, as in shells."""
 
 
 class Preempted(SystemExit):
@@ -124,7 +124,7 @@ def first_few(names: Sequence[str], most: int = 3, *, separator: str = ", ", cou
 def raise_faults(faults: Sequence[WhaleError]) -> None:
     """Raises all the faults of one pass as one error; does nothing if there are none.
 
-    A single fault is raised as it is. Several become one error of their common class,
+    A single fault is raised unchanged. Several become one error of their common class,
     whose message numbers them.
     """
     if not faults:

@@ -62,5 +62,5 @@ class _Teller:
         start, pause = time.monotonic(), self.first_seconds
         while not self.done.wait(pause):
             seen = f": {self.seen}" if self.seen else ""
-            print(f"whale: still {self.what}, for {time.monotonic() - start:.0f} s{seen}", file=sys.stderr, flush=True)
+            print(f"whale: {self.what} ({time.monotonic() - start:.0f} s){seen}", file=sys.stderr, flush=True)
             pause *= 2

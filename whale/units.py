@@ -87,6 +87,11 @@ def format_duration(seconds: float) -> str:
     return format_seconds(seconds)
 
 
+def format_rate(rate: float) -> str:
+    """A number per second: ``15994.2`` as ``15,994``, ``27.432`` as ``27.4``."""
+    return f"{rate:,.0f}" if rate >= 1000 else f"{rate:.3g}"
+
+
 def format_share(share: float) -> str:
     """``0.423`` as ``42%``; what is there, but next to nothing, as ``<1%``."""
     return "<1%" if 0 < share < 0.005 else f"{share:.0%}"

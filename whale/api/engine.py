@@ -366,7 +366,7 @@ class Engine:
         """Gives back process groups; the engine cannot step afterwards. Other engines are not touched.
 
         Raises:
-            RuntimeFault: the loss of one of the last steps, which a GPU had not told yet, is no finite number.
+            RuntimeFault: the loss of one of the last steps, which a GPU reports late, is not finite.
             CheckpointError: a checkpoint that was being written could not be.
         """
         try:
@@ -468,7 +468,7 @@ class Engine:
                 `load` returns it.
             keep: how many checkpoints stay in the folder that the path is in, the newest; the others are removed when this one is
                 complete. None for all.
-            score: of this one, less is better. The one with the least stays beside the newest.
+            score: of this one, less is better. The checkpoint with the least is kept besides the newest.
 
         Raises:
             CheckpointError: it cannot be written, or the one before it could not; the same on all ranks. What stood at the path

@@ -1,4 +1,4 @@
-"""What a script may do to the model that it gave, after which an engine would not be what the script takes it for: told, or refused.
+"""What a script may do to the model that it gave, after which an engine would not be what the script takes it for: a warning, or an error.
 
 An engine trains copies of the tensors of a captured model.
 
@@ -192,7 +192,7 @@ def _makes_tensors(found: object, args: tuple[Any, ...]) -> bool:
 
 
 def _is_trained_by_script(args: tuple[Any, ...]) -> bool:
-    """Whether a parameter among them has a gradient: the script trains the model beside the engine, by an optimizer of its own."""
+    """Whether a parameter among them has a gradient: the script trains the model outside the engine, by an optimizer of its own."""
     with torch._C.DisableTorchFunctionSubclass():
         return any(isinstance(leaf, _Untrained) and leaf.grad is not None for leaf in pytree.tree_leaves(args))
 

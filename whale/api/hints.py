@@ -11,7 +11,7 @@ from whale.errors import ConfigError, warn
 
 _NO_MODE = "step trains; evaluate and predict run in evaluation mode; no call changes that"
 _NO_BACKWARD = (
-    "engine.step(batch) runs forward, backward and the optimizer; or apart: engine.forward_backward(batch) adds gradients, which "
+    "engine.step(batch) runs forward, backward and the optimizer; or in parts: engine.forward_backward(batch) adds gradients, which "
     "engine.gradients() has, and engine.update() applies and forgets them"
 )
 _NO_MOVE = "the plan says where a parameter lives, and the model its type: set it before parallelize (model.to(torch.bfloat16))"

@@ -235,7 +235,7 @@ def _made(make: MakeOne | None, owned: Mapping[str, nn.Parameter], lacks_some: b
 
 
 def _check_own(optimizer: torch.optim.Optimizer, owned: Mapping[str, nn.Parameter]) -> None:
-    """An optimizer made beside the engine, or over the parameters of the user's model, would train nothing."""
+    """An optimizer made outside the engine, or over the parameters of the user's model, would train nothing."""
     own = {id(parameter) for parameter in owned.values()}
     others = [parameter for group in optimizer.param_groups for parameter in group["params"] if id(parameter) not in own]
     if others:

@@ -57,7 +57,7 @@ def make_loader(
         drop_last: leaves out a last batch of fewer rows, which otherwise is divided again in proportion.
         collate: makes a batch of a list of samples, dimension 0 of its tensors being the samples; torch's default otherwise.
         num_workers: processes that read ahead.
-        progress: gives the words beside a bar per epoch on standard error, on the plan's rank 0; None for no bar.
+        progress: gives the text next to a progress bar per epoch on standard error, on the plan's rank 0; None for no bar.
         whole_batches: lets every rank read all rows of each batch: for a collate function that must see them all, as one that pads to
             the longest row.
         **options: of `torch.utils.data.DataLoader`: ``pin_memory``, ``prefetch_factor``, ``worker_init_fn``, ``timeout`` ...
@@ -105,7 +105,7 @@ class Loader:
 
     Attributes:
         in_hand: the batch that was handed out last in the iteration under way, and where it comes from.
-        placed: where `set_epoch` has said to go on, since a batch was last stepped on or a checkpoint read; else None.
+        placed: where `set_epoch` continues, since a batch was last stepped on or a checkpoint read; else None.
     """
 
     def __init__(self, source: RowSource, seed: int, options: Mapping[str, Any], *, progress: Callable[[], str] | None = None) -> None:
@@ -257,7 +257,7 @@ class DataPosition:
 
     @property
     def now(self) -> Mapping[str, int] | None:
-        """Where the data goes on after the steps done, whatever the loader has handed out beside; None for the start."""
+        """Where the data goes on after the steps done, whatever else the loader has handed out; None for the start."""
         if self.state.position is not None or self._feeding is None:
             return self.state.position
         return self._feeding.placed or self._fed
@@ -268,7 +268,7 @@ class DataPosition:
         self._hand_out()
 
     def recognized(self, batch: Any) -> Any:
-        """A `RankBatch` where a batch is a loader's; any other as it is."""
+        """A `RankBatch` where a batch is a loader's; any other batch unchanged."""
         in_hand = [loader.in_hand for loader in self._loaders() if loader.in_hand is not None]
         return recognized(batch, in_hand) if in_hand or len(ORIGINS) else batch
 

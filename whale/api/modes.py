@@ -71,7 +71,7 @@ class Modes:
         loss: the user's loss.
         batch: the example.
         world: this process among its peers; all ranks capture together.
-        settings: how many captures there are of each mode beside the first, when the model is traced again, to see that it still
+        settings: how many captures there are of each mode besides the first, when the model is traced again, to see that it still
             computes what was captured, and where captures are kept for the next start.
         batch_dims: which tensors of the batch have rows, where that is not plain from their sizes.
         precision: in which types ops compute; None for those of the model.

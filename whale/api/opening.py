@@ -53,7 +53,7 @@ class Decided:
 
 @dataclass(frozen=True)
 class Opening:
-    """What an engine is made of beside its plan and its state.
+    """What an engine is made of besides its plan and its state.
 
     Attributes:
         world: this process among its peers.
@@ -199,7 +199,7 @@ class Attachment:
 
 
 def attach(settings: ClusterSettings, world: World, cluster: Cluster | str | Path | None = None) -> Attachment:
-    """Finds the ranks that stand for a cluster's devices; with no cluster, the devices at hand are the cluster.
+    """Finds the ranks that stand for a cluster's devices; with no cluster, this machine's devices are the cluster.
 
     Ranks whose host and hardware are what the cluster file says take those devices first, then those whose hardware is; the others follow
     in order, so a plan for other hardware can be tried on CPU ranks.

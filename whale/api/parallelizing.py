@@ -65,7 +65,7 @@ def parallelize(
         batch: an example of the global batch, of at least 2 rows. A mapping goes to the model as the keyword arguments
             that its forward takes, a tuple positionally.
         config: settings; wins over `whale.init`. Environment variables and ``whale run --recipe`` win over it.
-        cluster: a cluster file or value; None takes the devices at hand.
+        cluster: a cluster file or value; None takes this machine's devices.
         plan: a plan made before, as a value or a JSON file; None plans.
         initialize: fills the tensors of one module of a model on the meta device.
         batch_dims: per tensor of the batch, by its key, 0 where it has rows and None where it is whole on every rank; of the others,

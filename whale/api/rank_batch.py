@@ -1,6 +1,6 @@
 """Batches that are one rank's rows of a global batch: the user's own structure, and what is known of where it comes from.
 
-A structure may be of any type, be unpacked and put together anew, so the tensors carry the mark; in a table beside them, so that they
+A structure may be of any type, be unpacked and put together anew, so the tensors carry the mark; in a separate table, so that they
 pickle as others do.
 
     loader     {"x": X, "y": Y}                 X, Y: of batch 7
@@ -123,7 +123,7 @@ def mark(batch: Any, origin: RankRows) -> None:
 
 
 def recognized(batch: Any, in_hand: Iterable[tuple[Any, RankRows]] = ()) -> Any:
-    """A `RankBatch` of a batch some of whose tensors are a loader's; any other as it is, which is a global batch.
+    """A `RankBatch` of a batch some of whose tensors are a loader's; any other batch unchanged, as a global batch.
 
     Args:
         batch: as the user gives it.

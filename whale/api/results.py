@@ -105,5 +105,5 @@ def _as_plain(loss: torch.Tensor) -> torch.Tensor:
 
 
 def step_loss(loss: torch.Tensor) -> torch.Tensor:
-    """A loss as it is handed to the user; a tensor that is of a class of its own already stays of it."""
+    """A loss as the user gets it; a tensor that is of a class of its own already stays of it."""
     return loss.as_subclass(StepLoss) if type(loss) is torch.Tensor else loss

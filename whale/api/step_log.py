@@ -1,4 +1,4 @@
-"""Figures of the steps of a run: beside a loader's bar or in a line every few seconds, and as a line of JSON for each step in a file.
+"""Figures of the steps of a run: next to a loader's bar or in a line every few seconds, and as a line of JSON for each step in a file.
 
 Rank 0 alone writes. A GPU is not waited for: the figures of a step are read two steps later, when they have long been copied.
 """

@@ -57,7 +57,7 @@ def _print_summary(graph: ModelGraph) -> None:
         print(f"tied: {' = '.join((parameter.name, *parameter.ties))}")
     for term in graph.loss:
         if not term.exact:
-            print(f"no sum over samples: {term.reason} (at {term.where}); a plan that keeps rows apart weighs its parts by rows")
+            print(f"no sum over samples: {term.reason} (at {term.where}); a plan that separates rows weighs its parts by rows")
     for warning in graph.warnings:
         print(f"warning: {warning}")
 

@@ -49,7 +49,7 @@ def run(words: Sequence[str]) -> int:
 
 def make_parser() -> Parser:
     """The parser of all verbs; each verb's file adds its own part."""
-    parser = Parser(prog="whale", description="Plan and train PyTorch models on the devices at hand.")
+    parser = Parser(prog="whale", description="Plan PyTorch models for a cluster, and train them by the plan.")
     parser.add_argument("--version", action=_Version)
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
     for add_parser in (

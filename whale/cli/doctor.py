@@ -166,7 +166,7 @@ def diagnose(graph: ModelGraph, capture_at: Callable[[int], object] | None = Non
 
 
 def sizes(shapes: Iterable[Sequence[int]], capture_with: Callable[[int], object]) -> Finding:
-    """Which sizes of a batch, beside its rows, may change: each is tried, at half of the example's.
+    """Which sizes of a batch, besides its rows, may change: each is tried, at half of the example's.
 
     Args:
         shapes: of the inputs, without their rows.
@@ -225,7 +225,7 @@ def _apart(question: str, graph: ModelGraph, axes: Axes, num_devices: int, setti
     if not found:
         return Finding(question, "exact", detail)
     answer: Answer = "not exact" if any(mixing.kind == "mixes" for mixing in found) else "cannot tell"
-    return Finding(question, answer, f"{detail}: rows that belong together are apart", places=tuple(_places(found, graph)))
+    return Finding(question, answer, f"{detail}: rows that depend on one another are separated", places=tuple(_places(found, graph)))
 
 
 def _split(graph: ModelGraph) -> Finding:

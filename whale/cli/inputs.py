@@ -77,7 +77,7 @@ def read_graph(
     Args:
         source: as `SOURCE_HELP` says.
         pairs: arguments of the function, each ``KEY=VALUE``.
-        blocks: to which number its blocks are repeated; None: as they are.
+        blocks: to which number its blocks are repeated; None: unchanged.
         settings: the configuration and the cluster, for whose types and devices a function's model is captured; None for its own types.
 
     Raises:
@@ -176,7 +176,7 @@ def read_settings(arguments: argparse.Namespace) -> tuple[Config, Cluster]:
 
 
 def read_cluster(arguments: argparse.Namespace, config: Config) -> Cluster:
-    """The cluster of ``--cluster``, else of the recipe, else the devices at hand; of it what ``cluster.devices`` names.
+    """The cluster of ``--cluster``, else of the recipe, else this machine's devices; of it what ``cluster.devices`` names.
 
     A warning about its figures goes to standard error.
     """
@@ -334,7 +334,7 @@ def _import_file(path: Path) -> ModuleType:
 
 @contextmanager
 def users_code(path: Path) -> Iterator[None]:
-    """Around code of the user's file: what it raises is told in a word, with the last line of the file that led there.
+    """Around code of the user's file: what it raises is reported in short, with the last line of the file that led there.
 
     Raises:
         CaptureError: it has raised something, for which `WHALE_DEBUG=1` shows the whole traceback.

@@ -118,7 +118,7 @@ def _tell_recorded(directory: str | None, begun: float) -> None:
 
     report = Path(directory) / tracing.REPORT
     if report.is_file() and report.stat().st_mtime >= begun:
-        print(f"whale run: recorded {report} for a browser, {tracing.TRACE} beside it for Perfetto (ui.perfetto.dev)", file=sys.stderr)
+        print(f"whale run: recorded {report} for a browser, and {tracing.TRACE} for Perfetto (ui.perfetto.dev)", file=sys.stderr)
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -131,7 +131,7 @@ def make_parser() -> argparse.ArgumentParser:
         "whale run [--ranks N] [--recipe R.yaml] [--timeout SECONDS] [--trace DIR] [--progress] [--log FILE] [--elastic MIN:MAX]\n"
         "                 [torchrun's flags] SCRIPT [the script's own words]"
     )
-    parser.description = "Start a training script on several ranks. Accepts torchrun's flags beside its own."
+    parser.description = "Start a training script on several ranks. Accepts torchrun's flags and its own."
     own = parser.add_argument_group("whale's own flags")
     own.add_argument(
         "--ranks", dest="nproc_per_node", default=argparse.SUPPRESS, metavar="N", help="ranks on this host (torchrun's --nproc-per-node)"
@@ -143,7 +143,7 @@ def make_parser() -> argparse.ArgumentParser:
     own.add_argument(
         "--trace",
         metavar="DIR",
-        help="record three steps there: report.html, trace.json for Perfetto (trace.directory, and keys beside it)",
+        help="record three steps there: report.html, trace.json for Perfetto (trace.directory; see the keys of trace)",
     )
     own.add_argument("--progress", action="store_true", help="show loss, speed, norm, learning rate, memory (runtime.progress)")
     own.add_argument("--log", metavar="FILE", help="add a line of JSON for each step (runtime.log_file)")

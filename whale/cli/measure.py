@@ -1,7 +1,7 @@
 """Verbs that measure on ranks, which are started here with torchrun, or joined where it has started them.
 
-``whale probe`` writes the ranks at hand as a cluster file. ``whale profile`` measures a model's ops and passes, for plans that are priced
-by what was measured.
+``whale probe`` writes this machine's ranks as a cluster file. ``whale profile`` measures a model's ops and passes, for plans that are
+priced by what was measured.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def add_probe_parser(verbs: argparse._SubParsersAction[Any]) -> None:
     """Adds the verb's words."""
     parser = verbs.add_parser(
         "probe",
-        help="measure the devices at hand, as a cluster file",
+        help="measure this machine's devices, as a cluster file",
         description="Measures what ranks compute and send one another, and writes it as a cluster file with the spread of each figure. "
         "On several hosts: whale run [torchrun's flags] -m whale probe --output C.yaml on each.",
     )
@@ -147,14 +147,14 @@ def add_profile_parser(verbs: argparse._SubParsersAction[Any]) -> None:
     """Adds the verb's words."""
     parser = verbs.add_parser(
         "profile",
-        help="measure a model's ops on the devices at hand",
+        help="measure a model's ops on this machine's devices",
         description="Measures each distinct op of a model, forward and backward, and its whole passes, on the devices of a cluster file. "
         "What --output has already is not measured again.",
     )
     add_source_arguments(parser, runs=True)
-    parser.add_argument("--cluster", metavar="C.yaml", help="what the devices at hand are called in plans; without it, what is found")
+    parser.add_argument("--cluster", metavar="C.yaml", help="what this machine's devices are called in plans; without it, what is found")
     add_rank_arguments(parser, PROFILE_ROUNDS)
-    parser.add_argument("--output", metavar="P.json", required=True, help="write the profile here, beside what it has already")
+    parser.add_argument("--output", metavar="P.json", required=True, help="add the profile to this file")
     parser.add_argument("--again", action="store_true", help="measure what is known as well")
     parser.set_defaults(run=run_profile)
 

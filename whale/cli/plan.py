@@ -1,6 +1,6 @@
-"""``whale plan``: decides which devices run what, and prints the decision; ``whale explain``: why it is as it is.
+"""``whale plan``: decides which devices run what, and prints the decision; ``whale explain``: the reasons.
 
-The tree of a model's modules stands beside the stages and devices that run them, what they hold and how long they compute. Modules that
+``--tree`` prints the model's modules with the stages and devices that run them, what they hold and how long they compute. Modules that
 follow one another, are numbered, and are built and placed alike stand in one line: ``h.0 .. h.5``.
 """
 
@@ -17,13 +17,13 @@ import numpy as np
 
 from whale.axes import discover
 from whale.cli.inputs import check_output, positive, write_text
-from whale.cli.planned import Planned, add_planning_verb, planned, planned_largest
+from whale.cli.planned import Planned, add_planning_verb, headline, planned, planned_largest
 from whale.cli.tables import paragraph, print_table
 from whale.errors import ConfigError
 from whale.estimate import Costs
 from whale.estimate.costs.line import Floats
 from whale.estimate.prices.prices import Prices
-from whale.ir.plan import Choice, Plan, Replica, Stage, describe_order, describe_shape, describe_shards
+from whale.ir.plan import Choice, Plan, Replica, Stage, describe_shape, describe_shards
 from whale.ir.schedule import Kind
 from whale.ir.serialization import encode, to_json
 from whale.planning import write_plan
@@ -32,7 +32,7 @@ from whale.search.largest import Largest
 from whale.search.objective import format_cost
 from whale.sharding.communicators import communicators_of
 from whale.sharding.parameters import parameter_shardings
-from whale.units import counted, format_bytes, format_seconds, format_share
+from whale.units import format_bytes, format_rate, format_seconds, format_share
 
 _WRITTEN = (".yaml", ".yml")
 """Files of plans that are written down."""
@@ -76,7 +76,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _size(largest: Largest) -> dict[str, object]:
-    """What is told of the deepest model with a state."""
+    """The figures of the deepest model with a state."""
     plan, seconds = largest.plan, largest.step.step_seconds
     state = {"memory.zero": largest.zero, "memory.offload": largest.offload}
     figures = {"num_blocks": largest.num_blocks, "num_parameters": largest.num_parameters, "step_seconds": seconds}
@@ -93,7 +93,7 @@ def _print_sizes(sizes: Sequence[Largest]) -> None:
             str(each.num_blocks),
             f"{each.num_parameters / 1e6:,.0f} M",
             format_seconds(each.step.step_seconds),
-            f"{each.plan.planned_rows / each.step.step_seconds:.3g}",
+            format_rate(each.plan.planned_rows / each.step.step_seconds),
             describe_shape(each.plan.replicas),
         )
         for each in sizes
@@ -106,15 +106,16 @@ def _print_sizes(sizes: Sequence[Largest]) -> None:
 def print_plan(found: Planned) -> None:
     """Prints a plan as a table of its devices."""
     plan, cost = found.plan, found.cost_per_sample
-    title = f"{describe_shape(plan.replicas)} on {plan.where}: {describe_order(plan.replicas)}, {counted(plan.planned_rows, 'row')}"
-    columns = ("rank", "device", "replica", "stage", "TaskGraphs", "rows", "forward", "backward", "set aside")
+    columns = ("rank", "device", "replica", "stage", "TaskGraphs", "rows", "forward", "backward", "memory")
     rows = [row for replica in plan.replicas for stage in replica.stages for row in _stage_rows(plan, replica, stage)]
-    print_table(title, columns, rows, ("rank", "replica", "stage", "rows", "forward", "backward", "set aside"))
+    print_table("\n".join(headline(plan)), columns, rows, ("rank", "replica", "stage", "rows", "forward", "backward", "memory"))
+    print("forward, backward: per micro-batch; rows, memory: of the step")
     for start, text in (*_shards(plan), *_edges(plan)):
         print("\n".join(paragraph(start, text)))
-    print(f"predicted: {format_seconds(plan.step_seconds)} per step" + ("" if cost is None else f", {format_cost(cost)}"))
+    rate = f", {format_rate(plan.planned_rows / plan.step_seconds)} samples/s" if plan.step_seconds else ""
+    print(f"predicted: {format_seconds(plan.step_seconds)} per step{rate}" + ("" if cost is None else f", {format_cost(cost)}"))
     if plan.idle_devices:
-        print("\n".join(paragraph("idle: ", ", ".join(plan.idle_devices))))
+        print("\n".join(paragraph("idle devices: ", ", ".join(plan.idle_devices))))
 
 
 def _choices(plan: Plan) -> Iterator[str]:
@@ -174,7 +175,7 @@ def _stage_rows(plan: Plan, replica: Replica, stage: Stage) -> Iterable[tuple[st
 def add_explain_parser(verbs: argparse._SubParsersAction[Any]) -> None:
     """Adds the verb's words."""
     parser = add_planning_verb(
-        verbs, "explain", run_explain, says="say why the plan is as it is", json="print the choices and warnings as JSON"
+        verbs, "explain", run_explain, says="explain the decisions of the plan", json="print the choices and warnings as JSON"
     )
     parser.add_argument("--runner-up", type=positive, metavar="N", help="the N-th runner-up of the search instead of the plan, whole")
 
@@ -198,7 +199,7 @@ def run_explain(arguments: argparse.Namespace) -> int:
 def _choice_lines(choice: Choice) -> Iterator[str]:
     """A choice as a heading with a line for each thing that there is to say of it."""
     yield from paragraph("", f"{choice.pass_name}: {choice.subject}")
-    said = (("decision", choice.decision), ("comes to", choice.cost), ("bound by", choice.bound), ("runner-up", choice.runner_up))
+    said = (("decision", choice.decision), ("cost", choice.cost), ("bound by", choice.bound), ("runner-up", choice.runner_up))
     for name, text in said:
         if text:
             yield from paragraph(f"  {name:<11}", text)
@@ -217,8 +218,8 @@ class TreePiece:
     Attributes:
         way: names of the modules around it, outermost first, that are still to be gone down.
         stage: that runs or holds it.
-        device: likewise.
-        num_bytes: of a parameter there, with what training keeps beside it.
+        device: that runs or holds it.
+        num_bytes: of a parameter there, with what training keeps besides it.
         seconds: of that device in a step, forward and backward.
     """
 
@@ -237,7 +238,7 @@ class Module:
         first, last: its name; where several stand together, those of the first and of the last.
         stages: that run it.
         held: bytes of all its pieces, by device.
-        busy: seconds likewise.
+        busy: seconds of all its pieces, by device.
         inside: its modules.
     """
 

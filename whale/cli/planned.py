@@ -4,24 +4,26 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from whale.cli.inputs import add_planning_arguments, check_output, read_graph, read_settings, write_text
+from whale.cli.tables import paragraph
 from whale.config import Config
 from whale.errors import ConfigError
 from whale.estimate import StepEstimate
 from whale.hardware import compute_type
 from whale.ir.cluster import Cluster
 from whale.ir.graph import ModelGraph
-from whale.ir.plan import Plan
+from whale.ir.plan import Plan, describe_degrees, describe_order, describe_shape
 from whale.progress import progress
 from whale.report import report_html, trace_json
 from whale.search import decide
 from whale.search.largest import Largest, largest
 from whale.search.objective import Objective
+from whale.units import counted
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,13 @@ class Planned:
         if self.cluster.price_per_hour(self.plan.devices) is None:
             return None
         return Objective("cost", self.cluster, self.plan.planned_rows).of(self.plan, self.step)
+
+
+def headline(plan: Plan) -> Iterator[str]:
+    """The shape of a plan, its devices, degrees and schedule, as lines that fit the page."""
+    yield from paragraph("", f"{describe_shape(plan.replicas)} on {plan.where}")
+    yield from paragraph("", describe_degrees(plan.replicas))
+    yield from paragraph("", f"{describe_order(plan.replicas)}, {counted(plan.planned_rows, 'row')}")
 
 
 def add_planning_verb(
@@ -109,7 +118,7 @@ def planned_largest(arguments: argparse.Namespace) -> tuple[tuple[Largest, ...],
     Raises:
         CaptureError: no blocks repeat in the model.
         ConfigError: a plan is given, or settings of a depth.
-        PlanError: not even the model as it is fits.
+        PlanError: not even the unrepeated model fits.
     """
     from whale.workloads import count_blocks, repeat_blocks
 

@@ -1,6 +1,6 @@
 """``whale simulate``: what a step of a plan costs before anything is rented: time, memory, bubbles, communication, and the straggler.
 
-With ``--dry-run`` the memory of a step from the runtime's own program on tensors without contents stands beside what is predicted.
+With ``--dry-run`` the memory of a step from the runtime's own program on tensors without contents is printed next to the prediction.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from math import inf
 from typing import TYPE_CHECKING, Any
 
 from whale.cli.inputs import PUBLISHED, build_model, is_function, keywords_for, read_settings, types_of
-from whale.cli.planned import Planned, add_planning_verb, planned
+from whale.cli.planned import Planned, add_planning_verb, headline, planned
 from whale.cli.tables import paragraph, print_table
 from whale.config import Config
-from whale.errors import ConfigError
+from whale.errors import ConfigError, first_few
 from whale.estimate import DeviceEstimate, Faults, Goodput, StepEstimate, faults_of
 from whale.ir.cluster import Cluster
-from whale.ir.plan import Plan, describe_order, describe_shape
+from whale.ir.plan import Plan
 from whale.planning import EvenShares, Simulation, even_shares
 from whale.search.objective import format_cost
-from whale.units import counted, format_bytes, format_duration, format_seconds, format_share
+from whale.units import counted, format_bytes, format_duration, format_rate, format_seconds, format_share
 
 if TYPE_CHECKING:
     from whale.api.mode import CapturedMode
@@ -92,17 +92,18 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def print_simulation(found: Simulation, made: Planned) -> None:
-    """Prints the figures; devices that do the same are told together."""
+    """Prints the figures; devices that do the same are in one line."""
     plan, step = found.plan, found.step
-    print(f"step of {describe_shape(plan.replicas)} on {plan.where}: {describe_order(plan.replicas)}, {counted(plan.planned_rows, 'row')}")
+    print("\n".join(headline(plan)))
     slow = step.straggler
-    print(f"step_seconds           {format_seconds(step.step_seconds)}")
-    print(f"samples_per_second     {found.samples_per_second:.4g}")
+    print(f"step time              {format_seconds(step.step_seconds)}")
+    print(f"samples per second     {format_rate(found.samples_per_second)}")
     if (cost := made.cost_per_sample) is not None:
         print(f"cost                   {format_cost(cost)}")
-    print(f"bubble_rate            {step.bubble_rate:.3f}")
-    print(f"exposed_communication  {format_seconds(slow.exposed)}")
-    print(f"straggler              {slow.name}: computes longest, waits {format_seconds(slow.idle(step.step_seconds))} for others")
+    print(f"bubble rate            {step.bubble_rate:.3f}")
+    print(f"exposed communication  {format_seconds(slow.exposed)}")
+    idle = format_seconds(slow.idle(step.step_seconds))
+    print("\n".join(paragraph("straggler              ", f"{slow.name}: computes longest, waits {idle} for other devices")))
     columns = ("devices", "stage", "busy", "compute", "messages", "waits", "memory", "filled with")
     rows = [_row(each, step.step_seconds) for each in sorted(step.devices, key=lambda each: plan.rank_of[each.devices[0]])]
     print_table("", columns, rows, ("busy", "compute", "messages", "waits", "memory"))
@@ -230,15 +231,14 @@ def dry_run_data(data: dict[str, Any], found: DryRun) -> dict[str, Any]:
 
 
 def print_dry_run(found: DryRun, plan: Plan, step: StepEstimate) -> None:
-    """Prints, for each rank that was run, its peak beside the predicted one."""
-    others = ", the others are like them" if found.num_run < len(plan.devices) else ""
+    """Prints, for each rank that was run, its peak next to the predicted one."""
+    others = ", the others do the same" if found.num_run < len(plan.devices) else ""
     title = f"dry run: {found.num_run} of {counted(len(plan.devices), 'rank')}{others}"
     rows = []
     for devices, peak in found.peaks:
         predicted = step.of(devices[0]).peak.total
-        others = f" and {len(devices) - 1} like it" if len(devices) > 1 else ""
         rows.append((
-            f"{devices[0]}{others}",
+            first_few(devices, 2),
             format_bytes(round(predicted)),
             format_bytes(peak.num_bytes),
             f"{predicted / peak.num_bytes - 1:+.1%}",

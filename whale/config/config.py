@@ -29,7 +29,7 @@ class Config:
     """All configuration values; ``Config({"pipeline.num_micro_batch": 4})`` sets one and leaves the rest at their defaults,
     and so does ``Config({"pipeline": {"num_micro_batch": 4}})``.
 
-    ``replicas`` stands beside the sections: a list of blocks, one per replica.
+    ``replicas`` stands next to the sections: a list of blocks, one per replica.
 
     Two configurations are equal when all their values are.
 

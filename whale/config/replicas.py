@@ -51,7 +51,7 @@ class ReplicaBlock:
         micro_batch_rows: rows of a micro-batch, from which their number follows; None: the number is stated.
         blocks: how many of the model's repeated blocks each stage has, or ``even``; None: the planner cuts.
         axes: that are cut in split stages, wherever ops may work along them; None: the planner chooses.
-        more_axes: beside `axes`, those that the planner may cut too.
+        more_axes: besides `axes`, those that the planner may cut too.
         recompute: as ``recompute.policy``; None: as that says.
         stages: where the replica is written down whole; empty where the planner makes them.
         model: for which model that was, by its fingerprint; None: for any whose ops have the names.
@@ -80,7 +80,7 @@ class ReplicaBlock:
 
     @property
     def placed(self) -> tuple[tuple[str, ...], ...] | None:
-        """The devices of each virtual device, where they are said; None where the planner places them."""
+        """The devices of each virtual device, where they are given; None where the planner places them."""
         found = self.devices if isinstance(self.devices, tuple) else ()
         return tuple(each for each in found if not isinstance(each, str)) or None
 

@@ -31,7 +31,7 @@ class ClusterSettings:
     """Which devices there are, and how TaskGraphs are placed on them."""
 
     file: str | None = key(
-        None, "cluster file; in a recipe relative to the recipe, elsewhere to the working directory; null: the devices at hand"
+        None, "cluster file; in a recipe relative to the recipe, elsewhere to the working directory; null: this machine's devices"
     )
     devices: str | None = key(
         None,
@@ -206,7 +206,7 @@ class PlanningSettings:
 
     search: str = key(
         "auto",
-        "auto: search for the best plan; what scopes, replicas and settings fix stays as it is; off: take what the settings and their "
+        "auto: search for the best plan; what scopes, replicas and settings fix is kept; off: take what the settings and their "
         "defaults say",
         choices=("auto", "off"),
     )
@@ -238,7 +238,7 @@ class EstimateSettings:
     )
     allows_tf32: bool = key(False, "float32 matrix products run in TensorFloat-32 where the device has it")
     message_seconds: float = key(
-        0.0, "what starting a message or collective costs beside the latency of its link", rule=at_least(0), unit="s"
+        0.0, "what starting a message or collective costs besides the latency of its link", rule=at_least(0), unit="s"
     )
 
 
@@ -297,7 +297,7 @@ EPL_KEYS = (
     EplKey("pipeline.strategy", True, "`PreferForward` is `pipeline.schedule: gpipe`, `PreferBackward` is `pipeline.schedule: 1f1b`"),
     EplKey("cluster.colocate_split_and_replicate", True, "the same"),
     EplKey("cluster.device_place_prefer_intra_node", True, "the same"),
-    EplKey("cluster.run_visible_devices", False, "which GPUs a run sees is said by the environment variable CUDA_VISIBLE_DEVICES"),
+    EplKey("cluster.run_visible_devices", False, "the environment variable CUDA_VISIBLE_DEVICES decides which GPUs a run sees"),
     EplKey(
         "auto.auto_parallel", True, "accepted and not needed: a model without scopes is always cut as `pipeline.num_stages` says, or copied"
     ),

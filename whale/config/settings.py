@@ -58,7 +58,7 @@ def is_of_block(name: object) -> bool:
 
 
 def expand(setting: Setting) -> list[Setting]:
-    """The settings in a section, which is a mapping of its keys, or stands for one of them (``recompute: auto``); any other as it is."""
+    """The settings in a section: a mapping of its keys, or a value for one of them (``recompute: auto``); any other value unchanged."""
     name, content = setting.name, setting.value
     if not isinstance(name, str):
         return [setting]

@@ -13,7 +13,7 @@ from whale.errors import ClusterError, WhaleError, raise_faults
 from whale.hardware.catalogue import catalogue
 from whale.ir.cluster import Cluster, Device, Host, Link
 
-NAME = "devices at hand"
+NAME = "this machine"
 _HINT = "describe the devices in a cluster file, as `whale probe` measures them"
 
 

@@ -5,7 +5,7 @@ one process, global batches          every rank, the same global batches; the en
 loss.backward() of compute_loss      engine.forward_backward; compute_loss is captured with the model
 clip, optimizer.step()               engine.clip_grad_norm_, engine.update
 evaluation and prediction            engine.evaluate(..., outputs=True), in one pass
-checkpoint-N/                        model.safetensors and the trainer's state as ever; beside them ``whale/``, which any plan reads
+checkpoint-N/                        model.safetensors and the trainer's state as ever; next to them ``whale/``, which any plan reads
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class WhaleTrainer(Trainer):  # type: ignore[misc]
     Args:
         model, args, data_collator, ...: as `transformers.Trainer` takes them.
         config: settings, as `whale.parallelize` takes them.
-        cluster, plan: likewise.
+        cluster, plan: as for `whale.parallelize`.
 
     Attributes:
         engine: of the training; None until the first batch is known.
@@ -286,7 +286,7 @@ class WhaleTrainer(Trainer):  # type: ignore[misc]
 
 
 class OneProcess(Accelerator):  # type: ignore[misc]
-    """Hands out global batches as in one process, and leaves models and optimizers as they are."""
+    """Hands out global batches as in one process, and does not change models and optimizers."""
 
     num_processes = 1
     process_index = 0
@@ -364,7 +364,7 @@ class Computed:
 
 
 def _on_this_machine(args: TrainingArguments) -> TrainingArguments:
-    """A copy that knows of the other ranks, on CPUs too: arguments that were not told to use them take each rank for the only one."""
+    """A copy that knows of the other ranks, on CPUs too: arguments without this take each rank for the only one."""
     if int(os.environ.get("WORLD_SIZE", "1")) > 1 and args.world_size == 1 and not torch.accelerator.is_available():
         return replace(args, use_cpu=True)
     return copy.copy(args)

@@ -59,7 +59,7 @@ class Handling:
 
 
 NO_HANDLING = Handling()
-"""Of a device that moves messages beside its computing, or of which nobody knows."""
+"""Of a device that moves messages while it computes, or of which nothing is known."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class Device:
         traffic: share of the bandwidth that kernels reach, 0 to 1.
         host_seconds: what its host needs to start one kernel; 0 where the host is the device. Hosts run ahead: it rules only where
             kernels are shorter.
-        price_per_hour: in any currency, the same for all devices; None where nobody said it.
+        price_per_hour: in any currency, the same for all devices; None if unknown.
         handling: of messages; nothing where that was not measured.
         host_link: bytes per second, one way, between its memory and its host's; 0 where the host is the device.
         slowdown: so many times as long as these figures say does it take for what it computes: of one that is throttled, or shared.
@@ -145,8 +145,8 @@ class Host:
     Attributes:
         card: bytes per second, one way, of the network card that all its devices share; None where each has its own part of
             the network, which the network's bandwidth states.
-        price_per_hour: of the whole host, whichever of its devices work, beside their own; None where nobody said it.
-        memory: bytes of its own memory that trainings may fill; None where nobody said it.
+        price_per_hour: of the whole host, whichever of its devices work, in addition to their own; None if unknown.
+        memory: bytes of its own memory that trainings may fill; None if unknown.
     """
 
     name: str

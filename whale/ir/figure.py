@@ -45,8 +45,9 @@ class Figure:
         return (self.high - self.low) / self.value
 
     def __str__(self) -> str:
-        scatter = "one sample, its spread is unknown" if self.num_samples == 1 else f"spread {self.spread:.0%} of {self.num_samples}"
-        return f"{self.name}: {format_quantity(self.value, self.unit)}, {scatter}"
+        quartiles = f"quartiles {format_quantity(self.low, self.unit)} to {format_quantity(self.high, self.unit)}"
+        scatter = "1 sample" if self.num_samples == 1 else f"{quartiles} of {self.num_samples} samples"
+        return f"{self.name}: {format_quantity(self.value, self.unit)} ({scatter})"
 
 
 NAMED = 3
@@ -58,6 +59,6 @@ def noise(figures: Iterable[Figure]) -> str:
     found = sorted((each for each in figures if each.spread > NOISY), key=lambda each: -each.spread)
     if not found:
         return ""
-    named = ", ".join(f"{each.name} {each.spread:.0%}" for each in found[:NAMED])
+    named = ", ".join(str(each) for each in found[:NAMED])
     more = f" and {len(found) - NAMED} more" if len(found) > NAMED else ""
-    return f"measured figures scatter by more than {NOISY:.0%} ({named}{more}): measure again while nothing else runs"
+    return f"measured figures vary by more than {NOISY:.0%}: {named}{more}; measure again while nothing else runs"

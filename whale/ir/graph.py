@@ -192,7 +192,7 @@ class Parameter:
         trainable: whether it gets a gradient.
         ties: its other names, where one tensor has several.
         scope: of one that no op reads, the scopes under which it was made.
-        read_as: the type that ops read it in, where that is another: it is cast once per step, beside the program.
+        read_as: the type that ops read it in, where that is another: it is cast once per step, outside the program.
         num_lookups: where its gradient is values and indices of rows, the rows that ops look up for the example's batch; 0 where it is
             dense.
     """
@@ -255,7 +255,7 @@ class ModelGraph:
         parameters: every parameter and buffer, tied names merged.
         num_rows: rows of the example batch.
         loss: the terms of the loss; empty where the graph returns outputs instead.
-        outputs: ops whose values the graph returns beside the loss terms (for ``predict`` and ``eval_predict``).
+        outputs: ops whose values the graph returns besides the loss terms (for ``predict`` and ``eval_predict``).
         mode: ``train``, ``eval``, ``predict`` or ``eval_predict``.
         dynamic: whether one capture serves any number of rows.
         warnings: what the user should know of the model, whatever the plan (it is captured anew for other numbers of rows, ...).

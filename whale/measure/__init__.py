@@ -1,4 +1,4 @@
-"""What the machine at hand is: GPUs by NVML, otherwise the host's cores and memory."""
+"""What this machine is: GPUs by NVML, otherwise the host's cores and memory."""
 
 from whale.measure.devices import devices_at_hand, local_profile
 

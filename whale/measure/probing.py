@@ -1,4 +1,4 @@
-"""Measuring the ranks at hand: what each computes and what they send one another, as a cluster with the spread of each figure.
+"""Measuring the ranks of this run: what each computes and what they send one another, as a cluster with the spread of each figure.
 
 Figures are the median of alike devices, and of the messages between hosts.
 """

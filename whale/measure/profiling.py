@@ -1,4 +1,4 @@
-"""Measuring a model on the ranks at hand: each distinct op once, and the whole model's passes, per kind of device.
+"""Measuring a model on the ranks of this run: each distinct op once, and the whole model's passes, per kind of device.
 
 What ranks of one kind have timed is pooled: medians, with what an earlier profile knows.
 """

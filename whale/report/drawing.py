@@ -2,7 +2,7 @@
 
 Devices that are predicted to do the same share a row, predicted above measured:
 
-big/0 and 3 like it   predicted | F0 F1 B0   B1 |        of a measured run the one of them is shown that
+big/0 and 3 more      predicted | F0 F1 B0   B1 |        of a measured run the one of them is shown that
 stage 0               measured  | F0  F1 B0  B1 |        belongs to the replica that held up the others
 
 A tick is a millionth of what is drawn, so times are short numbers: 1,024 devices of which eight are unlike, with 64

@@ -37,7 +37,7 @@
   }
   function describe(item) {
     const { row, bar } = item, run = row.track.runs[row.run];
-    const place = `${run.device}${row.track.alike && row.run === 0 ? ` and ${row.track.alike} like it` : ""}, ${RUNS[row.run]}`;
+    const place = `${run.device}${row.track.alike && row.run === 0 ? ` and ${row.track.alike} more` : ""}, ${RUNS[row.run]}`;
     if (row.what !== "bars") return `${bar[0]}\n${place}\n${time(bar[1])} to ${time(bar[2])}: ${time(bar[2] - bar[1])}`;
     const kind = data.kinds[bar[0]];
     const which = (bar[2] < 0 ? "" : ` of micro-batch ${bar[2]}`) + (bar[1] < 0 ? "" : `, stage ${bar[1]}`);
@@ -129,7 +129,7 @@
     return `${text}…`;
   }
   function label(context, track, y) {
-    const name = track.name + (track.alike ? ` and ${track.alike} like it` : "");
+    const name = track.name + (track.alike ? ` and ${track.alike} more` : "");
     context.textAlign = "left"; context.fillStyle = colour("text");
     if (!isWide) {
       context.fillText(cut(context, `${name}, ${track.title}`, pageWidth), 0, y - LABEL / 2);

@@ -70,7 +70,7 @@ def link_table(step: StepEstimate) -> str:
     """How much passes each link."""
     rows = [
         (
-            link.name + (f" and {link.num_alike - 1} like it" if link.num_alike > 1 else ""),
+            link.name + (f" and {link.num_alike - 1} more" if link.num_alike > 1 else ""),
             format_bytes(round(link.num_bytes)),
             format_share(link.share),
         )
@@ -109,7 +109,7 @@ def _likeness(replica: Replica) -> tuple[object, ...]:
 def _replica(plan: Plan, graph: ModelGraph, alike: Sequence[Replica]) -> str:
     first = alike[0]
     start, stop = plan.replica_rows(plan.planned_rows)[first.index]
-    others = f" and {len(alike) - 1} like it" if len(alike) > 1 else ""
+    others = f" and {len(alike) - 1} more" if len(alike) > 1 else ""
     heading = f"replica {first.index}{others}: {counted(stop - start, 'row')}, {first.pipeline.order}"
     cards = "".join(_stage(graph, first, stage) for stage in first.stages)
     far = "".join(f"<li>{escape(_edge(edge))}</li>" for edge in first.edges if edge.target != edge.source + 1)

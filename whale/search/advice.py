@@ -234,7 +234,7 @@ class _Adviser:
             return Advice("devices", name, says, value, found.value)
         if ratio < WORTH:
             return self._as_good(name, numbers, found.value, value)
-        says = f"leave the {name} out: they make it {ratio - 1:.0%} worse ({numbers}; {why_slower(step, found.step.step_seconds)})"
+        says = f"leave the {name} out: with them it is {ratio - 1:.0%} worse ({numbers}; {why_slower(step, found.step.step_seconds)})"
         return Advice("devices", name, says, found.value, value)
 
     def _best_with(self, kind: Device) -> tuple[float, StepEstimate] | None:
@@ -364,7 +364,7 @@ def why_slower(step: StepEstimate, seconds: float) -> str:
     slow = step.straggler
     work, waits = f"{slow.name} {slow.does('computes')} for {format_seconds(slow.busy)}", slow.does("waits")
     if slow.busy >= seconds:
-        return f"computing is the bound: {work}"
+        return f"compute-bound: {work}"
     if slow.exposed >= slow.idle(step.step_seconds):
-        return f"the links are the bound: {work} and {waits} {format_seconds(slow.exposed)} for what is on its way"
-    return f"the order is the bound: {work} and {waits} {format_seconds(slow.idle(step.step_seconds))} for others"
+        return f"communication-bound: {work} and {waits} {format_seconds(slow.exposed)} for messages"
+    return f"schedule-bound: {work} and {waits} {format_seconds(slow.idle(step.step_seconds))} for other devices"

@@ -54,7 +54,8 @@ class Communicators:
         )
 
     def __str__(self) -> str:
-        return f"communicators: {len(self.groups)} for sums, {len(self.channels)} for messages; at most {self.most_of_a_rank} on one device"
+        kinds = f"{len(self.groups)} collective, {len(self.channels)} point-to-point"
+        return f"communicators: {kinds}; at most {self.most_of_a_rank} on one device"
 
 
 def communicators_of(plan: Plan, model: ModelGraph, shardings: ParameterShardings) -> Communicators:

@@ -119,7 +119,7 @@ class IndexSpace:
 
     Attributes:
         dimensions: as products of axes.
-        sizes: of the axes; of the batch, the rows at hand.
+        sizes: of the axes; of the batch, the device's rows.
     """
 
     dimensions: tuple[Dimension, ...]

@@ -235,4 +235,4 @@ def test_the_text_form() -> None:
     there = cluster((1e9, 1e9))
     plan, graph = planned(4, there)
     text = str(estimate(plan, graph, there))  # type: ignore[arg-type]
-    assert "computes longest" in text and "h0/0 and 1 like it: stage 0" in text and "link h0/0 out" in text
+    assert "computes longest" in text and "h0/0, h0/1: stage 0" in text and "link h0/0 out" in text

@@ -67,7 +67,8 @@ def test_a_probed_cluster_reads_back(golden: Callable[[str, str], None]) -> None
 
 def test_noisy_figures_are_told() -> None:
     assert PROBED.warnings == (
-        "measured figures scatter by more than 25% (7 - b: latency, alone 50%, 7 cpu: memory 32%): measure again while nothing else runs",
+        "measured figures vary by more than 25%: 7 - b: latency, alone: 40 us (quartiles 30 us to 50 us of 11 samples), "
+        "7 cpu: memory: 19 GB/s (quartiles 18 GB/s to 24 GB/s of 22 samples); measure again while nothing else runs",
     )
 
 

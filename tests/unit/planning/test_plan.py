@@ -81,7 +81,7 @@ def test_memory_moves_rows() -> None:
 
 
 def test_a_shortage_names_device_and_bytes() -> None:
-    with pytest.raises(MemoryShortage, match=r"(?s)stage 0 on h0/0 and 1 like it needs .* short.*hint: more micro-batches"):
+    with pytest.raises(MemoryShortage, match=r"(?s)stage 0 on h0/0, h0/1 needs .* short.*hint: more micro-batches"):
         make_plan(chain(4, width=256), cluster((1e9, 1e9), memory=2**20), Config(), rows=8)
 
 

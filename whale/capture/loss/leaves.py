@@ -258,7 +258,7 @@ class LossPart:
 
     Attributes:
         leaf: the op that it was, in the user's graph.
-        total: builds its sum over the rows at hand.
+        total: builds its sum over the rows of the example.
         divisor: what the sum over the whole batch is divided by; None for 1.
         coefficient: constant factor.
         factors: scalars of the model it is scaled by.

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
+from whale.errors import first_few
 from whale.ir.plan import Estimate
 from whale.ir.schedule import Kind
 from whale.ir.timeline import DeviceTimeline, Message, Span, Stretch, Sync
@@ -93,9 +94,8 @@ class DeviceEstimate:
 
     @property
     def name(self) -> str:
-        """The first of them, and how many are like it."""
-        others = len(self.devices) - 1
-        return self.devices[0] + (f" and {others} like it" if others else "")
+        """The first two of them, and how many more do the same."""
+        return first_few(self.devices, 2)
 
     def does(self, verb: str) -> str:
         """A verb as it stands behind the name, given as of one device: ``computes``."""
@@ -202,7 +202,7 @@ class StepEstimate:
         slow = self.straggler
         yield (
             f"step {format_seconds(self.step_seconds)}: {slow.name} computes longest, {format_seconds(slow.busy)}, "
-            f"waits {format_seconds(slow.exposed)} for communication and {format_seconds(slow.idle(self.step_seconds))} for others; "
+            f"waits {format_seconds(slow.exposed)} for communication and {format_seconds(slow.idle(self.step_seconds))} for other devices; "
             f"bubble rate {self.bubble_rate:.3f}"
         )
         for each in self.devices:
@@ -212,7 +212,7 @@ class StepEstimate:
                 f"{format_bytes(round(each.peak.total))} of {format_bytes(each.capacity)} ({each.peak})"
             )
         for link in self.links:
-            alike = f" and {link.num_alike - 1} like it" if link.num_alike > 1 else ""
+            alike = f" and {link.num_alike - 1} more" if link.num_alike > 1 else ""
             yield f"  link {link.name}{alike}: {format_bytes(round(link.num_bytes))}, {link.share:.1%} of the step"
 
 

@@ -1,7 +1,19 @@
 """The decision, and its parts."""
 
 from whale.ir.plan.parameter_state import Form, ParameterState, brought_back, states_of
-from whale.ir.plan.plan import BatchAxis, Choice, Edge, Pipeline, Plan, Replica, TaskGraph, describe_order, describe_shape, devices_of
+from whale.ir.plan.plan import (
+    BatchAxis,
+    Choice,
+    Edge,
+    Pipeline,
+    Plan,
+    Replica,
+    TaskGraph,
+    describe_degrees,
+    describe_order,
+    describe_shape,
+    devices_of,
+)
 from whale.ir.plan.stage import BATCH, Estimate, Segment, Shard, Stage, VirtualDevice, describe_shards, program_of
 
 __all__ = [
@@ -21,6 +33,7 @@ __all__ = [
     "TaskGraph",
     "VirtualDevice",
     "brought_back",
+    "describe_degrees",
     "describe_order",
     "describe_shape",
     "describe_shards",

@@ -13,7 +13,7 @@ from whale.errors import first_few
 from whale.ir.division import divide, divide_evenly, intervals
 from whale.ir.plan.parameter_state import Form, ParameterState
 from whale.ir.plan.stage import Stage, describe_shards
-from whale.units import counted, each_counted, format_bytes, format_seconds
+from whale.units import counted, each_counted, format_bytes, format_seconds, listed
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +153,35 @@ def describe_shape(replicas: Sequence[Replica]) -> str:
     return f"{counted(len(counts), 'replica')} of {each_counted(counts, 'stage')}"
 
 
+def describe_degrees(replicas: Sequence[Replica]) -> str:
+    """World size and degrees of parallelism: ``world size 4 = DP 2 x PP 2 x TP 1``; replica by replica where they differ.
+
+    DP counts the parts into which the rows are divided, PP the devices (or groups of them) that a micro-batch passes in turn, however many
+    stages each of them runs, TP the devices of a split group.
+    """
+    world = f"world size {len(set(devices_of(replicas)))}"
+    found: dict[str, list[int]] = {}
+    for replica in replicas:
+        found.setdefault(_degrees_text(replica), []).append(replica.index)
+    widths = {_widths(stage) for replica in replicas for stage in replica.stages}
+    if len(found) == 1 and len(widths) == 1:
+        (groups, split), pipeline = widths.pop(), replicas[0].pipeline
+        return f"{world} = DP {len(replicas) * groups} x PP {pipeline.num_ranks} x TP {split}"
+    return f"{world}: " + "; ".join(f"{listed('replica', members)} = {text}" for text, members in found.items())
+
+
+def _widths(stage: Stage) -> tuple[int, int]:
+    """Into how many parts a stage divides its rows, and the devices of a split group."""
+    return len(stage.shares), stage.split
+
+
+def _degrees_text(replica: Replica) -> str:
+    widths = [_widths(stage) for stage in replica.stages]
+    if len(set(widths)) == 1:
+        return f"DP {widths[0][0]} x PP {replica.pipeline.num_ranks} x TP {widths[0][1]}"
+    return f"PP {replica.pipeline.num_ranks}, DP x TP of its stages {', '.join(f'{groups} x {split}' for groups, split in widths)}"
+
+
 def describe_order(replicas: Sequence[Replica]) -> str:
     """The schedules, each once: ``1f1b, 4 micro-batches``, or ``1f1b, 4 micro-batches / gpipe, 2 micro-batches``."""
     return " / ".join(dict.fromkeys(replica.pipeline.order for replica in replicas))
@@ -175,7 +204,7 @@ def _describe_stage(stage: Stage, micro_batch: tuple[int, int]) -> Iterator[str]
         halves = ", in two halves that take turns" if stage.overlap else ""
         yield f"      groups of {stage.split} cut {describe_shards(stage.shards)}{halves}"
     if stage.offloads:
-        yield "      what it keeps for backward passes waits on the host"
+        yield "      activations are offloaded to the host"
     if stage.recomputed:
         yield f"      recomputes {counted(sum(map(len, stage.recomputed)), 'op')} in {counted(len(stage.recomputed), 'segment')}"
     rows = stage.rows(micro_batch[1] - micro_batch[0])
@@ -334,8 +363,11 @@ class Plan:
 
     def __str__(self) -> str:
         lines = [
-            f"plan: {describe_shape(self.replicas)} on {self.where}, {describe_order(self.replicas)}, "
-            f"{counted(self.planned_rows, 'row')}, predicted {format_seconds(self.step_seconds)} per step"
+            f"plan: {describe_shape(self.replicas)} on {self.where}",
+            f"  {describe_degrees(self.replicas)}",
+            f"  {describe_order(self.replicas)}, {counted(self.planned_rows, 'row')}",
+            f"  predicted: {format_seconds(self.step_seconds)} per step",
+            "  of each device: rows, forward (F) and backward (B) per micro-batch, memory",
         ]
         are_alike = len(set(self.pipelines)) == 1
         for replica, (start, stop) in zip(self.replicas, self.replica_rows(self.planned_rows), strict=True):

@@ -25,7 +25,7 @@ BATCH = "batch"
 class Shard:
     """One axis of a split stage, divided over the devices of each split group.
 
-    Where nothing else is said, every op that meets the axis works on parts of it, and every parameter that has it is held in
+    Unless stated otherwise, every op that meets the axis works on parts of it, and every parameter that has it is held in
     parts. An op meets one axis that is cut at most; where its operands are cut along another, a bridge stands between.
 
     Attributes:
@@ -51,7 +51,7 @@ class Shard:
 
 
 def describe_shards(shards: Iterable[Shard]) -> str:
-    """Cuts as text; those whose names differ only in numbers (of layers) and that have equal sizes are told once.
+    """Cuts as text; those whose names differ only in numbers (of layers) and that have equal sizes are shown once.
 
     Says how many ops meet an axis but work on all of it: ``hidden 16:16 (whole in 43 ops)``.
     """
@@ -119,7 +119,7 @@ class Estimate:
     Attributes:
         forward, backward: seconds for one micro-batch of its rows; backward with what is computed again.
         parameter_bytes: weights, gradients and optimizer state.
-        activation_bytes: what the stage keeps beside them when the device's memory is fullest.
+        activation_bytes: what the stage keeps besides them when the device's memory is fullest.
         capacity: bytes that a plan may use.
     """
 

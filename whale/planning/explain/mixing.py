@@ -12,7 +12,7 @@ from whale.sharding.bridges import bridge_bytes
 from whale.units import counted, each_counted, format_bytes
 
 APART = "not gathered"
-"""The decision where an op needs more rows than are at hand at once."""
+"""The decision where an op needs more rows than a device has at once."""
 
 
 def explain_apart(reason: str) -> Choice:

@@ -9,7 +9,7 @@ from functools import cached_property, partial
 
 import numpy as np
 
-from whale.errors import BatchError
+from whale.errors import BatchError, first_few
 from whale.estimate.memory.memory import size_line
 from whale.estimate.prices.prices import Prices
 from whale.ir.division import divide
@@ -369,7 +369,7 @@ def _name_shortages(prices: Prices, models: Sequence[ReplicaModel], error: Memor
     lines = []
     for (stages, num_rows, short), names in lacking.items():
         has = prices.capacity(names[0])
-        place = f"stage {', '.join(map(str, stages))} on {names[0]}" + (f" and {len(names) - 1} like it" if len(names) > 1 else "")
+        place = f"stage {', '.join(map(str, stages))} on {first_few(names, 2)}"
         lines.append(
             f"{place} needs {format_bytes(has + short)} for {counted(num_rows, 'row')}, {format_bytes(has)} usable: "
             f"{format_bytes(short)} ({short} bytes) short"

@@ -38,7 +38,9 @@ def test_each_block_is_a_replica_on_its_devices() -> None:
 def test_unlike_replicas_print_and_explain_what_they_are() -> None:
     found = plan({"num_stages": 2, "num_micro_batch": 4}, {"schedule": "gpipe", "num_micro_batch": 2})
     lines = str(found).splitlines()
-    assert lines[0].startswith("plan: 2 replicas of 2, 1 stages on 3 devices of test, 1f1b, 4 micro-batches / gpipe, 2 micro-batches")
+    assert lines[0] == "plan: 2 replicas of 2, 1 stages on 3 devices of test"
+    assert lines[1] == "  world size 3: replica 0 = DP 1 x PP 2 x TP 1; replica 1 = DP 1 x PP 1 x TP 1"
+    assert lines[2].startswith("  1f1b, 4 micro-batches / gpipe, 2 micro-batches, ")
     assert any(line.endswith(", 1 stage, gpipe, 2 micro-batches") for line in lines)
     subjects = {choice.subject: choice.decision for choice in found.choices}
     assert subjects["schedule of replica 1"] == "gpipe, 2 micro-batches"

@@ -92,7 +92,7 @@ class Call:
         return self.layout.dimensions(self.raw[name].name)
 
     def shape_of(self, spec: TensorSpec) -> tuple[int, ...]:
-        """The shape of a whole tensor at the rows at hand, where the batch is cut; else that of the example."""
+        """The shape of a whole tensor at its rows of the batch, where the batch is cut; else that of the example."""
         return spec.shape_at(self.layout.num_rows) if self.layout.num_rows else spec.shape
 
     def is_sharded(self, dimension: Dimension) -> bool:

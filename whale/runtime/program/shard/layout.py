@@ -78,7 +78,7 @@ class ShardLayout:
 
     @cached_property
     def sizes(self) -> dict[str, int]:
-        """Sizes of all axes; of the batch, the rows at hand."""
+        """Sizes of all axes; of the batch, this device's rows."""
         sizes = axis_sizes(self.axes)
         return {**sizes, BATCH: self.num_rows} if self.num_rows else sizes
 
