@@ -51,6 +51,7 @@ class Adapting:
     _num_heard: int = 0
     _ended: float | None = None
     _looked_at: Mapping[str, float] | None = None
+    _num_quiet: int = 0
     _health: Health = field(default_factory=Health)
     _promise: tuple[float, float] | None = None
 
@@ -90,7 +91,10 @@ class Adapting:
         if self._num_heard % EVERY:
             return False
         self._judge()
-        return self.health.deviates and self._is_news(self._health.slowdowns)
+        self._num_quiet = 0 if self.health.deviates else self._num_quiet + 1
+        if self._num_quiet * EVERY >= WINDOW:
+            self._looked_at = None  # all is as the plan assumes again: what comes next is news
+        return self._health.deviates and self._is_news(self._health.slowdowns)
 
     def _is_news(self, slowdowns: Mapping[str, float]) -> bool:
         known = self._looked_at

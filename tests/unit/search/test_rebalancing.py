@@ -123,6 +123,20 @@ def test_a_throttled_device_is_found_within_20_steps_and_so_is_that_it_no_longer
     assert any("as fast as others again" in each for each in run.said)
 
 
+def test_each_time_that_a_device_becomes_slow_is_told_once() -> None:
+    """Where nothing moves: with runtime.rebalance off."""
+    run, told = Run(4, 0.03), list[int]()
+    for number in range(300):
+        slow = {"h0/1": 3.0 if number // 60 % 2 else 1.0}
+        real = estimate(run.plan, GRAPH, THERE.slowed(slow), Costs())
+        busy: Busy = tuple(each * run.noise.lognormvariate(0, run.spread) for each in own_seconds(run.plan, real))
+        if run.adapting.hear(number, busy):
+            run.adapting.looked_at()
+            told.append(number // 60)
+    assert told == [1, 3]
+    assert sum("as fast as others again" in each for each in run.said) == 2
+
+
 def test_more_is_wanted_after_a_move_that_brought_nothing() -> None:
     run = Run(3, 0.02)
     for number in range(50):

@@ -57,14 +57,15 @@ class StreamSum:
 
     Args:
         free: events that nobody needs any longer; those of this one are given back when they are read.
+        make: another event.
     """
 
-    def __init__(self, free: list[torch.cuda.Event]) -> None:
-        self._free = free
+    def __init__(self, free: list[torch.cuda.Event], make: Callable[[], torch.cuda.Event]) -> None:
+        self._free, self._make = free, make
         self._marks: list[tuple[torch.cuda.Event, int]] = []
 
     def add(self, sign: int) -> None:
-        event = self._free.pop() if self._free else torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event = self._free.pop() if self._free else self._make()
         event.record()
         self._marks.append((event, sign))
 
@@ -78,6 +79,10 @@ class StreamSum:
         self._free += [event for event, _ in self._marks]
         self._marks.clear()
         return found
+
+
+def _event() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
 
 @dataclass
@@ -118,7 +123,7 @@ class Meter(Watch):
         self._pause = _Pause(self)
 
     def run_begins(self) -> None:
-        self._sum = StreamSum(self._free) if self.device.type == "cuda" else HostSum(self.clock)
+        self._sum = StreamSum(self._free, _event) if self.device.type == "cuda" else HostSum(self.clock)
         self._is_inside, self._pause.depth = False, 0
 
     def run_ends(self) -> None:
