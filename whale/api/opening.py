@@ -81,7 +81,7 @@ class Opening:
         known, found = (sorted(each.by_name) for each in (self.attachment.cluster, cluster))
         if known != found:
             raise ClusterError(
-                f"a run goes on on the devices that it has (here: {first_few(known)}; the cluster: {first_few(found)})",
+                f"the cluster has other devices ({first_few(found)}) than the run ({first_few(known)})",
                 hint="engine.replan(cluster=) takes the same devices with other figures; cluster.devices in config= names fewer",
             )
         return replace(self, attachment=replace(self.attachment, cluster=cluster))

@@ -36,7 +36,7 @@ def be_elastic(arguments: argparse.Namespace) -> dict[str, str]:
         "--node-rank": arguments.node_rank != 0,
     }.items():
         if is_given:
-            raise ConfigError(f"--elastic says how many launchers meet, and numbers them (got {flag}, too)", hint=f"leave out {flag}")
+            raise ConfigError(f"{flag} cannot be given together with --elastic, which numbers the launchers", hint=f"leave out {flag}")
     arguments.nnodes = f"{least}:{most}"
     if arguments.rdzv_backend == "static":  # torchrun's default
         arguments.rdzv_backend = "c10d"
@@ -58,8 +58,8 @@ def be_elastic(arguments: argparse.Namespace) -> dict[str, str]:
 def _bounds(text: str) -> tuple[int, int]:
     found = re.fullmatch(r"(\d+)(?::(\d+))?", text)
     if found is None:
-        raise ConfigError(f"--elastic takes MIN:MAX, numbers of launchers, one on each host ({text} is not)", hint="--elastic 2:8")
+        raise ConfigError(f"--elastic {text} is not MIN:MAX, numbers of launchers, one on each host", hint="--elastic 2:8")
     least, most = int(found[1]), int(found[2] or found[1])
     if not 1 <= least <= most:
-        raise ConfigError(f"--elastic MIN:MAX has 1 <= MIN <= MAX (MIN: {least}, MAX: {most})")
+        raise ConfigError(f"--elastic {least}:{most} is not MIN:MAX with 1 <= MIN <= MAX")
     return least, most
