@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from whale.comm import Channel, Channels, Groups, Launched
-from whale.runtime.execute.roll_call import Everyone
+from whale.runtime.execute.call_check import WorldSums
 
 _FROM_SENDER, _FROM_RECEIVER = 1, 2
 
@@ -27,7 +27,7 @@ _FROM_SENDER, _FROM_RECEIVER = 1, 2
 @contextmanager
 def launches_wait() -> Iterator[None]:
     """Within it, channels and groups of this process wait at every launch."""
-    send, receive, collective, start = Channels.send, Channels.receive, Groups._started, Everyone.start
+    send, receive, collective, start = Channels.send, Channels.receive, Groups._started, WorldSums.start
 
     def meeting_send(self: Channels, tensor: torch.Tensor, channel: Channel) -> Launched:
         _meet(channel.target, _FROM_SENDER, _FROM_RECEIVER)
@@ -43,7 +43,7 @@ def launches_wait() -> Iterator[None]:
         if work is not None:
             work.work.wait()
 
-    def meeting_everyone(self: Everyone, tensor: torch.Tensor) -> None:
+    def meeting_everyone(self: WorldSums, tensor: torch.Tensor) -> None:
         work = start(self, tensor)
         if work is not None:
             work.work.wait()
@@ -54,7 +54,7 @@ def launches_wait() -> Iterator[None]:
         (Channels, "send", meeting_send),
         (Channels, "receive", meeting_receive),
         (Groups, "_started", meeting_collective),
-        (Everyone, "start", meeting_everyone),
+        (WorldSums, "start", meeting_everyone),
     )
     with ExitStack() as stack:
         for each in replaced:

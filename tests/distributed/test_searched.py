@@ -28,7 +28,7 @@ from whale.config import Config
 from whale.estimate import Costs
 from whale.estimate.prices.prices import Prices
 from whale.ir.plan import Plan
-from whale.planning.seating import Seater
+from whale.planning.realizing import Realizer
 from whale.planning.strategy import Placed, Strategy
 from whale.search.freedom import Order
 
@@ -78,7 +78,7 @@ def seated(rank: int, num_ranks: int, case: Case, order: Order, placed: Placed) 
     """Trains by the plan for a replica on these devices of each rank."""
     made, cluster, config = captured_case(case), make_cluster(case.speeds), Config(dict(case.config))
     graph = made.capture()[0]
-    seater = Seater(Prices(graph, cluster, Costs.for_model(config, graph, cluster)), config, case.rows[0])
+    seater = Realizer(Prices(graph, cluster, Costs.for_model(config, graph, cluster)), config, case.rows[0])
     plan, _ = seater.realize(Strategy((replica_of(placed, cluster, order, 2),))).finished()
     assert [len(stage.virtual_device.devices) for stage in plan.replicas[0].stages[:2]] == [len(names) for names in placed]
     return trained(make_engine(case, plan), case)

@@ -35,7 +35,7 @@ HEIGHT = {part: len(LINES) - number for number, line in enumerate(LINES) for par
 # Inside the largest parts, highest first: the rooms of one line never import one another; the files beside them stand on top.
 ROOMS = {
     "planning": (
-        ("retarget", "seating", "simulation", "whole"),
+        ("realizing", "retarget", "simulation", "whole"),
         ("plan",),
         ("written",),
         ("explain", "verify"),

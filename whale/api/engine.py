@@ -43,8 +43,8 @@ from whale.runtime.checkpoint.moving import move_state
 from whale.runtime.checkpoint.saving import Saving
 from whale.runtime.checkpoint.training_state import load_state, save_state
 from whale.runtime.execute.batch import BatchView
+from whale.runtime.execute.call_check import Call
 from whale.runtime.execute.executor import StepState
-from whale.runtime.execute.roll_call import Call
 from whale.runtime.runtime import Runtime
 from whale.runtime.state.engine_state import EngineState
 from whale.runtime.state.joint import check_elementwise

@@ -148,7 +148,7 @@ class Opening:
         world, train = self.world, self.modes.train
         warn_where_apart(plan, train.graph, world)
         roster = self.attachment.roster(plan, world)
-        idle = sorted(set(roster.everyone) - set(roster.world_ranks))
+        idle = sorted(set(roster.all_ranks) - set(roster.world_ranks))
         if idle and world.rank == 0:
             used = f"{len(roster.world_ranks)} of {counted(world.size, 'rank')}"
             print(f"whale: the plan uses {used}; idle: {listed('rank', idle)}", file=sys.stderr, flush=True)

@@ -21,7 +21,7 @@ from whale.planning.explain.choices import explain_choices, explain_step
 from whale.planning.explain.mixing import explain_apart, explain_joining, explain_mixing, keeps_apart, mixed_apart
 from whale.planning.pipeline.balance import MemoryShortage
 from whale.planning.pipeline.cut_points import find_cut_points
-from whale.planning.pipeline.placement import Placement, Seats
+from whale.planning.pipeline.placement import DevicePool, Placement
 from whale.planning.pipeline.recompute import KEEP_ALL, OPEN_DEPTHS, kept_under, read_policy
 from whale.planning.pipeline.scheduling import PipelineShape, shape_pipeline
 from whale.planning.pricing import with_estimate
@@ -73,17 +73,17 @@ def plan_and_estimate(graph: ModelGraph, cluster: Cluster, config: Config, *, ro
     return draft_as_set(prices, config, num_rows).finished()
 
 
-def draft_as_set(prices: Prices, config: Config, num_rows: int, seats: Seats | None = None) -> Draft:
+def draft_as_set(prices: Prices, config: Config, num_rows: int, pool: DevicePool | None = None) -> Draft:
     """The plan of what the scopes and settings say, estimated but not yet explained; the errors are those of `plan_and_estimate`.
 
     Args:
         prices: of the graph on the cluster.
         config: settings.
         num_rows: of the global batch.
-        seats: where scopes place it; None for all devices, by the rules. Replicas that are written down have devices of their own.
+        pool: where scopes place it; None for all devices, by the rules. Replicas that are written down have devices of their own.
     """
-    own = Seats(prices.cluster, prices.cluster) if seats is None else seats
-    draft = partial(_draft, config=config, num_rows=num_rows, seats=own)
+    own = DevicePool(prices.cluster, prices.cluster) if pool is None else pool
+    draft = partial(_draft, config=config, num_rows=num_rows, pool=own)
     others = [partial(draft, depth=depth) for depth in OPEN_DEPTHS] if _is_depth_open(config) else []
     return decided_within(prices, draft, *others)
 
@@ -94,13 +94,13 @@ def _is_depth_open(config: Config) -> bool:
     return "auto" in (policies or [config.recompute.policy])
 
 
-def _draft(prices: Prices, config: Config, num_rows: int, seats: Seats, depth: str | None = None) -> Draft:
+def _draft(prices: Prices, config: Config, num_rows: int, pool: DevicePool, depth: str | None = None) -> Draft:
     """The plan that the passes come to.
 
     Args:
         depth: what is computed again where that is left to memory, as a policy; None: as much as memory demands.
     """
-    graph, cluster, num_devices = prices.graph, prices.cluster, len(seats.taken.devices)
+    graph, cluster, num_devices = prices.graph, prices.cluster, len(pool.taken.devices)
     pricing, gather_rows = StagePricing.of(prices, config.communication.overlap), config.communication.gather_rows
     if config.replicas:
         return draft_plan(graph, cluster, *_plan_blocks(pricing, config, num_rows, depth=depth), gather_rows=gather_rows)
@@ -116,7 +116,7 @@ def _draft(prices: Prices, config: Config, num_rows: int, seats: Seats, depth: s
         config,
         lambda size: _choose_as_needed(
             dataclasses.replace(solver, pipeline=shape_pipeline(config, annotations, num_devices, size)),
-            seats,
+            pool,
             prefers_intra_node=prefers_intra_node,
             depth=depth,
         ),
@@ -220,19 +220,19 @@ def _demand(pipeline: PipelineShape, solver: Solver) -> tuple[list[float], list[
     return memory, work
 
 
-def _choose_as_needed(solver: Solver, seats: Seats, *, prefers_intra_node: bool, depth: str | None) -> Outcome:
+def _choose_as_needed(solver: Solver, pool: DevicePool, *, prefers_intra_node: bool, depth: str | None) -> Outcome:
     """The best placement; `depth` as for `_draft`."""
     own = _at_depth(solver, depth)
     solve = own.solve_if_it_may_fit if own.policy is KEEP_ALL and own is not solver else own.solve
-    best, others = _choose(own, solve, seats, prefers_intra_node=prefers_intra_node)
+    best, others = _choose(own, solve, pool, prefers_intra_node=prefers_intra_node)
     return Outcome(solver, best, others)
 
 
-def _choose(solver: Solver, solve: Solve, seats: Seats, *, prefers_intra_node: bool) -> tuple[Solution, dict[str, str]]:
+def _choose(solver: Solver, solve: Solve, pool: DevicePool, *, prefers_intra_node: bool) -> tuple[Solution, dict[str, str]]:
     """The fastest placement of replicas grouped as preferred; grouped the other way where only that fits in memory."""
     memory, work = _demand(solver.pipeline, solver)
-    preferred = seats.placements(solver.pipeline, memory, work, prefer_intra_node=prefers_intra_node)
-    other = seats.placements(solver.pipeline, memory, work, prefer_intra_node=not prefers_intra_node)
+    preferred = pool.placements(solver.pipeline, memory, work, prefer_intra_node=prefers_intra_node)
+    other = pool.placements(solver.pipeline, memory, work, prefer_intra_node=not prefers_intra_node)
     try:
         best, remarks = _best(solve, preferred)
     except MemoryShortage as error:

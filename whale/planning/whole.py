@@ -12,7 +12,7 @@ from whale.planning.structure.structure import analyse
 DECIDING = ("pipeline.", "replicas", "recompute.", "planning.", "memory.zero", "memory.offload", "gradient.dtype", "cluster.profile")
 """Keys that ask for something, or may be refused, where they are set; they begin so."""
 
-PLENTY = 10
+MEMORY_MARGIN = 10
 """So many times all weights and all results of ops are more than any step holds of them: kept, in its gradients, or between two ops."""
 
 
@@ -26,7 +26,7 @@ def whole_plan(graph: ModelGraph, cluster: Cluster, config: Config) -> Plan | No
     """
     if len(cluster.devices) != 1 or graph.mode != "train" or any(name.startswith(DECIDING) for name in config.explicit):
         return None
-    if any(op.scope or op.region for op in graph.ops) or not _has_plenty(graph, cluster, config):
+    if any(op.scope or op.region for op in graph.ops) or not _has_ample_memory(graph, cluster, config):
         return None
     (part,) = assign(graph, analyse(graph), {}, 1)[0].parts
     if not part.ops:
@@ -47,7 +47,8 @@ def whole_plan(graph: ModelGraph, cluster: Cluster, config: Config) -> Plan | No
     )
 
 
-def _has_plenty(graph: ModelGraph, cluster: Cluster, config: Config) -> bool:
+def _has_ample_memory(graph: ModelGraph, cluster: Cluster, config: Config) -> bool:
     weights = sum(parameter.spec.num_bytes for parameter in graph.parameters)
     results = sum(spec.num_bytes for op in graph.ops for spec in op.outputs)
-    return weights * (PLENTY + config.memory.optimizer_states) + results * PLENTY <= cluster.devices[0].memory * config.memory.fraction
+    needed = weights * (MEMORY_MARGIN + config.memory.optimizer_states) + results * MEMORY_MARGIN
+    return needed <= cluster.devices[0].memory * config.memory.fraction

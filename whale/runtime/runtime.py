@@ -17,11 +17,11 @@ from whale.ir.plan import Plan
 from whale.ir.schedule import Schedule
 from whale.ir.updates import buffer_updates
 from whale.runtime.execute.batch import BatchView
+from whale.runtime.execute.call_check import Call, call_together
 from whale.runtime.execute.connections import Connections
 from whale.runtime.execute.equal_copies import EqualCopies
 from whale.runtime.execute.executor import StepState
 from whale.runtime.execute.finite import LossWatch
-from whale.runtime.execute.roll_call import Call, call_together
 from whale.runtime.execute.roster import Roster
 from whale.runtime.execute.status import StatusBoard
 from whale.runtime.execute.worker import Worker
@@ -86,7 +86,7 @@ class Runtime:
         self._publishing = self._make_publishing(buckets.published, state)
         self._lasting = state.lasting
         self._copies = EqualCopies(holdings, roster, state, self.arrive)
-        self._buffers = SharedBuffers(holdings, roster.rank, state.tensors, self._connections.everyone.add, roster.world.device)
+        self._buffers = SharedBuffers(holdings, roster.rank, state.tensors, self._connections.world_sums.add, roster.world.device)
         self._workers: dict[str, Worker] = {}
         self._lent: dict[str, torch.Tensor] = {}
         self._borrowers: dict[str, dict[str, tuple[int, ...]]] = {}  # of each mode
@@ -274,18 +274,18 @@ class Runtime:
         if self._workers:
             self.arrive()
             with self.status.reporting():
-                call_together(call, argument, self.roster.world, self._connections.everyone)
+                call_together(call, argument, self.roster.world, self._connections.world_sums)
 
     def take_busy(self) -> tuple[float, ...] | None:
         """Per rank of the plan, for how long it has computed in a run, where all have told of one that they had not told of before."""
-        told = self._connections.everyone.take_busy()
+        told = self._connections.world_sums.take_busy()
         found = tuple(told[rank] for rank in self.roster.world_ranks)
         return found if all(found) else None
 
     @property
     def num_noticed(self) -> int:
         """How many ranks were about to be ended (`Notice`) when all last compared what they do: the same on all."""
-        return self._connections.everyone.num_noticed
+        return self._connections.world_sums.num_noticed
 
     def refuse(self, mode: str, reason: WhaleError, call: Call | None = None) -> None:
         """Tells the other ranks, which are about to run a step, that this rank does not, and why."""
@@ -297,7 +297,7 @@ class Runtime:
         assert step.reduction is not None
         vector, work = step.reduction
         with self.status.reporting():
-            self._connections.everyone.finish(work, "summing the loss")
+            self._connections.world_sums.finish(work, "summing the loss")
         step.reduction = vector, None
         return vector
 
@@ -308,7 +308,7 @@ class Runtime:
         state.has_moved_statistics = False
         graph = self._captured.graph
         names = tuple(name for name, update in buffer_updates(graph).items() if update.kind == "statistics")
-        device, add = self.roster.world.device, self._connections.everyone.add
+        device, add = self.roster.world.device, self._connections.world_sums.add
         with self.status.reporting():
             merge_buffers(self.holdings, self.roster.rank, graph, state.tensors, names, add, device)
 
@@ -353,18 +353,18 @@ class Runtime:
         self._connections.close()
 
     def _make_clipping(self, state: EngineState, limit: float | None) -> Clipping:
-        return Clipping(self.holdings, self.roster.rank, state.kept, limit, self._connections.everyone.add, self.roster.world.device)
+        return Clipping(self.holdings, self.roster.rank, state.kept, limit, self._connections.world_sums.add, self.roster.world.device)
 
     def _make_sync(self, buckets: Sequence[Bucket], state: EngineState) -> GradientSync | None:
-        seat, roster = self.roster.seat, self.roster
-        if seat is None:
+        rank_place, roster = self.roster.rank_place, self.roster
+        if rank_place is None:
             return None
-        stages = {(seat.replica, stage) for stage in roster.plan.pipelines[seat.replica].stages_of(seat.pipeline_rank)}
+        stages = {(rank_place.replica, stage) for stage in roster.plan.pipelines[rank_place.replica].stages_of(rank_place.pipeline_rank)}
         groups, waits = self._connections.groups, roster.world.waits
         return GradientSync(
             buckets,
             self.holdings,
-            seat.rank,
+            rank_place.rank,
             stages,
             roster.world_ranks,
             state.parameters,

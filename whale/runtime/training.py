@@ -10,8 +10,8 @@ import torch
 from whale.errors import BatchError, RuntimeFault, WhaleError, warn
 from whale.ir.schedule import Action, Kind
 from whale.runtime.execute.batch import BatchView
+from whale.runtime.execute.call_check import Call
 from whale.runtime.execute.loss import LossAccount
-from whale.runtime.execute.roll_call import Call
 from whale.runtime.runtime import Runtime
 from whale.runtime.state.engine_state import EngineState
 from whale.runtime.state.scaling import scale

@@ -21,8 +21,8 @@ from whale.estimate import Line, idle_seconds
 from whale.estimate.costs.line import Floats
 from whale.ir.cluster import Device
 from whale.planning.cutting.partition import fill
+from whale.planning.realizing import Realizer
 from whale.planning.replicas.solve import Solver
-from whale.planning.seating import Seater
 from whale.planning.strategy import Placed, RankSpec, ReplicaSpec, Strategy
 from whale.search.freedom import Order
 from whale.search.lane import WEIGHTS_LAST, Lane
@@ -68,7 +68,7 @@ class ClosedForms:
         planner: makes their plans.
     """
 
-    planner: Seater
+    planner: Realizer
     _totals: dict[tuple[Device, int], tuple[Floats, Floats]] = field(default_factory=dict, init=False)
     _speeds: dict[object, float] = field(default_factory=dict, init=False)
     _known_turns: dict[object, tuple[Floats, Floats]] = field(default_factory=dict, init=False)

@@ -28,7 +28,7 @@ from whale.estimate.prices.prices import Prices
 from whale.ir.cluster import Device
 from whale.ir.graph import ModelGraph
 from whale.planning.annotations.taskgraphs import assign_by_scopes, place_sizes, read_scopes
-from whale.planning.pipeline.placement import Seats, every_placement, placements
+from whale.planning.pipeline.placement import DevicePool, every_placement, placements
 from whale.planning.pipeline.scheduling import PipelineShape, shape_pipeline
 from whale.planning.plan import Draft, draft_as_set
 from whale.planning.strategy import Placed, ReplicaSpec, Strategy
@@ -89,7 +89,7 @@ class OpenSpace:
         config = self.config.with_values({"pipeline.num_micro_batch": own.num_micro_batch, "recompute.policy": own.recompute} | order)
         placed = tuple(replica.names for replica in strategy.replicas if replica.names is not None)
         taken = prices.cluster.only([device.name for device in strategy.devices or ()])
-        return draft_as_set(prices, config, self.forms.num_rows, Seats(prices.cluster, taken, in_any_order=True, stated=placed))
+        return draft_as_set(prices, config, self.forms.num_rows, DevicePool(prices.cluster, taken, in_any_order=True, stated=placed))
 
     def known(self, start: Sequence[Strategy]) -> Iterator[Ranked]:
         """The plan without a search: none that is found is worse."""

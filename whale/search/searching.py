@@ -22,8 +22,8 @@ from whale.ir.graph import ModelGraph
 from whale.planning.collecting import without_collecting
 from whale.planning.pipeline.balance import MemoryShortage
 from whale.planning.plan import Draft
+from whale.planning.realizing import Realizer
 from whale.planning.replicas.joining import mixes_samples
-from whale.planning.seating import Seater
 from whale.planning.strategy import Strategy
 from whale.search.failure import failure
 from whale.search.form import ClosedForms
@@ -37,7 +37,7 @@ from whale.units import counted
 PATIENCE = 500
 """A plan of which so many would be the effort that is left is made if its form is up to twice the best plan, others in proportion."""
 
-FEW = 20
+RUNNERS_UP_SHARE = 20
 """Runners-up that cannot be better are planned only where so many of them would be no effort."""
 
 TRIES = 6
@@ -86,7 +86,7 @@ def search(
     if config.planning.objective == "cost":
         check_prices(cluster)
     objective = Objective(config.planning.objective, cluster, num_rows)
-    forms = ClosedForms(Seater(prices, freedom.config, num_rows))
+    forms = ClosedForms(Realizer(prices, freedom.config, num_rows))
     effort = config.planning.effort if effort is None else effort
     free = FreeSpace(forms, freedom, objective, effort)
     space = OpenSpace(forms, freedom, objective, config) if is_divided(graph, config) else free
@@ -167,7 +167,7 @@ class Run:
             self._num_tries += each.effort > self.effort
             return True if self._num_tries <= TRIES else None
         least = 1 + each.strategy.num_devices / PER_PLAN
-        beside = self.effort / FEW if len(self.drafts) <= NUM_RUNNERS_UP else 0.0
+        beside = self.effort / RUNNERS_UP_SHARE if len(self.drafts) <= NUM_RUNNERS_UP else 0.0
         if each.effort <= max(beside, self.effort * each.comes_near(self._reach(each.effort, count))):
             return True
         return False if least <= max(beside, self.effort * each.comes_near(self._reach(least, count))) else None

@@ -20,7 +20,7 @@ from whale.ir.graph import ModelGraph
 from whale.ir.plan import Plan
 from whale.ir.serialization import from_json
 from whale.planning.plan import Draft
-from whale.planning.seating import Seater
+from whale.planning.realizing import Realizer
 from whale.planning.strategy import Strategy
 
 MODEL = """
@@ -272,15 +272,15 @@ def test_advice_is_told_in_words_and_numbers(searched: list[str], capsys: pytest
 def test_ctrl_c_keeps_the_best_plan_so_far(
     searched: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    realized, left = Seater.realize, [1]
+    realized, left = Realizer.realize, [1]
 
-    def interrupted(self: Seater, strategy: Strategy) -> Draft:
+    def interrupted(self: Realizer, strategy: Strategy) -> Draft:
         left[0] -= 1
         if left[0] < 0:
             raise KeyboardInterrupt
         return realized(self, strategy)
 
-    monkeypatch.setattr(Seater, "realize", interrupted)
+    monkeypatch.setattr(Realizer, "realize", interrupted)
     assert main(["plan", *searched]) == 0
     assert "the search was interrupted: the best of 1 plan so far" in " ".join(capsys.readouterr().out.split())
     assert main(["plan", *searched]) == 130

@@ -21,7 +21,7 @@ from whale.estimate.step.program import Gathered, Program, gather, make_program
 from whale.estimate.step.step import StepEstimate
 from whale.ir.cluster import Cluster, Host, Link
 from whale.ir.plan import Plan
-from whale.planning.seating import Seater
+from whale.planning.realizing import Realizer
 from whale.planning.strategy import Strategy
 from whale.search.freedom import Order
 
@@ -40,7 +40,7 @@ def planned(cluster: Cluster, names: Sequence[str], num_ranks: int, schedule: st
     prices = Prices(chain(6, width=16), cluster, Costs())
     rows = [tuple((name,) for name in names[start : start + num_ranks]) for start in range(0, len(names), num_ranks)]
     replicas = tuple(replica_of(own, cluster, Order(schedule), m) for own in rows if len(own) == num_ranks)
-    return Seater(prices, Config(), ROWS).realize(recomputing(Strategy(replicas), "none")).plan, prices
+    return Realizer(prices, Config(), ROWS).realize(recomputing(Strategy(replicas), "none")).plan, prices
 
 
 def told(step: StepEstimate) -> dict[str, list[object]]:

@@ -14,9 +14,9 @@ from whale.estimate.prices.prices import Prices
 from whale.ir.cluster import Cluster
 from whale.ir.graph import ModelGraph
 from whale.planning.annotations.taskgraphs import place_sizes
-from whale.planning.pipeline.placement import Seats
+from whale.planning.pipeline.placement import DevicePool
 from whale.planning.plan import Draft, draft_as_set
-from whale.planning.seating import Seater
+from whale.planning.realizing import Realizer
 from whale.planning.strategy import Placed, RankSpec, ReplicaSpec, Strategy
 from whale.search.form import ClosedForms
 from whale.search.freedom import ORDERS, Order, freedom_of
@@ -41,8 +41,8 @@ def least(
     return min(found, default=None)
 
 
-def seater_of(graph: ModelGraph, cluster: Cluster, config: Config, num_rows: int) -> Seater:
-    return Seater(Prices(graph, cluster, Costs.for_model(config, graph, cluster)), config, num_rows)
+def seater_of(graph: ModelGraph, cluster: Cluster, config: Config, num_rows: int) -> Realizer:
+    return Realizer(Prices(graph, cluster, Costs.for_model(config, graph, cluster)), config, num_rows)
 
 
 def space_of(graph: ModelGraph, cluster: Cluster, rows: int) -> FreeSpace:
@@ -122,8 +122,8 @@ def every_plan_divided(graph: ModelGraph, cluster: Cluster, config: Config, num_
     for devices, placed, order, num_micro_batch in every_division(graph, cluster, config, num_rows):
         own = freedom.config.with_values(of_order(order) | {"pipeline.num_micro_batch": num_micro_batch})
         with contextlib.suppress(WhaleError):
-            seats = Seats(cluster, cluster.only(devices), stated=placed)
-            seconds = draft_as_set(prices, own, num_rows, seats).plan.step_seconds
+            pool = DevicePool(cluster, cluster.only(devices), stated=placed)
+            seconds = draft_as_set(prices, own, num_rows, pool).plan.step_seconds
             replicas = (
                 ReplicaSpec(names=own, schedule=order.schedule, num_chunks=order.num_chunks, num_micro_batch=num_micro_batch)
                 for own in placed

@@ -10,7 +10,7 @@ import pytest
 from tests.unit.search.test_search import GIB, layers, made
 from whale.config import Config
 from whale.planning.plan import Draft
-from whale.planning.seating import Seater
+from whale.planning.realizing import Realizer
 from whale.planning.strategy import Strategy
 from whale.search import decide, search
 from whale.search.ranking import FreeSpace
@@ -39,15 +39,15 @@ def once(place: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def test_among_the_plans(monkeypatch: pytest.MonkeyPatch) -> None:
-    realized, seen = Seater.realize, list[Strategy]()
+    realized, seen = Realizer.realize, list[Strategy]()
 
-    def interrupted(self: Seater, strategy: Strategy) -> Draft:
+    def interrupted(self: Realizer, strategy: Strategy) -> Draft:
         seen.append(strategy)
         if len(seen) > 1:
             raise KeyboardInterrupt
         return realized(self, strategy)
 
-    monkeypatch.setattr(Seater, "realize", interrupted)
+    monkeypatch.setattr(Realizer, "realize", interrupted)
     found = found_on_two()
     assert found.was_interrupted and found.num_planned == 1
     assert found.plan.choices[0].bound == "the search was interrupted: the best of 1 plan so far"

@@ -11,7 +11,7 @@ from whale.config import Config
 from whale.errors import ConfigError, WhaleError
 from whale.planning import write_plan
 from whale.planning.plan import Draft
-from whale.planning.seating import Seater
+from whale.planning.realizing import Realizer
 from whale.planning.strategy import Strategy
 from whale.search import decide
 
@@ -55,13 +55,13 @@ def test_what_names_the_setting_itself_is_not_said_twice() -> None:
 
 
 def test_few_plans_are_made_to_find_the_setting_whatever_the_effort(monkeypatch: pytest.MonkeyPatch) -> None:
-    realized, seen, told = Seater.realize, list[Strategy](), list[str]()
+    realized, seen, told = Realizer.realize, list[Strategy](), list[str]()
 
-    def counted(self: Seater, strategy: Strategy) -> Draft:
+    def counted(self: Realizer, strategy: Strategy) -> Draft:
         seen.append(strategy)
         return realized(self, strategy)
 
-    monkeypatch.setattr(Seater, "realize", counted)
+    monkeypatch.setattr(Realizer, "realize", counted)
 
     def num_plans(settings: dict[str, object]) -> int:
         seen.clear()

@@ -20,8 +20,8 @@ from whale.ir.graph import ModelGraph
 from whale.planning import MemoryShortage, make_plan
 from whale.planning.pipeline.balance import shortage
 from whale.planning.plan import Draft
+from whale.planning.realizing import Realizer
 from whale.planning.replicas.joining import mixes_samples
-from whale.planning.seating import Seater
 from whale.planning.shard.space import NothingToCut
 from whale.planning.strategy import Strategy
 from whale.search import SearchResult, decide, search
@@ -257,11 +257,11 @@ def test_a_pipeline_over_two_kinds_is_as_deep_as_the_model_allows() -> None:
 def test_effort_is_a_limit_where_nothing_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = list[Strategy]()
 
-    def refused(self: Seater, strategy: Strategy) -> Draft:
+    def refused(self: Realizer, strategy: Strategy) -> Draft:
         seen.append(strategy)
         raise shortage("out of memory", 1, ())
 
-    monkeypatch.setattr(Seater, "realize", refused)
+    monkeypatch.setattr(Realizer, "realize", refused)
     with pytest.raises(MemoryShortage):
         search(layers([64] * 4), made([[(1e9, GIB)] * 4], network=1e9), Config(), rows=64, effort=5)
     assert 1 <= len(seen) <= 5 + 6

@@ -256,7 +256,7 @@ class Prices:
         known = self.cluster.by_name[device]
         return self.costs.capacity(known) - self.spared.get(known.kind, 0)
 
-    def sparing(self, lacking: Mapping[Device, int]) -> Prices:
+    def with_reserved_memory(self, lacking: Mapping[Device, int]) -> Prices:
         """The same prices, with so many bytes more left free of each kind of device."""
         other = copy(self)
         other.spared = {kind: self.spared.get(kind, 0) + lacking.get(kind, 0) for kind in {**self.spared, **lacking}}

@@ -185,7 +185,7 @@ def _least_squares(tables: Sequence[Floats], slowest: float, band: Band) -> list
 HEAVY = 8.0
 """A model is not cut where so many times as much crosses as at a light place, as long as there are other places."""
 
-NEAR = 0.005
+TIME_TOLERANCE = 0.005
 """The time is sought until it is known to this share of it."""
 
 Sums = list[float]
@@ -243,7 +243,7 @@ def _least(sums: Sequence[Sums], num_units: int, fits: Callable[[int, int, int],
     while (nearer := _within(sums, num_units, high, fits)) is None:
         low, high = high, min(1.5 * high, most)
     found = nearer
-    while high - low > NEAR * high:
+    while high - low > TIME_TOLERANCE * high:
         middle = (low + high) / 2
         nearer = _within(sums, num_units, middle, fits)
         if nearer is None:

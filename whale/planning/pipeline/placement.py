@@ -10,7 +10,7 @@ from whale.ir.cluster import Cluster, Device, Link
 from whale.planning.pipeline.scheduling import PipelineShape
 from whale.planning.strategy import Placed
 
-FEW = 4
+MAX_PERMUTED = 4
 """On up to so many devices every order is tried, and of so many kinds."""
 
 SEARCHED = "chosen by the search"
@@ -62,7 +62,7 @@ def likeness_of(placed: Placed, cluster: Cluster) -> Likeness:
 
 
 @dataclass(frozen=True)
-class Seats:
+class DevicePool:
     """The devices that a model divided by scopes may take.
 
     Attributes:
@@ -122,7 +122,7 @@ def placements(
 def every_placement(cluster: Cluster, pipeline: PipelineShape, *, prefer_intra_node: bool) -> Iterator[Placement]:
     """On few devices every way to place the replicas, alike devices of a host once; on more, kinds along the pipeline in every order."""
     kinds = list(dict.fromkeys(device.kind for device in cluster.devices))
-    if len(cluster.devices) <= FEW:
+    if len(cluster.devices) <= MAX_PERMUTED:
         seen = set[object]()
         for devices in permutations(cluster.devices, len(cluster.devices) // pipeline.num_devices * pipeline.num_devices):
             replicas = tuple(_in_turn(group, pipeline.devices) for group in _groups(devices, pipeline.num_devices))
@@ -132,7 +132,7 @@ def every_placement(cluster: Cluster, pipeline: PipelineShape, *, prefer_intra_n
                 yield _placed("the devices in another order", cluster, _names(replicas))
         return
     groups, _ = device_groups(cluster, pipeline.num_devices, prefer_intra_node=prefer_intra_node)
-    for order in permutations(kinds) if 1 < len(kinds) <= FEW else ():
+    for order in permutations(kinds) if 1 < len(kinds) <= MAX_PERMUTED else ():
         place = {kind: number for number, kind in enumerate(order)}
         own = (sorted(group, key=lambda device: place[device.kind]) for group in groups)
         yield _placed("kinds in another order", cluster, _names(tuple(_in_turn(group, pipeline.devices) for group in own)))

@@ -65,7 +65,7 @@ def most_rows(prices: Prices, pipeline: PipelineShape, placed: Placed) -> int:
 
 MAX_ROUNDS = 5
 
-NEAR = 0.02
+ROWS_TOLERANCE = 0.02
 """Rows that differ by no more than this share leave the cuts as they are."""
 
 MARGIN_STEP = 0.93
@@ -273,7 +273,7 @@ def solve_together(
         solution = _solution(solvers[0].prices, placement, models, divided, tuple(partition for _, partition in found), handled)
         if best is None or solution.step_seconds < best.step_seconds:
             best = solution
-        if all(abs(own - share) <= NEAR * share for own, share in zip(divided, rows, strict=True)):
+        if all(abs(own - share) <= ROWS_TOLERANCE * share for own, share in zip(divided, rows, strict=True)):
             break
         rows = divided
     if best is None and start is not None:

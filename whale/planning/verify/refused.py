@@ -33,7 +33,7 @@ T = TypeVar("T", bound=Estimated)
 MAX_ROUNDS = 4
 """So often a plan is decided again."""
 
-NEAR = 0.3
+CLOSED_FORM_EXCESS = 0.3
 """Closed forms may be above the estimate by so much of a device's memory, about; what lacks more is not looked at again
 but with no end of memory, and what lacks more than a device has, not even so.
 
@@ -43,7 +43,7 @@ They count all gradients beside all activations, and of what Adam holds of a mod
 FULL = 0.93
 """A plan that keeps all and fills so much of a device may have been cut for its memory: one that computes some again may be faster."""
 
-PLENTY = 2**50
+UNLIMITED_BYTES = 2**50
 """Bytes beside which no device lacks any."""
 
 
@@ -114,7 +114,7 @@ def _decided(prices: Prices, decide: Callable[[Prices], T]) -> T:
     lack: MemoryShortage | None = None
     for _ in range(MAX_ROUNDS):
         try:
-            return decide(prices.sparing(spared) if any(spared.values()) else prices)
+            return decide(prices.with_reserved_memory(spared) if any(spared.values()) else prices)
         except Refused as fault:
             refused, too_little = refused or fault, spared
             spared = {kind: number + fault.lacking.get(kind, 0) for kind, number in spared.items()}
@@ -122,7 +122,7 @@ def _decided(prices: Prices, decide: Callable[[Prices], T]) -> T:
             if refused is None and not 0 < fault.num_bytes <= min(kinds.values()):
                 raise
             lack, too_much = lack or fault, spared
-            if refused is None and fault.num_bytes > NEAR * min(kinds.values()):
+            if refused is None and fault.num_bytes > CLOSED_FORM_EXCESS * min(kinds.values()):
                 break
             spared = {kind: number - fault.num_bytes for kind, number in spared.items()}
         if too_little and too_much:
@@ -130,7 +130,7 @@ def _decided(prices: Prices, decide: Callable[[Prices], T]) -> T:
             if spared in (too_little, too_much):
                 break
     with suppress(MemoryShortage):
-        return decide(prices.sparing(dict.fromkeys(kinds, -PLENTY)))
+        return decide(prices.with_reserved_memory(dict.fromkeys(kinds, -UNLIMITED_BYTES)))
     first = refused or lack
     assert first is not None
     raise first

@@ -13,18 +13,18 @@ from typing import NoReturn, cast
 
 import torch
 
+import whale.runtime.execute.call_check as call_check
 import whale.runtime.execute.equal_copies as equal_copies
-import whale.runtime.execute.roll_call as roll_call
 from whale.comm import Launched
 from whale.errors import BatchError, WhaleError, first_few
 from whale.ir.graph import ModelGraph
 from whale.ir.plan import Plan
 from whale.runtime.execute.batch import BITS, BatchView, SharedPiece, balance, check_rows, combined, digests, on_host, shared_pieces
+from whale.runtime.execute.call_check import WorldSums
 from whale.runtime.execute.equal_copies import EqualCopies
 from whale.runtime.execute.loss import WeightProgram
-from whale.runtime.execute.roll_call import Everyone
+from whale.runtime.execute.rank_stages import RankStages
 from whale.runtime.execute.roster import Roster
-from whale.runtime.execute.seat_stages import SeatStages
 from whale.units import listed
 
 DEVICE_STEPS = 3
@@ -34,8 +34,8 @@ _KNOWN_BY = (
     "A batch of engine.loader is known by its tensors: where all are replaced (x.to(device), which the engine does for you), replace them "
     "inside the batch that the loader gave"
 )
-_NUM_OF_BATCH = roll_call.NUM_TOLD - equal_copies.NUM_TOLD
-_CALLS: Mapping[str, roll_call.Call] = {"train": "step", "eval": "evaluate", "predict": "predict", "eval_predict": "evaluate"}
+_NUM_OF_BATCH = call_check.NUM_TOLD - equal_copies.NUM_TOLD
+_CALLS: Mapping[str, call_check.Call] = {"train": "step", "eval": "evaluate", "predict": "predict", "eval_predict": "evaluate"}
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ class Agreement:
         stages: of this rank.
         tensors: what weights may read beside the batch.
         roster: who is who.
-        everyone: sums over all ranks.
+        world_sums: sums over all ranks.
         copies: what this rank holds in common with others; None where nothing is trained.
     """
 
@@ -110,16 +110,16 @@ class Agreement:
         plan: Plan,
         model: ModelGraph,
         weights: WeightProgram,
-        stages: SeatStages,
+        stages: RankStages,
         tensors: Mapping[str, torch.Tensor],
         roster: Roster,
-        everyone: Everyone,
+        world_sums: WorldSums,
         copies: EqualCopies | None,
     ) -> None:
         self._copies = copies
         self._plan, self._weights, self._tensors = plan, weights, tensors
         self._loss_stages, self._held_terms = stages.loss_stages(model), stages.held_terms(model)
-        self._seat, self._world, self._everyone = roster.seat, roster.world, everyone
+        self._rank_place, self._world, self._world_sums = roster.rank_place, roster.world, world_sums
         self._divided: dict[int, tuple[tuple[int, int], ...]] = {}
         self._num_compared, self._compares_places = 0, False
         self._shared: dict[int, tuple[SharedPiece, ...]] = {}
@@ -136,10 +136,10 @@ class Agreement:
         """
         if num_rows not in self._divided:
             check_rows(self._plan, num_rows)
-            self._divided[num_rows] = () if self._seat is None else self._plan.micro_batch_rows(self._seat.replica, num_rows)
+            self._divided[num_rows] = () if self._rank_place is None else self._plan.micro_batch_rows(self._rank_place.replica, num_rows)
         return self._divided[num_rows]
 
-    def begin(self, batch: BatchView, call: roll_call.Call | None = None) -> PendingAgreement:
+    def begin(self, batch: BatchView, call: call_check.Call | None = None) -> PendingAgreement:
         """Starts the agreement. Where this rank alone refuses the batch, the others learn that ranks differ.
 
         Args:
@@ -167,7 +167,7 @@ class Agreement:
         first = self._start(told)
         return PendingAgreement(None, lambda: self._end(first, told, measured))
 
-    def refuse(self, reason: WhaleError, call: roll_call.Call | None = None) -> None:
+    def refuse(self, reason: WhaleError, call: call_check.Call | None = None) -> None:
         """Takes part where this rank has found its batch bad, so that no other rank waits for it."""
         self._call = call or _CALLS[self._mode]
         with suppress(BatchError):  # this rank's own error says more
@@ -176,8 +176,8 @@ class Agreement:
 
     def answers_for(self, term: int) -> bool:
         """Whether this rank is the one that tells all others a term's weight."""
-        seat = self._seat
-        return seat is not None and seat.replica == 0 and seat.position == 0 and bool(self._loss_stages[term])
+        rank_place = self._rank_place
+        return rank_place is not None and rank_place.replica == 0 and rank_place.position == 0 and bool(self._loss_stages[term])
 
     def _none(self) -> torch.Tensor:
         return torch.zeros(len(self._weights.measured), dtype=torch.float64, device=self._world.device)
@@ -200,15 +200,15 @@ class Agreement:
             return told
         if batch.place is None:
             return replace(told, contents=digests(batch.leaves))
-        if self._seat is None:
+        if self._rank_place is None:
             return replace(told, balance=0)
         if batch.num_rows not in self._shared:
-            self._shared[batch.num_rows] = shared_pieces(self._plan, self._seat, batch.num_rows)
+            self._shared[batch.num_rows] = shared_pieces(self._plan, self._rank_place, batch.num_rows)
         return replace(told, balance=balance(batch, self._shared[batch.num_rows]))
 
     def _start(self, told: _Told) -> tuple[torch.Tensor, Launched | None]:
         """A sum over all ranks; what is told of the batch stays off a GPU, which is not to be waited for."""
-        return self._everyone.say(self._call, self._world.rank, told.numbers)
+        return self._world_sums.say(self._call, self._world.rank, told.numbers)
 
     def _end(self, first: tuple[torch.Tensor, Launched | None], told: _Told, measured: torch.Tensor | None) -> list[torch.Tensor]:
         """Compares, then sums what was measured where some rank needs it; None is measured where this rank refuses the batch."""
@@ -217,23 +217,23 @@ class Agreement:
         num_whole = self._compare(first, told)
         if measured is None or not len(measured) or num_whole == self._world.size:
             return []
-        self._everyone.add(measured, "summing the weights of the loss")
+        self._world_sums.add(measured, "summing the weights of the loss")
         return list(measured)
 
     def _compare(self, first: tuple[torch.Tensor, Launched | None], told: _Told) -> int:
         """Waits for what all ranks tell, and compares it; the number of ranks that have all rows."""
-        found = self._everyone.hear(first, self._call, "comparing the batch")
+        found = self._world_sums.hear(first, self._call, "comparing the batch")
         (count, squares, num_whole, *others, num_balanced, rest), copies = found[:_NUM_OF_BATCH], found[_NUM_OF_BATCH:]
         if math.isnan(count):
             self._refuse_with_others(told)
-        if not roll_call.are_equal(self._world.size, count, squares):
+        if not call_check.are_equal(self._world.size, count, squares):
             raise BatchError(
                 f"the number of rows differs between ranks (here {told.num_rows}, {count / self._world.size:g} on average)",
                 hint=f"give every rank the same global batch, or use engine.loader. {_KNOWN_BY}",
             )
-        if not roll_call.are_equal(*others[:3]):
+        if not call_check.are_equal(*others[:3]):
             self._refuse_capture(told)
-        if not roll_call.are_equal(*others[3:]):
+        if not call_check.are_equal(*others[3:]):
             self._refuse_contents(told)
         if rest and num_balanced == self._world.size:
             raise BatchError(
@@ -317,7 +317,7 @@ class Agreement:
         return total
 
     def _own_rows(self, stage: int, num_rows: int) -> list[tuple[int, int]]:
-        assert self._seat is not None, "an idle rank counts nothing"
-        held = self._plan.replicas[self._seat.replica].stages[stage]
+        assert self._rank_place is not None, "an idle rank counts nothing"
+        held = self._plan.replicas[self._rank_place.replica].stages[stage]
         pieces = self.micro_batches(num_rows)
-        return [held.row_intervals(stop - start, start)[self._seat.position] for start, stop in pieces]
+        return [held.row_intervals(stop - start, start)[self._rank_place.position] for start, stop in pieces]

@@ -30,7 +30,7 @@ import torch
 from whale.errors import BatchError
 from whale.ir.graph import NUM_ROWS, ModelGraph
 from whale.ir.plan import Plan, Stage
-from whale.runtime.execute.roster import Seat
+from whale.runtime.execute.roster import RankPlace
 from whale.units import counted
 
 Rows = tuple[tuple[int, int], ...]
@@ -238,16 +238,16 @@ class SharedPiece:
     factor: int
 
 
-def shared_pieces(plan: Plan, seat: Seat, num_rows: int) -> tuple[SharedPiece, ...]:
+def shared_pieces(plan: Plan, rank_place: RankPlace, num_rows: int) -> tuple[SharedPiece, ...]:
     """The pieces of a batch that this rank reads, and others too. Replicas share none."""
-    devices = {device for stage in plan.replicas[seat.replica].stages for device in stage.virtual_device.devices}
+    devices = {device for stage in plan.replicas[rank_place.replica].stages for device in stage.virtual_device.devices}
     rows = {rank: rank_rows(plan, rank, num_rows) for rank in sorted(plan.rank_of[device] for device in devices)}
     bounds = sorted({bound for intervals in rows.values() for interval in intervals for bound in interval})
     found = []
     for number, (start, stop) in enumerate(pairwise(bounds)):
         holders = [rank for rank, intervals in rows.items() if any(low <= start and stop <= high for low, high in intervals)]
-        if seat.rank in holders and len(holders) > 1:
-            sign = len(holders) - 1 if seat.rank == holders[0] else -1
+        if rank_place.rank in holders and len(holders) > 1:
+            sign = len(holders) - 1 if rank_place.rank == holders[0] else -1
             found.append(SharedPiece(start, stop, sign * (1 + number % _WEIGHTS)))
     return tuple(found)
 
@@ -263,14 +263,15 @@ class InputsAhead:
 
     Args:
         plan: how rows are divided.
-        seat: this rank's.
+        rank_place: this rank's.
         model: says which inputs its stages read.
         device: where it computes.
     """
 
-    def __init__(self, plan: Plan, seat: Seat, model: ModelGraph, device: torch.device) -> None:
-        self._plan, self._rank, self._device = plan, seat.rank, device
-        stages = (stage for stage in plan.replicas[seat.replica].stages if plan.devices[seat.rank] in stage.virtual_device.devices)
+    def __init__(self, plan: Plan, rank_place: RankPlace, model: ModelGraph, device: torch.device) -> None:
+        self._plan, self._rank, self._device = plan, rank_place.rank, device
+        device_name = plan.devices[rank_place.rank]
+        stages = (stage for stage in plan.replicas[rank_place.replica].stages if device_name in stage.virtual_device.devices)
         read = {source for stage in stages for name in stage.ops for source in model.by_name[name].inputs}
         self._names = tuple(op.name for op in model.ops if op.kind == "input" and op.name in read and op.name != NUM_ROWS)
         self._rows: dict[int, Rows] = {}

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from whale.comm import Channel, Channels, Groups, close_at_exit
 from whale.ir.plan import Stage
-from whale.runtime.execute.roll_call import Everyone
+from whale.runtime.execute.call_check import WorldSums
 from whale.runtime.execute.roster import Roster
 from whale.runtime.execute.status import StatusBoard
 from whale.runtime.program.shard import Group
@@ -22,7 +22,7 @@ class Connections:
         roster: who is who.
         groups: process groups.
         channels: between ranks.
-        everyone: sums over all ranks.
+        world_sums: sums over all ranks.
         status: where the current action is kept for others to read.
         watch: told when each action, message and segment begins and ends.
     """
@@ -30,7 +30,7 @@ class Connections:
     roster: Roster
     groups: Groups
     channels: Channels
-    everyone: Everyone
+    world_sums: WorldSums
     status: StatusBoard
     watch: Watch
 
@@ -46,9 +46,9 @@ class Connections:
         """
         world = roster.world
         status = StatusBoard.open(world.rank)
-        groups = Groups(world, [roster.everyone, *map(roster.in_world, rank_sets)])
+        groups = Groups(world, [roster.all_ranks, *map(roster.in_world, rank_sets)])
         channels = Channels(world, (Channel(*(roster.world_ranks[rank] for rank in pair)) for pair in pairs))
-        made = Connections(roster, groups, channels, Everyone(world, groups, status, watch), status, watch)
+        made = Connections(roster, groups, channels, WorldSums(world, groups, status, watch), status, watch)
         close_at_exit(made)
         return made
 

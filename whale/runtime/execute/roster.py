@@ -1,4 +1,4 @@
-"""Who is who: the ranks of a plan in the world, and where in the plan each of them sits."""
+"""Who is who: the ranks of a plan in the world, and which place in the plan each of them has."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from whale.ir.plan import Plan
 
 
 @dataclass(frozen=True)
-class Seat:
-    """Where this rank sits in the plan.
+class RankPlace:
+    """The place of this rank in the plan.
 
     Attributes:
         rank: of the plan.
@@ -27,15 +27,15 @@ class Seat:
     position: int
 
 
-def find_seat(plan: Plan, rank: int | None) -> Seat | None:
-    """The seat of a rank of the plan; None for a rank that the plan leaves idle."""
+def find_rank_place(plan: Plan, rank: int | None) -> RankPlace | None:
+    """The rank_place of a rank of the plan; None for a rank that the plan leaves idle."""
     if rank is None:
         return None
     device = plan.devices[rank]
     for replica in plan.replicas:
         for stage in replica.stages:
             if device in stage.virtual_device.devices:
-                return Seat(rank, replica.index, replica.pipeline.stage_rank[stage.index], stage.virtual_device.devices.index(device))
+                return RankPlace(rank, replica.index, replica.pipeline.stage_rank[stage.index], stage.virtual_device.devices.index(device))
     raise AssertionError(f"{device} is in the plan but in no stage")
 
 
@@ -54,18 +54,18 @@ class Roster:
     world_ranks: tuple[int, ...]
 
     @cached_property
-    def seat(self) -> Seat | None:
-        """Where this rank sits; None if the plan leaves it idle."""
+    def rank_place(self) -> RankPlace | None:
+        """The place of this rank; None if the plan leaves it idle."""
         own = self.world.rank
-        return find_seat(self.plan, self.world_ranks.index(own) if own in self.world_ranks else None)
+        return find_rank_place(self.plan, self.world_ranks.index(own) if own in self.world_ranks else None)
 
     @property
     def rank(self) -> int | None:
         """This rank's number in the plan; None if the plan leaves it idle."""
-        return None if self.seat is None else self.seat.rank
+        return None if self.rank_place is None else self.rank_place.rank
 
     @property
-    def everyone(self) -> tuple[int, ...]:
+    def all_ranks(self) -> tuple[int, ...]:
         """All ranks of the world."""
         return tuple(range(self.world.size))
 

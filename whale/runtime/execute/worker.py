@@ -15,13 +15,13 @@ from whale.ir.updates import buffer_updates
 from whale.runtime.execute.agreement import Agreement, PendingAgreement
 from whale.runtime.execute.batch import BatchView, InputsAhead
 from whale.runtime.execute.boundary import Boundary
+from whale.runtime.execute.call_check import Call
 from whale.runtime.execute.connections import Connections
 from whale.runtime.execute.equal_copies import EqualCopies
 from whale.runtime.execute.exchange import Exchange
 from whale.runtime.execute.executor import ActionOrder, Executor, StepState
 from whale.runtime.execute.loss import LossAccount, weight_program
-from whale.runtime.execute.roll_call import Call
-from whale.runtime.execute.seat_stages import SeatStages, make_stages
+from whale.runtime.execute.rank_stages import RankStages, make_stages
 from whale.runtime.program.captured import Captured
 from whale.runtime.program.compiled import Compilation
 from whale.runtime.state.gathered import GatheredWeights
@@ -74,21 +74,21 @@ class Worker:
         compilation: Compilation | None = None,
     ) -> None:
         roster = connections.roster
-        self.plan, self.model, self._seat = plan, captured.graph, roster.seat
+        self.plan, self.model, self._rank_place = plan, captured.graph, roster.rank_place
         self.written = {name: update.kind for name, update in buffer_updates(captured.graph).items()}
-        self._device, self._everyone = roster.world.device, connections.everyone
+        self._device, self._world_sums = roster.world.device, connections.world_sums
         self._weights = weight_program(captured.graph, captured.graph_for(captured.graph.num_rows), self._device)
         self._executor: Executor | None = None
-        self._inputs = None if self._seat is None else InputsAhead(plan, self._seat, captured.graph, self._device)
+        self._inputs = None if self._rank_place is None else InputsAhead(plan, self._rank_place, captured.graph, self._device)
         self._prepared: set[int] = set()
-        stages = SeatStages()
-        if self._seat is not None:
-            replica, schedule = plan.replicas[self._seat.replica], schedules[self._seat.replica]
-            order = ActionOrder(schedule.ranks[self._seat.pipeline_rank])
+        stages = RankStages()
+        if self._rank_place is not None:
+            replica, schedule = plan.replicas[self._rank_place.replica], schedules[self._rank_place.replica]
+            order = ActionOrder(schedule.ranks[self._rank_place.pipeline_rank])
             known = {*self._weights.by_rows, *self._weights.measured}
             stages = make_stages(
                 replica,
-                self._seat,
+                self._rank_place,
                 order.actions,
                 captured,
                 self.written,
@@ -115,19 +115,19 @@ class Worker:
                 connections.watch,
                 self._device,
                 weights,
-                visits.get(self._seat.rank, Visits()),
+                visits.get(self._rank_place.rank, Visits()),
             )
         self._runners = stages.runners
-        self._agreement = Agreement(plan, self.model, self._weights, stages, tensors, roster, connections.everyone, copies)
+        self._agreement = Agreement(plan, self.model, self._weights, stages, tensors, roster, connections.world_sums, copies)
 
     def _make_exchange(self, schedule: Schedule, axes: Axes | None, connections: Connections) -> Exchange:
-        seat, world, ranks = self._seat, connections.roster.world, connections.roster.world_ranks
-        assert seat is not None, "an idle rank exchanges nothing"
-        replica = self.plan.replicas[seat.replica]
-        done = releases(schedule, Edges.of(schedule, edge_pairs(replica)), seat.pipeline_rank)
+        rank_place, world, ranks = self._rank_place, connections.roster.world, connections.roster.world_ranks
+        assert rank_place is not None, "an idle rank exchanges nothing"
+        replica = self.plan.replicas[rank_place.replica]
+        done = releases(schedule, Edges.of(schedule, edge_pairs(replica)), rank_place.pipeline_rank)
         boundary = Boundary(self.plan, replica, self.model, ranks, axes)
         return Exchange(
-            world.rank, seat.position, boundary, self.model, connections.channels, world.device, world.waits, done, connections.watch
+            world.rank, rank_place.position, boundary, self.model, connections.channels, world.device, world.waits, done, connections.watch
         )
 
     @property
@@ -154,7 +154,7 @@ class Worker:
         self._prepare(batch.num_rows, call)
         pending = self._agreement.begin(batch, call)
         account = LossAccount(self.model.loss, batch.num_rows, self._weights.at(batch.num_rows), self._device, scale)
-        place = (*seed, -1 if self._seat is None else self._seat.replica)
+        place = (*seed, -1 if self._rank_place is None else self._rank_place.replica)
         inputs = batch if self._inputs is None else self._inputs(batch)
         state = StepState(place, inputs, self._agreement.micro_batches(batch.num_rows), account, with_gradients, pending.weights is None)
         if pending.weights is not None:
@@ -207,7 +207,7 @@ class Worker:
     def _reduce(self, state: StepState) -> None:
         if self.model.loss:
             vector = state.account.vector()
-            state.reduction = vector, self._everyone.start(vector)
+            state.reduction = vector, self._world_sums.start(vector)
 
     def close(self) -> None:
         """Lets go of the groups of split stages; no step can follow."""

@@ -16,7 +16,7 @@ from whale.ir.graph import ModelGraph
 from whale.planning.pipeline.balance import MemoryShortage
 from whale.planning.pipeline.recompute import rank_memory
 from whale.planning.plan import Draft
-from whale.planning.seating import Seater
+from whale.planning.realizing import Realizer
 from whale.planning.strategy import Strategy
 from whale.search.freedom import Order
 from whale.workloads import GPT
@@ -36,7 +36,7 @@ def drafted(policy: str, memory: str = WHOLE_MEMORY, *, schedule: str = "1f1b", 
     cluster = parse_cluster(f"hosts: [{{devices: {{model: A100-80GB, count: {2 * width}, memory: {memory}}}}}]\n")
     names = [device.name for device in cluster.devices]
     config = Config({"recompute.policy": policy})
-    seater = Seater(Prices(graph(), cluster, Costs.for_model(config, graph(), cluster)), config, ROWS)
+    seater = Realizer(Prices(graph(), cluster, Costs.for_model(config, graph(), cluster)), config, ROWS)
     placed = (tuple(names[:width]), tuple(names[width:]))
     replica = replica_of(placed, cluster, Order(schedule, CHUNKS.get(schedule, 1)), 8)
     return seater.realize(recomputing(Strategy((replica,)), policy))

@@ -18,7 +18,7 @@ from whale.config import Config
 from whale.ir.plan import Plan
 from whale.ir.schedule import LAUNCHES, POSTS, Action, Kind
 from whale.planning import make_plan
-from whale.runtime.execute.roster import find_seat
+from whale.runtime.execute.roster import find_rank_place
 from whale.runtime.state.gradient_sync import GradientSync
 from whale.runtime.state.holdings import Holdings
 from whale.runtime.state.host_copies import HostCopies
@@ -60,10 +60,10 @@ def buckets_of(plan: Plan, holdings: Holdings, bucket_bytes: int) -> tuple[Bucke
 def launches_of(plan: Plan, rank: int, holdings: Holdings, buckets: Sequence[Bucket], seed: int) -> list[Hashable]:
     """What a rank launches, in order; the gradients of a stage come in any order during its last backward."""
     shuffled = random.Random(seed + rank)
-    seat = find_seat(plan, rank)
-    assert seat is not None
-    replica = plan.replicas[seat.replica]
-    stages = replica.pipeline.stages_of(seat.pipeline_rank)
+    rank_place = find_rank_place(plan, rank)
+    assert rank_place is not None
+    replica = plan.replicas[rank_place.replica]
+    stages = replica.pipeline.stages_of(rank_place.pipeline_rank)
     held = {name for stage in stages for name in replica.stages[stage].parameters}
     parameters = {name: torch.nn.Parameter(torch.ones(GRAPH.parameter_by_name[name].spec.shape)) for name in held}
     launches = Launches()
@@ -71,7 +71,7 @@ def launches_of(plan: Plan, rank: int, holdings: Holdings, buckets: Sequence[Buc
     world = range(len(plan.devices))
     sync = GradientSync(buckets, holdings, rank, own, world, parameters, parameters, launches, timedelta(seconds=1), COPIES)  # type: ignore[arg-type]
     sync.begin()
-    actions = schedules_of(plan)[replica.index].ranks[seat.pipeline_rank]
+    actions = schedules_of(plan)[replica.index].ranks[rank_place.pipeline_rank]
     last = {action.stage: index for index, action in enumerate(actions) if action.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)}
     for index, action in enumerate(actions):
         if last.get(action.stage) == index:

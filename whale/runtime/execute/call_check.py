@@ -20,7 +20,7 @@ from whale.runtime.execute.status import StatusBoard
 from whale.runtime.program.watch import Watch
 
 
-class Everyone:
+class WorldSums:
     """All ranks of the world.
 
     Args:
@@ -150,7 +150,7 @@ def _who(count: int, ranks: int, size: int) -> str:
     return f"{count} ranks"
 
 
-def call_together(call: Call, argument: float | None, world: World, everyone: Everyone) -> None:
+def call_together(call: Call, argument: float | None, world: World, world_sums: WorldSums) -> None:
     """Waits until all ranks are here.
 
     Args:
@@ -163,7 +163,7 @@ def call_together(call: Call, argument: float | None, world: World, everyone: Ev
         return
     # sums of squares of 24 bits are exact; so short a digest tells any two numbers of a script apart
     told = 0 if argument is None else 1 + (zlib.crc32(struct.pack("d", argument)) & 0xFFFFFF)
-    total, squares, *_ = everyone.hear(everyone.say(call, world.rank, (float(told), float(told**2))), call, call)
+    total, squares, *_ = world_sums.hear(world_sums.say(call, world.rank, (float(told), float(told**2))), call, call)
     if not are_equal(world.size, total, squares):
         raise RuntimeFault(f"ranks call engine.{call} with different arguments (here {argument}, another on some rank)")
 

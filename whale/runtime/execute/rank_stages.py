@@ -1,4 +1,4 @@
-"""The stages that a rank runs in one mode, from its seat: their programs, and the loss terms that it counts there."""
+"""The stages that a rank runs in one mode, from its rank_place: their programs, and the loss terms that it counts there."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from whale.ir.schedule import Action, Kind
 from whale.ir.updates import UpdateKind
 from whale.ir.writes import written_buffers
 from whale.runtime.execute.connections import Connections
-from whale.runtime.execute.roster import Seat
+from whale.runtime.execute.roster import RankPlace
 from whale.runtime.execute.stage import StageRunner
 from whale.runtime.program.away import kept_on_host
 from whale.runtime.program.captured import Captured
@@ -31,7 +31,7 @@ from whale.sharding.parameters import ParameterShardings, Pattern
 
 
 @dataclass(frozen=True)
-class SeatStages:
+class RankStages:
     """A rank's stages; an idle rank has none.
 
     Attributes:
@@ -57,7 +57,7 @@ class SeatStages:
 
 def make_stages(
     replica: Replica,
-    seat: Seat,
+    rank_place: RankPlace,
     actions: Sequence[Action],
     captured: Captured,
     kinds: Mapping[str, UpdateKind],
@@ -70,12 +70,12 @@ def make_stages(
     weights: GatheredWeights | None = None,
     publishing: Publishing | None = None,
     compilation: Compilation | None = None,
-) -> SeatStages:
-    """Makes what a seat runs.
+) -> RankStages:
+    """Makes what a rank_place runs.
 
     Args:
-        replica: of the seat.
-        seat: of this rank.
+        replica: of the rank_place.
+        rank_place: of this rank.
         actions: of this rank.
         captured: the model in this mode.
         kinds: of the buffers that the model writes.
@@ -91,10 +91,10 @@ def make_stages(
     """
     device = connections.roster.world.device
     runners, outputs = {}, {}
-    mine = replica.pipeline.stages_of(seat.pipeline_rank)
+    mine = replica.pipeline.stages_of(rank_place.pipeline_rank)
     for index in mine:
         stage = replica.stages[index]
-        shards = _shards(replica, stage, captured.graph, axes, holdings, seat.position)
+        shards = _shards(replica, stage, captured.graph, axes, holdings, rank_place.position)
         splits = any(action.kind is Kind.BACKWARD_WEIGHT and action.stage == index for action in actions)
         lacks = holdings.lacks(replica.index, stage)
         brought, awaited = (
@@ -114,14 +114,14 @@ def make_stages(
             connections.watch,
             compilation,
         )
-        group = connections.split_group(stage, seat.position)
+        group = connections.split_group(stage, rank_place.position)
         written = written_buffers(captured.graph, frozenset(stage.ops))
         buffers = StepBuffers(tensors, {name: kinds[name] for name in written if kinds[name] != "statistics"})
         own = {**tensors, **{name: lent[name] for name in lacks}}
         keeping = partial(kept_on_host, watch=connections.watch) if stage.offloads else None
-        runners[index] = StageRunner(source, own, device, buffers, seat.position // stage.split, group, weights, publishing, keeping)
+        runners[index] = StageRunner(source, own, device, buffers, rank_place.position // stage.split, group, weights, publishing, keeping)
         outputs[index] = source.outputs
-    return SeatStages(runners, outputs, frozenset(index for index in mine if seat.position % replica.stages[index].split == 0))
+    return RankStages(runners, outputs, frozenset(index for index in mine if rank_place.position % replica.stages[index].split == 0))
 
 
 def _shards(replica: Replica, stage: Stage, model: ModelGraph, axes: Axes | None, holdings: Holdings, position: int) -> StageShards | None:

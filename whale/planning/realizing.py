@@ -28,7 +28,7 @@ from whale.planning.verify.refused import decided_within
 
 
 @dataclass(eq=False)
-class Seater:
+class Realizer:
     """Makes plans of one graph on one cluster, by the passes of `make_plan`; what several of them share is worked out once.
 
     Args:
@@ -96,7 +96,7 @@ class Seater:
         found = Outcome(solvers[0], solve_together(placement, solvers, self.num_rows), {})
         return draft_plan(self.graph, self.cluster, [None] * len(replicas), found, gather_rows=self.config.communication.gather_rows)
 
-    def _at(self, prices: Prices) -> Seater:
+    def _at(self, prices: Prices) -> Realizer:
         """The same with other prices, which differ in the memory that is spared."""
         if prices is self.prices:
             return self
