@@ -20,7 +20,7 @@ from tests.examples import at_most
 from tests.models import Block, Description, Segment, build, descriptions
 from whale.config import SCHEDULES
 from whale.ir.plan import Plan
-from whale.runtime.execute.roster import find_seat
+from whale.runtime.execute.roster import find_rank_place
 from whale.schedules import count_in_flight
 
 TOLERANCE = 1e-10
@@ -70,7 +70,7 @@ def train_and_watch(rank: int, num_ranks: int, case: Case) -> Outcome:
         state = engine.state_dict()
         assert state is not None
         run = reference.Run(losses, gradients, reference.copy_of(state))
-        place = find_seat(engine.plan, rank if rank < len(engine.plan.devices) else None)
+        place = find_rank_place(engine.plan, rank if rank < len(engine.plan.devices) else None)
         if place is None:
             return Outcome(run, engine.plan, engine.peak_in_flight, 0, 0)
         schedule, seat = engine.schedules[place.replica], place.pipeline_rank
