@@ -121,8 +121,10 @@ class WhaleTrainer(Trainer):  # type: ignore[misc]
         return self.model, train_dataloader
 
     def _open(self, inputs: Mapping[str, Any]) -> Engine:
-        batch = self._batch(inputs)
+        batch, was_training = self._batch(inputs), self.model.training
+        self.model.train()  # from_pretrained leaves a model in evaluation mode, which would be captured
         self.engine = parallelize(self.model, loss=self._loss(), optimizer=self._make_optimizer, batch=batch, **self._sources)
+        self.model.train(was_training)
         return self.engine
 
     @property
@@ -181,6 +183,7 @@ class WhaleTrainer(Trainer):  # type: ignore[misc]
         return 1 if is_scaled else self.current_gradient_accumulation_steps
 
     def training_step(self, model: nn.Module, inputs: Mapping[str, Any], num_items_in_batch: Any = None) -> Tensor:
+        model.train()
         self._counts_items = num_items_in_batch is not None
         loss = self._at_work.forward_backward(self._batch(inputs, num_items_in_batch))
         return self._plain(loss) / self._num_means

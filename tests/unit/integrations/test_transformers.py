@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,30 @@ def test_an_optimizer_that_is_made_is_refused(tmp_path: Path) -> None:
     make = partial(WhaleTrainer, model, transformers.TrainingArguments(str(tmp_path), use_cpu=True, report_to="none"))
     with pytest.raises(ConfigError, match="cannot use an optimizer that is already made"):
         make(optimizers=(optimizer, None))
+
+
+class Dropping(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.drop = nn.Linear(4, 1), nn.Dropout(0.9)
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"loss": self.linear(self.drop(x)).square().mean()}
+
+
+def test_what_comes_in_evaluation_mode_is_trained_in_training_mode(tmp_path: Path) -> None:
+    arguments = transformers.TrainingArguments(
+        str(tmp_path), use_cpu=True, report_to="none", max_steps=4, learning_rate=0.0, logging_steps=1, eval_strategy="steps", eval_steps=1
+    )
+    rows = [{"x": torch.ones(4)} for _ in range(8)]
+    trainer = WhaleTrainer(Dropping().eval(), arguments, train_dataset=rows, eval_dataset=rows)
+    trainer.label_names, trainer.can_return_loss = [], True
+    trainer.evaluate()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", category=UserWarning)
+        trainer.train()
+    losses, evaluated = ([each[key] for each in trainer.state.log_history if key in each] for key in ("loss", "eval_loss"))
+    assert len(set(losses)) == 4 and len(set(evaluated)) == 1, "dropout draws in each step, and in no evaluation"
 
 
 def test_compute_loss_gets_the_output_that_is_there() -> None:
