@@ -1,0 +1,93 @@
+"""What WhaleStrategy refuses in words, and what hooks see while they are captured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from whale.errors import CaptureError, CheckpointError, ConfigError
+
+lightning = pytest.importorskip("lightning", reason="lightning is not installed (pip install whale[lightning])")
+
+ROWS = torch.randn(8, 4)
+
+
+class Module(lightning.LightningModule):
+    def __init__(self, change: Callable[[Module, Tensor, Any], Any] = lambda module, loss, batch_idx: loss) -> None:
+        super().__init__()
+        self.linear, self.change = nn.Linear(4, 1), change
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        return self.change(self, self.linear(batch).square().mean(), batch_idx)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def fit(module: Any, *, validates: bool = False, ckpt_path: str | None = None, **options: Any) -> Any:
+    from whale.integrations.lightning import WhaleStrategy
+
+    given = {"accelerator": "cpu", "max_steps": 2, "logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    trainer = lightning.Trainer(**{**given, "num_sanity_val_steps": 0, "enable_model_summary": False, **options}, strategy=WhaleStrategy())
+    trainer.fit(module, DataLoader(ROWS, batch_size=4), DataLoader(ROWS, batch_size=4) if validates else None, ckpt_path=ckpt_path)
+    return trainer
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda module, loss, batch_idx: loss * (2 if batch_idx % 2 else 1), "training_step uses its batch_idx, but is captured once"),
+        (lambda module, loss, batch_idx: loss if batch_idx == 0 else 2 * loss, "uses its batch_idx"),
+        (lambda module, loss, batch_idx: module.log("twice", 2 * loss) or loss, r"training_step logging other values than its loss .twice"),
+        (lambda module, loss, batch_idx: module.log("number", 1.0) or loss, r"self.log of what is no tensor .number: float"),
+    ],
+    ids=["modulo", "comparison", "another value", "a number"],
+)
+def test_what_a_captured_step_cannot_do_is_said(change: Any, said: str) -> None:
+    with pytest.raises(CaptureError, match=said):
+        fit(Module(change))
+
+
+def test_what_the_strategy_does_is_left_to_it() -> None:
+    manual = Module()
+    manual.automatic_optimization = False
+    with pytest.raises(ConfigError, match="automatic_optimization is False"):
+        fit(manual)
+    own = type("Own", (Module,), {"backward": lambda self, loss: loss.backward()})()
+    with pytest.raises(ConfigError, match="does not call backward, which Own overrides"):
+        fit(own)
+    with pytest.raises(ConfigError, match="does not support gradient_clip_algorithm"):
+        fit(Module(), gradient_clip_val=0.5, gradient_clip_algorithm="value")
+    with pytest.raises(ConfigError, match=r"Trainer\(precision='bf16-mixed'\)"):
+        fit(Module(), precision="bf16-mixed")
+
+
+def test_a_checkpoint_of_another_strategy_is_not_gone_on_from(tmp_path: Path) -> None:
+    plain = lightning.Trainer(accelerator="cpu", max_steps=1, logger=False, enable_checkpointing=False, enable_progress_bar=False)
+    plain.fit(Module(), DataLoader(ROWS, batch_size=4))
+    plain.save_checkpoint(tmp_path / "plain.ckpt")
+    with pytest.raises(CheckpointError, match=r"there is no .*plain.ckpt.whale"):
+        fit(Module(), ckpt_path=str(tmp_path / "plain.ckpt"))
+
+
+class Validated(Module):
+    def validation_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        output = self.linear(batch)
+        self.log("largest", output.amax(), True, reduce_fx="max")
+        return output
+
+    def on_validation_batch_end(self, outputs: Any, *_: Any) -> None:
+        self.outputs = outputs
+
+
+def test_what_a_hook_returns_is_of_all_rows() -> None:
+    module = Validated()
+    trainer = fit(module, validates=True, max_epochs=1, max_steps=-1)
+    torch.testing.assert_close(module.outputs, module.linear(ROWS[4:]).detach())  # by the trained weights, which have come back
+    assert float(trainer.callback_metrics["largest"]) == pytest.approx(float(module.linear(ROWS).amax().detach()))
