@@ -120,6 +120,7 @@ def test_a_step_that_fails_is_recorded_when_it_is_done(world: World, tmp_path: P
             assert sum(event["ph"] == "X" and event["name"] == "STEP" for event in own) == 3, "of the batch that fails there is none"
     text = Page((tmp_path / "report.html").read_text()).text
     assert "step 3, the only one recorded with the planned number of rows, 16 rows" in text
+    assert "Bubble rate, measured" in text and "Between steps, measured" in text
 
 
 def train_around_a_bad_batch(rank: int, num_ranks: int, case: Case) -> None:

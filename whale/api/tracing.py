@@ -6,9 +6,10 @@ leaves what it has done.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
+from time import perf_counter
 
 from whale.comm import close_at_exit, compare_clocks, on_first_rank
 from whale.config import Config
@@ -46,6 +47,8 @@ class Tracing:
     roster: Roster
     _recordings: list[StepRecording] = field(default_factory=list)
     _num_done: int = 0
+    _last_end: float | None = None
+    _seconds_before: float | None = None
     _is_closed: bool = False
 
     @staticmethod
@@ -67,6 +70,8 @@ class Tracing:
     def begin(self) -> None:
         """Called by all ranks before each step; where it is recorded, they start it together."""
         if self._num_done in self.steps:  # anew after one that failed
+            if self._last_end is not None:  # the first batch of an update
+                self._seconds_before, self._last_end = perf_counter() - self._last_end, None
             self.recorder.start(compare_clocks(self.roster.world))
 
     def end(self, step_number: int, num_rows: int) -> None:
@@ -76,10 +81,11 @@ class Tracing:
             ConfigError: the files cannot be written.
         """
         self._num_done += 1
-        if self._num_done - 1 not in self.steps:
-            return
-        seen = [each for each in self.roster.world.gather_objects(self.recorder.stop()) if isinstance(each, RankStep)]
-        on_first_rank(self.roster.world, lambda: self._write(step_number, num_rows, seen))
+        if self._num_done - 1 in self.steps:
+            own = replace(self.recorder.stop(), seconds_before=self._seconds_before)
+            seen = [each for each in self.roster.world.gather_objects(own) if isinstance(each, RankStep)]
+            on_first_rank(self.roster.world, lambda: self._write(step_number, num_rows, seen))
+        self._last_end = perf_counter()
 
     def close(self) -> None:
         """Warns on rank 0 where nothing has been recorded."""

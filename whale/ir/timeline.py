@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from math import inf
 from typing import Literal
 
-from whale.ir.schedule import Action
+from whale.ir.schedule import COMPUTE, Action, Kind
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +94,24 @@ class DeviceTimeline:
         """When the last of it is over."""
         return max((each.end for kind in (self.actions, self.syncs, self.waits) for each in kind), default=0.0)
 
+    @property
+    def computations(self) -> tuple[Span, ...]:
+        """The actions that compute."""
+        return tuple(span for span in self.actions if span.action.kind in COMPUTE or span.action.kind is Kind.STEP)
+
+    @property
+    def exposed(self) -> float:
+        """Seconds in which it computes nothing while a message to it, or a bucket that it takes part in, is on its way; and waits inside
+        computations.
+        """
+        computing = [(span.start, span.end) for span in self.computations]
+        coming = [(each.start, each.end) for each in self.messages if each.target == self.device]
+        coming += [(each.start, each.end) for each in self.syncs]
+        waiting = [(each.start, each.end) for each in self.waits]
+        outside = _length([*coming, *computing]) - _length(computing)
+        inside = _length(computing) + _length(waiting) - _length([*computing, *waiting])
+        return outside + inside
+
 
 @dataclass(frozen=True)
 class StepRecording:
@@ -102,17 +122,28 @@ class StepRecording:
         num_rows: of its batch.
         devices: what each did, in the order of the plan's ranks; seconds count from the first action of all.
         clock_error: seconds by which the clocks of two devices may differ at most.
+        seconds_before: since the step before, of the rank that took longest: what the script did, such as loading data; None for the first.
     """
 
     step_number: int
     num_rows: int
     devices: tuple[DeviceTimeline, ...]
     clock_error: float
+    seconds_before: float | None = None
 
     @property
     def step_seconds(self) -> float:
         """Until the last device has done."""
         return max((each.end for each in self.devices), default=0.0)
+
+
+def _length(intervals: Iterable[tuple[float, float]]) -> float:
+    """Of all intervals together, where they overlap once."""
+    total, reached = 0.0, -inf
+    for start, end in sorted(intervals):
+        total += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+    return total
 
 
 @dataclass(frozen=True)

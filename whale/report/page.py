@@ -10,11 +10,11 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from html import escape
 from pathlib import Path
 
-from whale.estimate import StepEstimate
+from whale.estimate import StepEstimate, bubble_rate
 from whale.ir.cluster import Cluster
 from whale.ir.graph import ModelGraph
 from whale.ir.plan import Edge, Plan, Replica, Stage, describe_order, describe_shape, describe_shards
-from whale.ir.timeline import StepRecording
+from whale.ir.timeline import StepRecording, Timeline
 from whale.report.drawing import Track, drawing, drawn_tracks, make_tracks
 from whale.report.straggler import straggler_words
 from whale.units import counted, format_bytes, format_count, format_seconds, format_share
@@ -28,8 +28,17 @@ def tiles(plan: Plan, step: StepEstimate, recording: StepRecording | None) -> It
         seconds, rows = recording.step_seconds, recording.num_rows
         times = f", {seconds / step.step_seconds:.2f} times the prediction" if step.step_seconds and rows == plan.planned_rows else ""
         yield tile("Step, measured", format_seconds(seconds), _rate(rows, seconds) + times)
-    yield tile("Bubble rate", f"{step.bubble_rate:.1%}", "predicted, of the rank that takes longest")
-    yield tile("Exposed communication", format_seconds(slow.exposed), f"predicted, of {slow.devices[0]}")
+    bubble, exposed = f"{step.bubble_rate:.1%}", format_seconds(slow.exposed)
+    if recording is None:
+        yield tile("Bubble rate", bubble, "predicted, of the rank that takes longest")
+        yield tile("Exposed communication", exposed, f"predicted, of {slow.devices[0]}")
+    else:
+        measured = bubble_rate(Timeline(tuple(each.computations for each in recording.devices)))
+        yield tile("Bubble rate, measured", f"{measured:.1%}", f"of the rank that takes longest; predicted {bubble}")
+        most = max(recording.devices, key=lambda each: each.exposed)
+        yield tile("Exposed communication, measured", format_seconds(most.exposed), f"of {most.device}, the most; predicted {exposed}")
+        if (before := recording.seconds_before) is not None:
+            yield tile("Between steps, measured", format_seconds(before), "of the script before this step: loading data, logging")
     share = format_share(full.peak.total / full.capacity)
     yield tile("Fullest memory", format_bytes(round(full.peak.total)), f"{share} of {format_bytes(full.capacity)}, {full.devices[0]}")
 

@@ -42,7 +42,7 @@ def slowed(step: StepEstimate, factor: float = 2.0) -> StepRecording:
         predicted = step.of(name).timeline
         spans = tuple(Span(span.action, factor * span.start, factor * span.end) for span in predicted.actions)
         timelines.append(DeviceTimeline(name, spans, waits=(Stretch("gradients", 0.0, 1e-6),)))
-    return StepRecording(7, 64, tuple(timelines), 2e-6)
+    return StepRecording(7, 64, tuple(timelines), 2e-6, 0.25)
 
 
 def bars(page: Page, track: int, run: int = 0) -> list[tuple[str, int, int]]:
@@ -102,7 +102,18 @@ def test_measured_stands_beside_predicted(pipeline: Made) -> None:
     assert f"Measured: {step.straggler.devices[0]} computes longest, as predicted" in page.text
     assert "2.00 times the" in page.text and "It waited 1 us for gradients." in page.text
     assert page.text.index("Measured:") < page.text.index(f"Predicted: {step.straggler.name}")
+    bubble = f"{step.bubble_rate:.1%}"
+    assert f"Bubble rate, measured {bubble}" in page.text and f"predicted {bubble}" in page.text, "all took twice as long"
+    assert "Exposed communication, measured 1 us" in page.text and "Between steps, measured 250 ms" in page.text
     assert "clocks agree within 2 us" in page.text and "step 7" in page.text
+
+
+def test_exposed_communication_is_that_of_the_estimate_in_its_own_timeline() -> None:
+    for there, options in (((3e9, 1e9), {"num_stages": 2}), ((1e9, 1e9, 1e9), {"num_stages": 3, "schedule": "gpipe"}), ((1e9, 2e9), {})):
+        *_, step = made(cluster(there), num_micro_batch=4, **options)
+        assert step.straggler.exposed > 0
+        for each in step.devices:
+            assert each.timeline.exposed == pytest.approx(each.exposed, rel=1e-6, abs=1e-12)
 
 
 def test_of_several_recordings_the_middle_one_is_shown(pipeline: Made) -> None:

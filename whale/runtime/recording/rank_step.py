@@ -40,6 +40,7 @@ class RankStep:
         sends, receives: its ends of messages.
         syncs, segments, waits, memory: as of `DeviceTimeline`.
         clock_error: by which its clock may differ from rank 0's.
+        seconds_before: since its step before; None where it is the first.
     """
 
     rank: int
@@ -51,6 +52,7 @@ class RankStep:
     waits: tuple[Stretch, ...]
     memory: tuple[tuple[float, float], ...]
     clock_error: float
+    seconds_before: float | None = None
 
 
 def put_together(step_number: int, num_rows: int, ranks: Sequence[RankStep], device_of: Mapping[int, str]) -> StepRecording:
@@ -74,7 +76,8 @@ def put_together(step_number: int, num_rows: int, ranks: Sequence[RankStep], dev
         messages[leg.source].append(message)
         messages[leg.target].append(message)
     timelines = tuple(_timeline(device, own[rank], messages[rank], zero) for rank, device in device_of.items())
-    return StepRecording(step_number, num_rows, timelines, max(each.clock_error for each in own.values()))
+    before = max((each.seconds_before for each in own.values() if each.seconds_before is not None), default=None)
+    return StepRecording(step_number, num_rows, timelines, max(each.clock_error for each in own.values()), before)
 
 
 def _timeline(device: str, seen: RankStep, messages: Sequence[Message], zero: float) -> DeviceTimeline:
