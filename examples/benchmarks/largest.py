@@ -30,8 +30,7 @@ from whale.errors import PlanError
 from whale.hardware import parse_cluster
 from whale.ir.cluster import Cluster
 from whale.ir.plan import Plan
-from whale.search import decide
-from whale.search.largest import Largest, largest
+from whale.search.largest import Depths, Largest, largest
 from whale.units import format_bytes
 from whale.workloads import GPT, count_blocks, repeat_blocks
 
@@ -52,13 +51,8 @@ def deepest(memories: tuple[int, int], zero: str) -> Largest:
     """By the planner."""
     graph = GPT(layers=2, **SIZES).graph()
     config, cluster = Config({**SETTINGS, "memory.zero": zero}), cluster_of(memories)
-    (found,) = largest(
-        lambda number: repeat_blocks(graph, number),
-        count_blocks(graph),
-        lambda deep, settings: decide(None, deep, cluster, settings, rows=ROWS)[:2],
-        config,
-        lambda _: None,
-    )
+    depths = Depths(lambda number: repeat_blocks(graph, number), count_blocks(graph), cluster, ROWS)
+    (found,) = largest(depths, config, lambda _: None)
     return found
 
 

@@ -21,7 +21,7 @@ from whale.ir.plan import Plan, describe_degrees, describe_order, describe_shape
 from whale.progress import progress
 from whale.report import report_html, trace_json
 from whale.search import decide
-from whale.search.largest import Largest, largest
+from whale.search.largest import Depths, Largest, largest
 from whale.search.objective import Objective
 from whale.units import counted
 
@@ -129,15 +129,7 @@ def planned_largest(arguments: argparse.Namespace) -> tuple[tuple[Largest, ...],
     graph = read_graph(arguments.source, arguments.arg, arguments.blocks, settings=(config, cluster))
     num_blocks = count_blocks(graph)
     with progress("looking for the deepest model") as tell:
-        sizes = tuple(
-            largest(
-                lambda number: repeat_blocks(graph, number),
-                num_blocks,
-                lambda deep, settings: decide(None, deep, cluster, settings, rows=arguments.rows),
-                config,
-                tell,
-            )
-        )
+        sizes = tuple(largest(Depths(lambda number: repeat_blocks(graph, number), num_blocks, cluster, arguments.rows), config, tell))
     deepest = sizes[-1]
     return sizes, _finished(arguments, Planned(deepest.graph, config, cluster, deepest.plan, deepest.step))
 

@@ -1,27 +1,46 @@
-"""The deepest version of a model with repeated blocks that trains on given devices, for each state of its parameters."""
+"""The deepest version of a model with repeated blocks that trains on given devices, for each state of its parameters.
+
+bound      no deeper than where the forms of all parameters, each once, fill all memories
+   | search    a strategy that fits a depth, by speed
+   | again     the same strategy, ever deeper: a strategy alone is judged soon, that none fits is not
+   | search    a little deeper than the last; where none is found, that is the deepest
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import suppress
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 
 from whale.config import Config
-from whale.errors import PlanError
-from whale.estimate import StepEstimate
+from whale.errors import PlanError, WhaleError
+from whale.estimate import Costs, StepEstimate
+from whale.estimate.memory.memory import state_bytes
+from whale.estimate.prices.prices import Prices
+from whale.ir.cluster import Cluster
 from whale.ir.graph import ModelGraph
 from whale.ir.plan import Plan
+from whale.planning.realizing import Realizer
+from whale.planning.strategy import RankSpec, ReplicaSpec, Strategy
+from whale.search.deciding import decide
+from whale.search.freedom import freedom_of, pin_of
+from whale.search.open import is_divided
+from whale.search.searching import search
 
 MAX_BLOCKS = 4096
 """Deeper models are not looked at."""
 
 _EFFORT = 20
-"""Of the searches that only ask whether something fits."""
+"""Of the searches."""
+
+_TRIES = 2
+"""Plans that searches make beyond the effort while nothing fits: strategies follow one another by what they seem to lack."""
 
 _GRAIN = 25
 """Depths are told apart by one part in so many, which is finer than the estimate of memory is true."""
 
-Found = dict[int, tuple[Plan, StepEstimate]]
+_NUM_KNOWN = 2
+"""So many strategies that were found last are tried before others are searched for."""
 
 _STATES = (("0", "none"), ("2", "none"), ("3", "none"), ("3", "optimizer"), ("3", "optimizer+parameters"))
 """``memory.zero`` and ``memory.offload``, from what takes the most memory of devices to what takes the least."""
@@ -52,6 +71,84 @@ class Largest:
         return sum(each.spec.num_elements for each in self.graph.parameters if each.kind == "parameter")
 
 
+@dataclass(frozen=True)
+class Depths:
+    """One model in all depths, on a cluster.
+
+    Attributes:
+        deepened: gives the model with so many blocks.
+        num_captured: the blocks that it has; no fewer are tried.
+        cluster: the devices there are.
+        rows: of the global batch; None for the example's.
+    """
+
+    deepened: Callable[[int], ModelGraph]
+    num_captured: int
+    cluster: Cluster
+    rows: int | None
+    _graphs: dict[int, ModelGraph] = field(default_factory=dict, init=False, repr=False)
+
+    def graph(self, num_blocks: int) -> ModelGraph:
+        if num_blocks not in self._graphs:
+            self._graphs[num_blocks] = self.deepened(num_blocks)
+        return self._graphs[num_blocks]
+
+    def most(self, config: Config) -> int:
+        """No deeper: what the forms take on devices grows with the blocks, and each form of a parameter is somewhere once at least."""
+        (one, there), (two, over) = (self._least(self.num_captured + more, config) for more in (0, 1))
+        rooms = sum(
+            Costs.for_model(config, self.graph(self.num_captured), self.cluster).capacity(each.kind) for each in self.cluster.devices
+        )
+        hosts = [host.memory for host in self.cluster.hosts]
+        known = [(one, two, rooms)]
+        if None not in hosts and not config.memory.offload_as_needed:
+            known.append((there, over, sum(filter(None, hosts))))
+        bounds = (self.num_captured + int((room - first) // (second - first)) for first, second, room in known if second > first)
+        return max(self.num_captured, min(MAX_BLOCKS, *bounds))
+
+    def _least(self, num_blocks: int, config: Config) -> tuple[int, int]:
+        """Bytes on devices and on hosts, if each form of each parameter were there once."""
+        graph = self.graph(num_blocks)
+        prices = Prices(graph, self.cluster, Costs.for_model(config, graph, self.cluster))
+        held = [state_bytes(each, prices.state_of[each.name], training=prices.training) for each in graph.parameters]
+        gone = prices.costs.zero == 2  # there gradients need not be there all at a time
+        return sum(own.total - (own.gradient if gone else 0) for own in held), sum(own.on_host for own in held)
+
+    def searched(self, num_blocks: int, config: Config) -> tuple[Plan, StepEstimate]:
+        graph = self.graph(num_blocks)
+        if not self._is_free(graph, config) or config.pipeline.num_stages is not None:
+            return decide(None, graph, self.cluster, config, rows=self.rows)
+        found = search(graph, self.cluster, config, rows=self.rows, tries=_TRIES)
+        return found.plan, found.step
+
+    def again(self, num_blocks: int, config: Config, plan: Plan) -> tuple[Plan, StepEstimate]:
+        graph = self.graph(num_blocks)
+        strategy = strategy_of(plan, self.cluster)
+        if not self._is_free(graph, config) or strategy is None:
+            raise PlanError("a strategy alone says what a plan is where nothing else does")
+        prices = Prices(graph, self.cluster, Costs.for_model(config, graph, self.cluster))
+        settings = freedom_of(config, mixes_samples=False).config
+        return Realizer(prices, settings, graph.num_rows if self.rows is None else self.rows).realize(strategy).finished()
+
+    def _is_free(self, graph: ModelGraph, config: Config) -> bool:
+        """Whether a strategy alone says what a plan is."""
+        return pin_of(config) is None and not is_divided(graph, config) and len(self.cluster.devices) > 1
+
+
+def strategy_of(plan: Plan, cluster: Cluster) -> Strategy | None:
+    """The strategy of a plan whose stages are on one device each, or split over all of theirs; None for others."""
+    replicas = []
+    for replica in plan.replicas:
+        own = replica.pipeline
+        firsts = [replica.stages[own.stage_rank.index(rank)] for rank in range(own.num_ranks)]
+        if any(stage.split != len(stage.virtual_device.devices) for stage in firsts):
+            return None
+        names = tuple(stage.virtual_device.devices for stage in firsts)
+        ranks = tuple(RankSpec(cluster.by_name[each[0]].kind, len(each)) for each in names)
+        replicas.append(ReplicaSpec(ranks, 1, names, own.schedule, own.num_chunks, own.num_micro_batch))
+    return Strategy(tuple(replicas))
+
+
 def open_states(config: Config) -> tuple[tuple[str, str], ...]:
     """The states that settings leave open: where ``memory.offload`` is not set, the host's memory is among what is tried."""
     zero = None if config.memory.zero == "auto" else config.memory.zero
@@ -59,19 +156,11 @@ def open_states(config: Config) -> tuple[tuple[str, str], ...]:
     return tuple(dict.fromkeys((zero or each, home if is_open else config.memory.offload) for each, home in _STATES))
 
 
-def largest(
-    deepened: Callable[[int], ModelGraph],
-    num_captured: int,
-    decided: Callable[[ModelGraph, Config], tuple[Plan, StepEstimate]],
-    config: Config,
-    tell: Callable[[str], None],
-) -> Iterator[Largest]:
+def largest(depths: Depths, config: Config, tell: Callable[[str], None]) -> Iterator[Largest]:
     """The deepest model for each state that fits one at all, from what takes the most memory of devices to what takes the least.
 
     Args:
-        deepened: gives the model with so many blocks.
-        num_captured: the blocks that it has; no fewer are tried.
-        decided: plans a model under settings.
+        depths: plans the model.
         config: settings.
         tell: is called with each depth that is tried.
 
@@ -79,52 +168,114 @@ def largest(
         PlanError: not even the captured blocks fit, with any state; that of the last.
     """
     fault: PlanError | None = None
-    least, has_found = num_captured, False
+    known: list[Plan] = []
+    least = depths.num_captured
     for zero, offload in open_states(config):
         settings = config.with_values({"memory.zero": zero, "memory.offload": offload})
+        settings = settings.with_values({"planning.effort": min(config.planning.effort, _EFFORT)})
 
-        quick = settings.with_values({"planning.effort": min(config.planning.effort, _EFFORT)})
-        found = dict[int, tuple[Plan, StepEstimate]]()
+        def said(depth: int, state: str = f"memory.zero {zero}, memory.offload {offload}") -> None:
+            tell(f"{depth} blocks, {state}")
 
-        def fits(num_blocks: int, zero: str = zero, offload: str = offload, quick: Config = quick, found: Found = found) -> bool:
-            nonlocal fault
-            tell(f"{num_blocks} blocks, memory.zero {zero}, memory.offload {offload}")
-            try:
-                found[num_blocks] = decided(deepened(num_blocks), quick)
-            except PlanError as error:
-                fault = error
-                return False
-            return True
-
-        if not fits(least):
+        own = _State(depths, settings, said, known)
+        try:
+            least = own.deepest(least)
+        except PlanError as error:
+            fault = error
             continue
-        least, has_found = _deepest(fits, least), True
-        graph = deepened(least)
-        with suppress(PlanError):  # a longer search looks at others first; at the edge of memory it may miss what the short one has found
-            found[least] = decided(graph, settings)
-        yield Largest(zero, offload, least, graph, *found[least])
-    if not has_found:
+        yield Largest(zero, offload, least, depths.graph(least), *own.found[least])
+    if not known:
         assert fault is not None
         raise fault
 
 
-def _deepest(fits: Callable[[int], bool], least: int) -> int:
-    """The largest number that fits, to one part in `_GRAIN`, from one that does.
+@dataclass(frozen=True)
+class _State:
+    """The depths that fit with one state.
 
-    What does not fit takes ten times as long to find out as what does: steps begin small and double, and what is then left between
-    is narrowed from below.
+    Attributes:
+        depths: plans the model.
+        config: settings, with the state.
+        tell: is called with each depth that is tried.
+        known: plans that fitted some depth with this state or another, the last found last; more are added.
+        found: plans that fit, the fastest by depth.
+        _too_deep: of strategies by their place in `known`, the least depth that did not fit.
     """
-    best, too_many, step = least, MAX_BLOCKS + 1, max(1, least // _GRAIN)
-    while best < MAX_BLOCKS:
-        more = min(best + step, MAX_BLOCKS)
+
+    depths: Depths
+    config: Config
+    tell: Callable[[int], None]
+    known: list[Plan]
+    found: dict[int, tuple[Plan, StepEstimate]] = field(default_factory=dict, init=False)
+    _too_deep: dict[int, int] = field(default_factory=dict, init=False)
+
+    def deepest(self, least: int) -> int:
+        """The largest number that fits, to one part in `_GRAIN`, from one that does.
+
+        Raises:
+            PlanError: the least does not fit.
+        """
+        best, too_many = least, self.depths.most(self.config) + 1
+        if not any(self._fits(best, number) for number in self._recent):
+            self._search(best)
+        while True:
+            for number in self._recent:
+                bound = min(too_many, self._too_deep.get(number, too_many))
+                best = _deepest(partial(self._fits, number=number), best, bound)
+            if too_many - best <= _grain(best):
+                return best
+            more = best + max(_grain(best), (too_many - best) // 3 if 2 * best < too_many else 0)
+            try:
+                self._search(more)
+                best = more
+            except PlanError:
+                too_many = more
+
+    @property
+    def _recent(self) -> Sequence[int]:
+        """The last strategies, by their place; those that are split come last, as they take ten times as long to plan."""
+        last = range(len(self.known))[: -_NUM_KNOWN - 1 : -1]
+        return sorted(last, key=lambda number: self.known[number].is_sharded)
+
+    def _search(self, num_blocks: int) -> None:
+        self.tell(num_blocks)
+        self._add(num_blocks, self.depths.searched(num_blocks, self.config))
+        self.known.append(self.found[num_blocks][0])
+
+    def _fits(self, num_blocks: int, number: int) -> bool:
+        """Whether the strategy of a known plan does."""
+        self.tell(num_blocks)
+        try:
+            self._add(num_blocks, self.depths.again(num_blocks, self.config, self.known[number]))
+        except WhaleError:
+            self._too_deep[number] = num_blocks
+            return False
+        return True
+
+    def _add(self, num_blocks: int, planned: tuple[Plan, StepEstimate]) -> None:
+        known = self.found.get(num_blocks, planned)
+        self.found[num_blocks] = min(planned, known, key=lambda each: each[1].step_seconds)
+
+
+def _deepest(fits: Callable[[int], bool], least: int, too_many: int) -> int:
+    """The largest number that fits, to one part in `_GRAIN`, from one that does: steps begin small and double, as what does not fit takes
+    longest to find out; what is then left between is narrowed from below.
+    """
+    best, step = least, _grain(least)
+    while too_many - best > _grain(best):
+        more = min(best + step, too_many - 1)
         if not fits(more):
             too_many = more
             break
         best, step = more, 2 * step
-    while too_many - best > (grain := max(1, best // _GRAIN)):
+    while too_many - best > (grain := _grain(best)):
         middle = best + max(grain, (too_many - best) // 3)
         if fits(middle):
             best = middle
         else:
             too_many = middle
     return best
+
+
+def _grain(num_blocks: int) -> int:
+    return max(1, num_blocks // _GRAIN)

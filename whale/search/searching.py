@@ -54,6 +54,7 @@ def search(
     effort: float | None = None,
     start: Sequence[Strategy] = (),
     using: Device | None = None,
+    tries: int = TRIES,
     tell: Callable[[str], None] | None = None,
 ) -> SearchResult:
     """Finds the best plan, where scopes and the configuration leave a choice: by ``planning.objective``.
@@ -66,11 +67,11 @@ def search(
         cluster: the devices there are; some may be left out.
         config: settings.
         rows: of the global batch; None for the example's.
-        effort: how many plans to make at most, large ones counting for several, and six more while nothing fits; None for
-            ``planning.effort``.
+        effort: how many plans to make at most, large ones counting for several; None for ``planning.effort``.
         start: strategies that are good on a cluster like this one: they are planned first, whatever effort that takes, wherever scopes
             leave strategies to the search.
         using: a kind of device that all plans must have; None for any.
+        tries: so many plans more are made while nothing fits.
         tell: is called after each plan with what was seen so far, in words.
 
     Raises:
@@ -90,7 +91,7 @@ def search(
     effort = config.planning.effort if effort is None else effort
     free = FreeSpace(forms, freedom, objective, effort)
     space = OpenSpace(forms, freedom, objective, config) if is_divided(graph, config) else free
-    run = Run(objective, effort, space.realize, tell)
+    run = Run(objective, effort, space.realize, tell, tries)
     run.takes_apart = space.takes_apart
     with run.kept():
         run.look_at(space.known(start), is_must=True)
@@ -110,6 +111,7 @@ class Run:
         effort: that is left.
         realize: makes the plan of a strategy.
         tell: is told what was seen so far.
+        tries: plans that are made beyond the effort while nothing fits.
 
     Attributes:
         best: the best plan so far.
@@ -126,6 +128,7 @@ class Run:
     effort: float
     realize: Callable[[Strategy], Draft]
     tell: Callable[[str], None] | None
+    tries: int = TRIES
     best: Candidate | None = field(default=None, init=False)
     drafts: dict[Strategy, Candidate] = field(default_factory=dict, init=False)
     apart: dict[Strategy, Candidate] = field(default_factory=dict, init=False)
@@ -165,7 +168,7 @@ class Run:
             return True
         if self.best is None:
             self._num_tries += each.effort > self.effort
-            return True if self._num_tries <= TRIES else None
+            return True if self._num_tries <= self.tries else None
         least = 1 + each.strategy.num_devices / PER_PLAN
         beside = self.effort / RUNNERS_UP_SHARE if len(self.drafts) <= NUM_RUNNERS_UP else 0.0
         if each.effort <= max(beside, self.effort * each.comes_near(self._reach(each.effort, count))):
