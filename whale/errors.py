@@ -95,7 +95,7 @@ class Preempted(SystemExit):
     """SIGTERM has come to a rank, and the state of the training is saved. Not caught, it ends the process with exit code 143.
 
     Attributes:
-        path: of the checkpoint.
+        path: of the checkpoint; empty where ranks keep the state in memory for those that begin anew.
     """
 
     def __init__(self, path: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,7 +17,7 @@ import torch.distributed as dist
 from tests.distributed.test_launch import PATIENCE_SECONDS, wait_until
 
 SCRIPT = Path(__file__).parent / "elastic_script.py"
-NUM_STEPS = 8
+NUM_STEPS = 12
 
 
 class Launchers:
@@ -91,5 +92,20 @@ def test_a_launcher_is_killed_and_another_comes(tmp_path: Path) -> None:
         assert sizes[0] == sizes[-1] == 2 and 1 in sizes
         (survivor,) = (text for code, text in ended[:2] if code == 0)
         assert "whale run: rank 0 " in survivor and "all ranks begin anew" in survivor, survivor
-        assert "whale: goes on after step 4, from" in survivor, survivor
+        told = re.findall(r"whale: goes on after step (\d+), from memory of 1 rank; lost: [\d.]+ s, 0 steps; (gone|new): 1 x cpu", survivor)
+        assert told[0] == ("6", "gone") and told[-1][1] == "new", survivor
+        check_undisturbed(run.losses, tmp_path / "alone")
+
+
+def test_faults_of_all_kinds_lose_no_step(tmp_path: Path) -> None:
+    """Of one rank on each of two hosts, one is killed, then one stands still, then one is told to end."""
+    with launchers(tmp_path / "run", 1, "3:1:KILL", "5:0:STOP", "7:1:TERM") as run:
+        run.start(enough=2)
+        run.start(enough=2)
+        ended = run.end()
+        assert [code for code, _ in ended] == [0, 0], ended
+        said = "".join(text for _, text in ended)
+        went_on = re.findall(r"whale: goes on after step (\d+), from memory of \d ranks?; lost: [\d.]+ s, 0 steps\n", said)
+        assert went_on[:2] == ["3", "5"] and int(went_on[2]) in (7, 8, 9), said
+        assert "was killed by SIGKILL" in said and "stood still (SIGSTOP, or a debugger) and was killed" in said, said
         check_undisturbed(run.losses, tmp_path / "alone")

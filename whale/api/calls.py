@@ -80,6 +80,9 @@ class HasRuntime(Protocol):
     runtime: Runtime
     turn: Turn
 
+    def leave_state(self) -> None:
+        """Keeps what this rank holds for ranks that begin anew, where that is asked for: it cannot go on."""
+
 
 def all_ranks(method: Callable[Concatenate[E, P], T]) -> Callable[Concatenate[E, P], T]:
     """For a method that all ranks call together: where it ends in an error that the others know nothing of, they hear of it at once.
@@ -93,6 +96,10 @@ def all_ranks(method: Callable[Concatenate[E, P], T]) -> Callable[Concatenate[E,
     def call(self: E, /, *args: P.args, **kwargs: P.kwargs) -> T:
         signature.bind(self, *args, **kwargs)
         with self.turn.taken(method.__name__), self.runtime.roster.world.all_ranks():
-            return method(self, *args, **kwargs)
+            try:
+                return method(self, *args, **kwargs)
+            except RuntimeFault:
+                self.leave_state()
+                raise
 
     return call

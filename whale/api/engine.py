@@ -20,6 +20,7 @@ from whale.api.calls import Turn, all_ranks, user_call
 from whale.api.guards import Guards
 from whale.api.hints import answer, call_answer, copy_answer
 from whale.api.initial_state import with_optimizer
+from whale.api.keeping import Fall, Keeping, devices_of, tell_kept, tell_resumed
 from whale.api.loader import DataPosition, Loader, leave_group, make_loader
 from whale.api.mode import CapturedMode, ModeName, view_of
 from whale.api.modes import Modes, forget, prepare_forward, prepare_training
@@ -31,17 +32,17 @@ from whale.api.step_log import StepLog
 from whale.api.tracing import Tracing
 from whale.comm import on_first_rank, together
 from whale.config import Source
-from whale.errors import PREEMPTED_CODE, ConfigError, Preempted, RuntimeFault, WhaleError, first_few, warn
+from whale.errors import PREEMPTED_CODE, CheckpointError, ConfigError, Preempted, RuntimeFault, WhaleError, first_few, warn
 from whale.ir.cluster import Cluster
 from whale.ir.graph import ModelGraph
 from whale.ir.plan import Plan
 from whale.ir.schedule import Schedule
 from whale.progress import progress
-from whale.runtime.checkpoint.files import newest_complete
 from whale.runtime.checkpoint.model_files import without_compiled
 from whale.runtime.checkpoint.moving import move_state
 from whale.runtime.checkpoint.saving import Saving
-from whale.runtime.checkpoint.training_state import load_state, save_state
+from whale.runtime.checkpoint.surviving import DEVICES, Kept, find_kept, forget_kept
+from whale.runtime.checkpoint.training_state import keep_state, load_state, newest_step, random_state, save_state
 from whale.runtime.execute.batch import BatchView
 from whale.runtime.execute.call_check import Call
 from whale.runtime.execute.executor import StepState
@@ -100,6 +101,7 @@ class Engine:
         self._warns_of_no_optimizer, self._has_told_of_parts = not trains and is_first, False
         self._log = StepLog.of(opening.settings.runtime, world)
         self._saved: tuple[Path, int, object] | None = None  # the last: where, of which step, with what
+        self._keeping = Keeping.of(opening.settings.runtime.keep_on_fault, world)
         weakref.finalize(self, world.notice.leave).atexit = False  # while the interpreter ends, SIGTERM stays unheard
         self._adapting = None if world.is_alone else _adapting_to(is_first)
         self._take_up(state, runtime, tracing, decided, overhead)
@@ -111,11 +113,16 @@ class Engine:
         self._data.state = state
         self._first_step = state.step_number
         self._guards.take_up(state.tensors)
-        if self.opening.settings.runtime.save_on_sigterm is not None:
+        if self._hears_sigterm:
             runtime.roster.world.notice.listen()
         if self._adapting is not None:
             self._adapting.overhead = overhead
             self._adapting.take_up(decided.plan, decided.own_seconds, self.opening.attachment.cluster)
+
+    @property
+    def _hears_sigterm(self) -> bool:
+        settings = self.opening.settings.runtime
+        return settings.save_on_sigterm is not None or settings.keep_on_fault is not None
 
     # ---- work ------------------------------------------------------------------------------------------------
 
@@ -223,9 +230,14 @@ class Engine:
             Preempted: it has.
         """
         folder, number = self.opening.settings.runtime.save_on_sigterm, self.runtime.num_noticed
-        if not number or folder is None or self._accumulated is not None:
+        if not number or not self._hears_sigterm or self._accumulated is not None:
             return
         world, step_number = self.runtime.roster.world, self.state.step_number
+        if folder is None:
+            self._finish_saving()
+            self.runtime.merge_statistics(self.state)
+            self.leave_state()
+            raise Preempted("")
         path = Path(folder) / f"step_{step_number}"
         where, when, extra = self._saved or (None, None, None)
         self.save(path, extra=extra if (where, when) == (path.resolve(), step_number) else None)
@@ -236,6 +248,8 @@ class Engine:
 
     def _train(self, batch: Any, call: Literal["step", "forward_backward"]) -> torch.Tensor:
         batch = self._data.recognized(batch)
+        if self._keeping is not None and self._accumulated is None:
+            self._keeping.begun = self.state.step_number, self._data.before(batch)
         if isinstance(batch, RankBatch):
             self._data.feed(batch.origin)
         if self._tracing is not None:  # before the batch is looked at, which may fail on one rank alone
@@ -255,6 +269,8 @@ class Engine:
         return step_loss(loss)
 
     def _stepped(self, loss: torch.Tensor, num_rows: int) -> None:
+        if self._keeping is not None:
+            self._keeping.rest()
         clipping = self.runtime.clipping
         self._log.end(self.state.step_number, loss, None if clipping is None else clipping.last)
         if self._tracing is not None:
@@ -356,7 +372,7 @@ class Engine:
         roster = self.runtime.roster
         shows = self.opening.settings.runtime.progress if progress is None else progress
         words = self._log.with_bar() if shows else None
-        if self.opening.settings.runtime.save_on_sigterm is not None:
+        if self._hears_sigterm:
             options["worker_init_fn"] = partial(leave_group, options.get("worker_init_fn"))
         loader = make_loader(dataset, global_batch_size=global_batch_size, plan=roster.plan, rank=roster.rank, progress=words, **options)
         self._data.add(loader)
@@ -440,7 +456,8 @@ class Engine:
         state = without_compiled(state, names)
         given = {key: value for key, value in state.items() if names.get(key, key) is not None}
         keys = {key: name for key, name in names.items() if name is not None}
-        fill_tensors(graph, self.runtime.holdings, roster.rank, self.state, given, keys, roster.world)
+        with self._changing():
+            fill_tensors(graph, self.runtime.holdings, roster.rank, self.state, given, keys, roster.world)
         self.runtime.publish()
         give_extra_state(self.modes.model, names, state)
         self.state.has_moved_statistics = False
@@ -515,41 +532,118 @@ class Engine:
             CheckpointError: it is incomplete, damaged, of another model or optimizer, or of another loader. Nothing has changed.
         """
         self.runtime.call_together("load")
+        return self._load(Path(path))
+
+    def _load(self, path: Path, kept: Kept | None = None) -> Any:
+        """Reads a checkpoint, or what hosts have kept."""
         self._finish_saving()
         roster, holdings = self.runtime.roster, self.runtime.holdings
         graph, model = self.model_graph, self.modes.model
-        extra = load_state(Path(path), self.state, roster, holdings, graph, model, self._data.check)
+        with self._changing():
+            extra = load_state(path, self.state, roster, holdings, graph, model, self._data.check, kept=kept)
         self.runtime.publish()
         self.runtime.losses.forget()
         self.runtime.forget_lost()
         self._accumulated = None
         self.state.forget_gradients()
         self._data.resume()
+        if self._keeping is not None:
+            self._keeping.rest()
         return extra
 
     @all_ranks
     def resume(self, folder: str | Path) -> Any:
-        """Loads the checkpoint of a folder that was complete last, if there is one, so that one script both begins and goes on.
+        """Goes on from the newest state there is, if there is one, so that one script both begins and goes on.
+
+        That is the checkpoint of a folder that was complete last; under ``whale run --elastic`` the step before the fault, where the
+        hosts that are there have all pieces of it in memory. What was lost is said on standard error.
 
         Args:
             folder: in which checkpoints are saved; rank 0 looks into it.
 
         Returns:
-            What `load` returns; None where there was nothing to load.
+            What `load` returns; None where there was nothing to load, and where the state was in memory.
 
         Raises:
             CheckpointError: as `load`.
         """
         self.runtime.call_together("resume")
-        world = self.runtime.roster.world
+        world, keeping = self.runtime.roster.world, self._keeping
         self._finish_saving()
-        path = on_first_rank(world, lambda: newest_complete(Path(folder)))
-        if path is None:
-            return None
-        extra = self.load(path)
-        if world.rank == 0:
-            print(f"whale: goes on after step {self.step_number}, from {path}", file=sys.stderr, flush=True)
+        kept, reason, fall = None, "", None
+        if keeping is not None:
+            keeping.purpose = str(folder)
+            names = [each.name for each in self.model_graph.parameters if each.name in self.runtime.roster.plan.owners]
+            kept, reason = find_kept(keeping.folder, keeping.purpose, names, world)
+            fall = Fall.of(keeping.folder, world)
+        path, saved_step = on_first_rank(world, lambda: newest_step(Path(folder)))
+        devices = devices_of(self.opening.attachment.cluster)
+        if kept is not None and saved_step is not None and saved_step > kept.step:
+            kept, reason = None, ""
+        before = [] if kept is None else kept.value(f"extra.{DEVICES}")
+        extra = None
+        if kept is not None:
+            try:
+                self._load(Path(folder), kept)
+            except CheckpointError as error:
+                kept, reason = None, f"what was kept in memory cannot be read: {error.message}"
+        if kept is None and path is not None:
+            extra = self._load(path)
+        source = "the start" if path is None else str(path)
+        source = source if kept is None else f"memory of {counted(kept.num_parts, 'rank')}"
+        if world.rank == 0 and (path is not None or kept is not None or fall is not None):
+            tell_resumed(self.step_number, source, fall, before, devices, reason)
+        if keeping is not None:
+            world.barrier()  # all have read it
+            forget_kept(keeping.folder, str(folder))
         return extra
+
+    def leave_state(self) -> None:
+        """Keeps the last whole step, as far as this rank holds it, in memory of its host; it says so, or why it cannot.
+
+        A rank that was in the midst of an update, or of another change, keeps nothing.
+        """
+        keeping, state = self._keeping, self.state
+        if keeping is None or keeping.purpose is None or keeping.is_done or keeping.is_changing or not state.is_whole:
+            return
+        keeping.is_done = True
+        random, position = keeping.random, self._data.now
+        if keeping.begun is not None:
+            number, before = keeping.begun
+            if number == state.step_number:
+                position = before
+                if self._accumulated is not None:
+                    self._accumulated.buffers.put_back()
+            else:  # its update was done
+                random = random_state()
+        roster = self.runtime.roster
+        try:
+            size = keep_state(
+                keeping.folder,
+                f"{keeping.training}_{state.step_number}",
+                keeping.purpose,
+                replace(state, position=position),
+                roster,
+                self.runtime.holdings,
+                self.model_graph,
+                self.modes.model,
+                random=random,
+                devices=devices_of(self.opening.attachment.cluster),
+                lacks=self.runtime.unmerged(state),
+            )
+        except CheckpointError as error:
+            tell_kept(roster.world.rank, state.step_number, error)
+            return
+        tell_kept(roster.world.rank, state.step_number, size)
+
+    @contextmanager
+    def _changing(self) -> Iterator[None]:
+        """Around what changes the state otherwise than by a step: where it ends in an error, nothing is kept of it."""
+        if self._keeping is not None:
+            self._keeping.is_changing = True
+        yield
+        if self._keeping is not None:
+            self._keeping.is_changing = False
 
     def _finish_saving(self) -> None:
         """Waits for the checkpoint that is being written, if one is; all ranks do so together."""
@@ -607,12 +701,13 @@ class Engine:
         gc.collect()  # what was at work holds parameters in circles, which would be there twice
         if self._tracing is not None:
             self._tracing.give_way()
-        state, kept = move_state(self.state, old.roster, old.holdings, roster, holdings, graph)
-        with_optimizer(state, graph, holdings, opening.optimizer, opening.scheduler, world)
-        together(world, lambda: kept.give(state))
-        self.opening = opening
-        runtime, tracing = opening.open(roster, holdings, state)
-        self._take_up(state, runtime, tracing, decided, decided.seconds + time.perf_counter() - begun)
+        with self._changing():
+            state, kept = move_state(self.state, old.roster, old.holdings, roster, holdings, graph)
+            with_optimizer(state, graph, holdings, opening.optimizer, opening.scheduler, world)
+            together(world, lambda: kept.give(state))
+            self.opening = opening
+            runtime, tracing = opening.open(roster, holdings, state)
+            self._take_up(state, runtime, tracing, decided, decided.seconds + time.perf_counter() - begun)
         for loader, source in loaders:
             loader.read_from(source)
         return self.plan

@@ -18,7 +18,7 @@ from rich.progress import Progress, ProgressColumn, Task
 from rich.text import Text
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
-from whale.api.rank_batch import ORIGINS, RankRows, mark, recognized
+from whale.api.rank_batch import ORIGINS, RankBatch, RankRows, mark, recognized
 from whale.api.row_source import Collate, Division, IndexedSource, IterableSource, RowSource, Share
 from whale.errors import BatchError, CheckpointError
 from whale.ir.plan import Plan
@@ -261,6 +261,10 @@ class DataPosition:
         if self.state.position is not None or self._feeding is None:
             return self.state.position
         return self._feeding.placed or self._fed
+
+    def before(self, batch: Any) -> Mapping[str, int] | None:
+        """Where the data goes on if a batch, which `recognized` gave, does not count after all."""
+        return batch.origin.start if isinstance(batch, RankBatch) and isinstance(batch.origin.source, Loader) else self.now
 
     def add(self, loader: Loader) -> None:
         """Takes in a loader that was just made."""

@@ -263,17 +263,16 @@ def _match(cluster: Cluster, profiles: Sequence[DeviceProfile]) -> dict[str, int
 def compare_settings(settings: Config, world: World) -> None:
     """Raises, on all ranks, a ConfigError where ranks have unlike settings."""
     # Rank 0 alone reads where it records and logs, and each host has a cache of its own: hosts may write a path otherwise.
-    own_values = {
-        name: str(value) for name, value in settings.items() if name not in ("trace.directory", "runtime.log_file", "runtime.capture_cache")
-    }
+    own = ("trace.directory", "runtime.log_file", "runtime.capture_cache", "runtime.keep_on_fault")
+    own_values = {name: str(value) for name, value in settings.items() if name not in own}
     everyones = world.gather_objects(own_values)  # lines, which blocks know, do not travel
     first = everyones[0]
     assert isinstance(first, dict)
-    for rank, own in enumerate(everyones):
-        assert isinstance(own, dict)
-        odd = [name for name in {**first, **own} if first.get(name) != own.get(name)]
+    for rank, other in enumerate(everyones):
+        assert isinstance(other, dict)
+        odd = [name for name in {**first, **other} if first.get(name) != other.get(name)]
         if odd:
-            listing = "; ".join(f"{name}: {first.get(name)} on rank 0, {own.get(name)} on rank {rank}" for name in odd)
+            listing = "; ".join(f"{name}: {first.get(name)} on rank 0, {other.get(name)} on rank {rank}" for name in odd)
             raise ConfigError(
                 f"settings differ between ranks ({listing})",
                 hint="start all ranks with the same environment (WHALE_...), recipe and arguments",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
@@ -15,6 +16,7 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from whale.cli import rank_start
+from whale.cli.elastic import KEPT
 from whale.errors import PREEMPTED_CODE
 
 if TYPE_CHECKING:
@@ -130,11 +132,23 @@ def _look_for_the_next(found: Deaths, directory: str) -> None:
         how = _ended(exit_code, stood_still=ended.si_pid in found.stopped)
         said = f"whale run: {rank} (pid {ended.si_pid}) {how}; {_last(status, time.time())}; all ranks begin anew"
         print(said, file=sys.stderr, flush=True)
+    step = max((each.step for each in statuses), default=0)
+    _note_fall(Path(directory) / KEPT, step)
     by_itself = exit_code not in (PREEMPTED_CODE, -signal.SIGTERM)
-    if found.fell(status, max((each.step for each in statuses), default=0), by_itself=by_itself):
+    if found.fell(status, step, by_itself=by_itself):
         found.has_left = True
         # of torchrun's errors the one that does not end the run for all launchers
         raise SignalException(f"{found.num_in_vain} ranks of this host have failed, without a step between", sigval=signal.SIGTERM)
+
+
+def _note_fall(kept: Path, step: int) -> None:
+    """For the ranks that begin anew, which remove it once they have gone on."""
+    from whale.runtime.execute.status import FALL
+
+    with suppress(OSError):  # no room, or the ranks before have not gone on: theirs stands
+        kept.mkdir(mode=0o700, exist_ok=True)
+        with open(kept / FALL, "x") as file:
+            json.dump([time.time(), step], file)
 
 
 def rank_processes(directory: str) -> list[int]:

@@ -7,17 +7,24 @@ that are there meet anew, and start the script anew with new numbers of ranks.
 from __future__ import annotations
 
 import argparse
+import os
 import re
 
 from whale.errors import ConfigError
 
-PARTIAL = "WHALE_CLUSTER_PARTIAL"
+PARTIAL, KEEP = "WHALE_CLUSTER_PARTIAL", "WHALE_RUNTIME_KEEP_ON_FAULT"
+
+KEPT = "kept"
+"""The folder in the run directory where ranks leave what they hold."""
 
 MOST_RESTARTS = 1 << 20
 """Of torchrun, which counts those of a training of months too; `deaths` ends what begins anew in vain."""
 
 LAST_CALL_SECONDS = 3
 """So long do launchers, if they are enough, wait for others."""
+
+SHUTDOWN, SHUTDOWN_SECONDS = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", 120
+"""torchrun's variable for the time from SIGTERM to SIGKILL, and so long may ranks take to leave what they hold."""
 
 BEATS = 4
 """So many signs of life may a launcher miss before the others meet without it."""
@@ -52,7 +59,8 @@ def be_elastic(arguments: argparse.Namespace) -> dict[str, str]:
     arguments.rdzv_conf = f"{own},{arguments.rdzv_conf}" if arguments.rdzv_conf else own  # of equal keys the last counts
     arguments.max_restarts = arguments.max_restarts or MOST_RESTARTS
     # torchrun would let ranks meet at the store of the first launcher, which may be gone, by a number of restarts that launchers differ in
-    return {PARTIAL: "true", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    shutdown = os.environ.get(SHUTDOWN, str(SHUTDOWN_SECONDS))
+    return {SHUTDOWN: shutdown, PARTIAL: "true", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
 
 def _bounds(text: str) -> tuple[int, int]:

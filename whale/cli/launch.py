@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from whale.cli import rank_start
 from whale.cli.deaths import describe_failure, rank_processes, watching
-from whale.cli.elastic import be_elastic
+from whale.cli.elastic import KEEP, KEPT, be_elastic
 from whale.cli.inputs import refuse_unknown
 from whale.config import RECIPE_VARIABLE, load_config
 from whale.errors import PREEMPTED_CODE, ConfigError
@@ -81,7 +81,7 @@ def run(words: Sequence[str]) -> int:
     with (
         _meeting_on_loopback(arguments),
         _run_directory() as directory,
-        _environment({**variables, RUN_DIRECTORY: directory}),
+        _environment({**variables, RUN_DIRECTORY: directory, **({KEEP: str(Path(directory) / KEPT)} if elastic else {})}),
         watching(directory, is_elastic=arguments.elastic is not None) as deaths,
         _passing_on_sigterm(arguments, directory),
     ):

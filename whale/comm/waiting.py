@@ -100,10 +100,10 @@ def say_why(error: BaseException) -> None:
         _store().compare_set(_WORDS, "", said)
 
 
-def end_together() -> None:
-    """Waits, once, until all ranks have come to end in an error, `LINGER_SECONDS` at most: who comes here has printed its own."""
+def end_together(most_seconds: float) -> None:
+    """Waits, once, until all ranks have come to end in an error, but no longer than that: who comes here has printed its own."""
     with suppress(RuntimeError, dist.DistError):  # who kept the store has ended
-        store, until = _store(), time.monotonic() + LINGER_SECONDS
+        store, until = _store(), time.monotonic() + most_seconds
         ranks = [f"{_ENDED}/{rank}" for rank in range(dist.get_world_size())]
         own = ranks[dist.get_rank()]
         if store.check([own]):
@@ -162,10 +162,12 @@ class Waits:
     Attributes:
         timeout: the longest that any wait may take.
         lines: to the peers; given up where a wait fails.
+        linger_seconds: so long does this process, where it fails, wait for the others to say why they fail.
     """
 
     timeout: timedelta
     lines: Lines = field(default_factory=Lines)
+    linger_seconds: float = LINGER_SECONDS
     _watched: deque[_DeviceWait] = field(default_factory=deque)
     _monitor: threading.Thread | None = None
     _fault: RuntimeFault | None = None

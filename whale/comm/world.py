@@ -33,7 +33,7 @@ import torch.distributed.nn.functional  # keeps the group that is there when it 
 from torch.distributed.rendezvous import rendezvous
 
 from whale.comm.notice import Notice
-from whale.comm.waiting import Waits, backend_of, end_together, say_why
+from whale.comm.waiting import LINGER_SECONDS, Waits, backend_of, end_together, say_why
 from whale.errors import ConfigError, OpFault, RuntimeFault, WhaleError
 
 
@@ -187,12 +187,12 @@ def _say_why(reference: weakref.ref[Waits]) -> None:
     """Leaves the error that ends this process for the others, which have seen nothing of it, and lets them say theirs before it ends."""
     error = getattr(sys, "last_value", None)
     if isinstance(error, Exception) and dist.is_initialized():
+        waits = reference()
         if not isinstance(error, RuntimeFault):
             say_why(error)
-            waits = reference()
             if waits is not None:
                 waits.lines.hang_up()
-        end_together()
+        end_together(LINGER_SECONDS if waits is None else waits.linger_seconds)
 
 
 def _has_failed() -> bool:

@@ -174,6 +174,11 @@ class RuntimeSettings:
         "folder in which a checkpoint step_N is saved when SIGTERM comes to any rank, which then all end with exit code 143; null: "
         "SIGTERM ends a rank at once",
     )
+    keep_on_fault: str | None = key(
+        None,
+        "folder in memory of each host, where ranks that lose their peers, or that SIGTERM ends, leave the last whole step for "
+        "`engine.resume`; `whale run --elastic` sets it; null: nothing is kept",
+    )
 
 
 @dataclass(frozen=True, slots=True)

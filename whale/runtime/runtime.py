@@ -301,6 +301,13 @@ class Runtime:
         step.reduction = vector, None
         return vector
 
+    def unmerged(self, state: EngineState) -> list[str]:
+        """The running statistics of which several owners have their own, each by its own rows, until they are merged."""
+        if not state.has_moved_statistics:
+            return []
+        moved = (name for name, update in buffer_updates(self._captured.graph).items() if update.kind == "statistics")
+        return [name for name in moved if len(self.roster.holders.get(name, ())) > 1]
+
     def merge_statistics(self, state: EngineState) -> None:
         """Makes running statistics equal on their owners, if steps have moved them since; all ranks of the world call it."""
         if not state.has_moved_statistics:

@@ -128,9 +128,13 @@ def update(runtime: Runtime, state: EngineState, accumulated: Accumulated, facto
     if factor != 1.0:
         loss = loss * factor
         scale(torch.tensor(factor, dtype=torch.float64), state.kept.values())
-    with runtime.status.reporting():
-        norm = None if runtime.clipping is None else runtime.clipping.clip()
-        applies = not runtime.leaves_out_steps(state) or _is_fit(runtime, state, accumulated, norm)
+    try:
+        with runtime.status.reporting():
+            norm = None if runtime.clipping is None else runtime.clipping.clip()
+            applies = not runtime.leaves_out_steps(state) or _is_fit(runtime, state, accumulated, norm)
+    except WhaleError:
+        accumulated.buffers.put_back()
+        raise
     if not applies:
         accumulated.buffers.put_back()
         runtime.forget_lost()
@@ -153,7 +157,6 @@ def _is_fit(runtime: Runtime, state: EngineState, accumulated: Accumulated, norm
     ranks = "" if is_finite or math.isfinite(found) else f" {runtime.losses.ranks_of(accumulated.account)}"
     if loss_scale is not None:
         if not is_finite and loss_scale.value <= 1 and not runtime.config.gradient.skip_nonfinite:
-            accumulated.buffers.put_back()
             runtime.forget_lost()
             raise RuntimeFault(
                 f"loss or gradients are not finite at step {number + 1} with a loss scale of {loss_scale.value:g}: loss {found:g}{ranks}, "

@@ -116,13 +116,14 @@ def boxes(positions: Sequence[Runs]) -> Iterator[Box]:
         yield Box(tuple(start for start, _ in corner), tuple(stop for _, stop in corner))
 
 
-def find_shares(holdings: Holdings, rank: int | None, model: ModelGraph) -> dict[str, Share]:
+def find_shares(holdings: Holdings, rank: int | None, model: ModelGraph, *, writes_all: bool = False) -> dict[str, Share]:
     """What a rank keeps of the parameters and buffers that some rank keeps only a part of.
 
     Args:
         holdings: who holds which part.
         rank: of the plan; None if idle.
         model: shapes.
+        writes_all: whether it answers for all pieces that it holds; else for those of which it is the lowest owner.
     """
     found: dict[str, Share] = {}
     shardings = holdings.shardings
@@ -135,7 +136,7 @@ def find_shares(holdings: Holdings, rank: int | None, model: ModelGraph) -> dict
             found[name] = Share(
                 model.parameter_by_name[name].spec.shape,
                 space.positions(sharding.held[rank]),
-                tuple(space.positions(piece.region) for piece in sharding.pieces if piece.owners[0] == rank),
+                tuple(space.positions(piece.region) for piece in sharding.pieces if rank in piece.owners[: None if writes_all else 1]),
             )
     return found
 

@@ -64,6 +64,7 @@ def load(
     ties: Mapping[str, str] | None = None,
     may_lack: Collection[str] = (),
     check: Callable[[OptimizerState, Extras], None] | None = None,
+    opened: Contents | None = None,
 ) -> tuple[OptimizerState, Extras]:
     """Reads a checkpoint, whatever plan wrote it; all ranks of the world call it together.
 
@@ -78,6 +79,7 @@ def load(
         ties: other names of the model's tensors, and the first name of each.
         may_lack: tensors that one of weights alone need not have; they stay as they are.
         check: raises where what has been read beside the tensors does not fit this rank; nothing has changed then, on any rank.
+        opened: what is read; None for what lies in the folder.
 
     Returns:
         The optimizer state of this rank's parameters, and the plain data.
@@ -88,7 +90,7 @@ def load(
     shares = shares or {}
 
     def read_rest() -> tuple[Contents, OptimizerState, Extras]:
-        contents = _under_first_names(path, open_checkpoint(path), ties or {})
+        contents = _under_first_names(path, opened or open_checkpoint(path), ties or {})
         _check_model(path, contents, specs, () if contents.plain else may_lack)
         kept, extras = _rest(contents, tensors, world.rank, shares)
         if check is not None:

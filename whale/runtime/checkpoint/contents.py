@@ -97,6 +97,10 @@ class Index:
         return {piece.file for tensor in self.tensors for piece in tensor.pieces}
 
 
+ReadPiece = Callable[[StoredTensor, StoredPiece], Tensor]
+"""Gives a piece of a tensor."""
+
+
 @dataclass(frozen=True)
 class Contents:
     """A checkpoint that is open.
@@ -113,7 +117,7 @@ class Contents:
     tensors: Mapping[str, StoredTensor]
     plain: Sequence[str]
     value: Callable[[str], Any]
-    read: Callable[[StoredTensor, StoredPiece], Tensor]
+    read: ReadPiece
 
 
 Piece = tuple[str, Sequence[int], Box, Tensor]
@@ -155,8 +159,14 @@ def write_pieces(file: Path, pieces: Sequence[Piece], go_on: Callable[[], None])
     return [written[_name(key, shape, box)] for key, shape, box, _ in pieces]
 
 
-def open_contents(path: Path, index: Index) -> Contents:
-    """A checkpoint of this form, by its index."""
+def open_contents(path: Path, index: Index, fetch: ReadPiece | None = None) -> Contents:
+    """A checkpoint of this form, by its index.
+
+    Args:
+        path: the folder of its files.
+        index: of what is in them.
+        fetch: gives pieces in place of the files.
+    """
     tensors = {tensor.key: tensor for tensor in index.tensors}
 
     @cache
@@ -168,6 +178,8 @@ def open_contents(path: Path, index: Index) -> Contents:
         return found
 
     def read(tensor: StoredTensor, piece: StoredPiece) -> Tensor:
+        if fetch is not None:
+            return fetch(tensor, piece)
         dtype: torch.dtype = getattr(torch, tensor.dtype)
         try:
             found: Tensor = opened(piece.file).get_tensor(piece.name)

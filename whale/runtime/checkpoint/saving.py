@@ -82,7 +82,7 @@ def save(
     def prepare() -> tuple[list[Piece], dict[str, Any]]:
         if keep is not None and keep < 1:
             raise CheckpointError(f"keep={keep} is not a number of checkpoints from 1")
-        pieces, plain = _snapshot(tensors, optimizer, extras, writers, world.rank, shares or {})
+        pieces, plain = snapshot(tensors, optimizer, extras, writers, world.rank, shares or {})
         found = [(key, shape, box, _on_host(value)) for key, shape, box, value in pieces] if copies else pieces
         for device in {value.device for *_, value in pieces if value.is_cuda}:
             torch.cuda.current_stream(device).synchronize()
@@ -215,7 +215,7 @@ _UNFINISHED: set[Saving] = set()
 """What goes on beside the training, and nobody has waited for yet."""
 
 
-def _snapshot(
+def snapshot(
     tensors: Mapping[str, Tensor],
     optimizer: OptimizerState,
     extras: Extras,

@@ -9,7 +9,7 @@ place and the step alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -22,8 +22,10 @@ from whale.errors import CheckpointError, warn
 from whale.ir.graph import ModelGraph
 from whale.ir.serialization import to_json
 from whale.runtime.checkpoint.boxes import find_shares
-from whale.runtime.checkpoint.checkpoint import READ_AS, Extras, load
+from whale.runtime.checkpoint.checkpoint import READ_AS, Extras, load, open_checkpoint
+from whale.runtime.checkpoint.files import newest_complete
 from whale.runtime.checkpoint.saving import Saving, save
+from whale.runtime.checkpoint.surviving import DEVICES, Kept, keep_part
 from whale.runtime.execute.roster import Roster
 from whale.runtime.state.engine_state import EngineState, without_averages
 from whale.runtime.state.holdings import Holdings
@@ -77,21 +79,9 @@ def save_state(
     Raises:
         CheckpointError: it cannot be begun; the same on all ranks, and what stood at the path before is intact.
     """
-    shared: dict[str, Any] = {STEP: state.step_number}
+    shared = _shared(state, roster, model, module)
     if roster.world.rank == 0 and extra is not None:
         shared[USERS] = extra
-    if state.position is not None:
-        shared["position"] = dict(state.position)
-    if state.decay is not None:
-        shared["decay"] = state.decay
-    if state.loss_scale is not None:
-        shared["loss_scale"] = asdict(state.loss_scale)
-    if left_out := _left_out(module, model):
-        shared[LEFT_OUT] = left_out
-    shared |= {f"{KIND}{what}": kind for what, kind in _kinds(state).items()}
-    own = {each.name: each.spec.dtype for each in model.parameters}
-    if others := {name: dtype for name, dtype in own.items() if roster.plan.state_of(name).kept.dtype != dtype}:
-        shared[READ_AS] = others
     writers = {name: min(roster.in_world(holdings.shardings.kept(name).mesh)) for name in holdings.shardings.parameters}
     if state.scheduler is not None and any(writers[name] == roster.world.rank for name in state.kept):
         assert state.optimizer is not None
@@ -111,6 +101,75 @@ def save_state(
     )
 
 
+def keep_state(
+    folder: Path,
+    save_id: str,
+    purpose: str,
+    state: EngineState,
+    roster: Roster,
+    holdings: Holdings,
+    model: ModelGraph,
+    module: nn.Module,
+    *,
+    random: Mapping[str, Any],
+    devices: Sequence[str],
+    lacks: Sequence[str],
+) -> int:
+    """Writes all that this rank holds into memory of its host, without a word to others, who may be gone.
+
+    Args:
+        folder, save_id, purpose, lacks: as `keep_part` takes them.
+        module: the user's.
+        random: what `random_state` gave when the step was done.
+        devices: what there is to plan for.
+
+    Returns:
+        The number of bytes.
+
+    Raises:
+        CheckpointError: there is no room.
+    """
+    rank, shared = roster.world.rank, {**_shared(state, roster, model, module), DEVICES: list(devices)}
+    if state.scheduler is not None and state.kept:
+        assert state.optimizer is not None
+        shared[f"{SCHEDULER}{rank}"] = read_scheduler(state.scheduler, state.optimizer, state.kept)
+    return keep_part(
+        folder,
+        save_id,
+        purpose,
+        tensors=state.lasting,
+        optimizer=state.read_kept(),
+        extras=Extras(shared, {"random": random}),
+        shares=find_shares(holdings, roster.rank, model, writes_all=True),
+        rank=rank,
+        lacks=lacks,
+    )
+
+
+def newest_step(folder: Path) -> tuple[Path | None, int | None]:
+    """The checkpoint in a folder that was complete last, and the steps done in it; None for one of weights alone."""
+    path = newest_complete(folder)
+    return path, None if path is None else open_checkpoint(path).value(f"extra.{STEP}")
+
+
+def _shared(state: EngineState, roster: Roster, model: ModelGraph, module: nn.Module) -> dict[str, Any]:
+    """What a checkpoint has beside tensors, alike on all ranks, but for schedulers and the user's own."""
+    shared: dict[str, Any] = {STEP: state.step_number}
+    if state.position is not None:
+        shared["position"] = dict(state.position)
+    if state.decay is not None:
+        shared["decay"] = state.decay
+    if state.loss_scale is not None:
+        shared["loss_scale"] = asdict(state.loss_scale)
+    if left_out := _left_out(module, model):
+        shared[LEFT_OUT] = left_out
+    shared |= {f"{KIND}{what}": kind for what, kind in _kinds(state).items()}
+    own = {each.name: each.spec.dtype for each in model.parameters}
+    if others := {name: dtype for name, dtype in own.items() if roster.plan.state_of(name).kept.dtype != dtype}:
+        shared[READ_AS] = others
+    return shared
+
+
 def load_state(
     path: Path,
     state: EngineState,
@@ -119,6 +178,8 @@ def load_state(
     model: ModelGraph,
     module: nn.Module,
     check_position: Callable[[Mapping[str, int]], None],
+    *,
+    kept: Kept | None = None,
 ) -> Any:
     """Fills a state's tensors in place, as they last, and puts everything else back; all ranks of the world call it.
 
@@ -127,6 +188,7 @@ def load_state(
     Args:
         module: the user's.
         check_position: raises where the data cannot go on as the checkpoint says.
+        kept: what is read, in place of what lies at the path.
 
     Returns:
         The user's own data in it; None without.
@@ -147,7 +209,7 @@ def load_state(
 
     specs = {parameter.name: parameter.spec for parameter in model.parameters if parameter.name in roster.plan.owners}
     shares = find_shares(holdings, roster.rank, model)
-    kept, extras = load(
+    found, extras = load(
         path,
         tensors=state.lasting,
         specs=specs,
@@ -156,10 +218,11 @@ def load_state(
         ties={tie: parameter.name for parameter in model.parameters for tie in parameter.ties},
         may_lack=_left_out(module, model),
         check=check,
+        opened=None if kept is None else kept.open(state.lasting, shares, roster.world),
     )
     if STEP not in extras.shared:
         return None
-    state.take_kept(kept)
+    state.take_kept(found)
     state.decay = extras.shared.get("decay", state.decay)
     if (schedule := _schedule(state, extras)) is not None:
         state.scheduler.load_state_dict(schedule)

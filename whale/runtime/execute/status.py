@@ -24,6 +24,9 @@ from whale.errors import first_few, warn
 RUN_DIRECTORY = "WHALE_RUN_DIR"
 """Environment variable that names the run directory; without it statuses stay in memory."""
 
+FALL = "fall.json"
+"""Where the launcher of an elastic run notes when ranks fell, and the steps that were done, beside what they kept."""
+
 State = Literal["running", "waiting", "failed", "finished"]
 
 _STATES: tuple[State, ...] = ("running", "waiting", "failed", "finished")

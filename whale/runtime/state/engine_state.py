@@ -64,6 +64,7 @@ class EngineState:
         loss_scale: of a training in float16; None for others.
         decay: of the averages of weights; None where there are none.
         averages: moving averages of what is kept, by name; empty before the first step.
+        is_whole: whether all of it is of one step: no update is under way, and none was left in the middle.
         has_moved_statistics: whether steps have moved buffers (running statistics) on their owners, each by its own rows.
     """
 
@@ -79,6 +80,7 @@ class EngineState:
     loss_scale: LossScale | None = None
     decay: float | None = None
     averages: dict[str, torch.Tensor] = field(default_factory=dict)
+    is_whole: bool = True
     _is_advancing: bool = False
     _scheduled: object = None
     _has_told_of_schedule: bool = False
@@ -154,6 +156,7 @@ class EngineState:
             loss: of the step, for a scheduler that goes by it, as `torch.optim.lr_scheduler.ReduceLROnPlateau` does.
             applies: whether the gradients are applied.
         """
+        self.is_whole = False
         if self.optimizer is not None and applies:
             self._is_advancing = True
             try:
@@ -167,6 +170,7 @@ class EngineState:
         self.noted_settings = self.settings
         self.step_number += 1
         self.num_advanced += 1
+        self.is_whole = True
 
     def _average(self) -> None:
         """Moves the averages towards the weights, as `torch.optim.swa_utils.get_ema_multi_avg_fn` does: the first are the weights."""

@@ -1,0 +1,107 @@
+"""What a rank leaves of its training where it loses its peers, for the ranks that begin anew, and what these are told of it."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+from whale.comm import World
+from whale.errors import CheckpointError
+from whale.ir.cluster import Cluster
+from whale.runtime.checkpoint.training_state import random_state
+from whale.runtime.execute.status import FALL
+from whale.units import counted, format_bytes
+
+
+@dataclass
+class Keeping:
+    """Of one engine.
+
+    Attributes:
+        folder: in memory of this host.
+        training: tells this start of the engine from all others; equal on all ranks.
+        purpose: the folder that `resume` was given, which tells the engine from others of the script; None before that, and then nothing
+            is kept.
+        is_changing: whether a call is under way, or was left in the middle, that changes the state otherwise than by a step.
+        begun: the number of steps done, and where the data went on, before the step under way; None between steps.
+        random: the state of the generators when the last step was done.
+        is_done: whether this rank has left what it holds.
+    """
+
+    folder: Path
+    training: str
+    purpose: str | None = None
+    is_changing: bool = False
+    begun: tuple[int, Mapping[str, int] | None] | None = None
+    random: Mapping[str, Any] = field(default_factory=random_state)
+    is_done: bool = False
+
+    @staticmethod
+    def of(folder: str | None, world: World) -> Keeping | None:
+        """Where a folder is named; all ranks of the world call it."""
+        if folder is None:
+            return None
+        world.waits.linger_seconds = 0.0  # no launcher ends those that live: SIGTERM lets them leave what they hold
+        return Keeping(Path(folder), str(world.broadcast_object(uuid4().hex)))
+
+    def rest(self) -> None:
+        """A step is done."""
+        self.begun, self.random = None, random_state()
+
+
+def devices_of(cluster: Cluster) -> list[str]:
+    """What there is to plan for, as far as it is told."""
+    return [f"{device.model} of {device.host}" for device in cluster.devices]
+
+
+@dataclass(frozen=True)
+class Fall:
+    """What the launchers of this run saw last: when the first rank fell, in seconds of ``time.time()``, and the steps done by then."""
+
+    when: float
+    step: int
+
+    @staticmethod
+    def of(folder: Path, world: World) -> Fall | None:
+        """The first of all hosts; None where nothing has happened. All ranks of the world call it."""
+        try:
+            own = json.loads((folder / FALL).read_text())
+        except (OSError, ValueError):
+            own = None
+        found: list[Any] = [each for each in world.gather_objects(own) if each is not None]
+        return Fall(min(when for when, _ in found), max(step for _, step in found)) if found else None
+
+
+def tell_resumed(step: int, source: str, fall: Fall | None, before: Sequence[str], now: Sequence[str], reason: str) -> None:
+    """Says where training goes on, and what was lost.
+
+    Args:
+        step: steps done.
+        source: whence.
+        fall: of the ranks before; None where none fell.
+        before: devices then, if that is known.
+        now: devices.
+        reason: why no later step serves.
+    """
+    said = [f"goes on after step {step}, from {source}"]
+    if fall is not None:
+        said.append(f"lost: {time.time() - fall.when:.1f} s, {counted(max(fall.step - step, 0), 'step')}")
+    if before:
+        changes = (("gone", Counter(before) - Counter(now)), ("new", Counter(now) - Counter(before)))
+        said += [f"{word}: {', '.join(f'{number} x {name}' for name, number in devices.items())}" for word, devices in changes if devices]
+    if reason:
+        said.append(reason)
+    print(f"whale: {'; '.join(said)}", file=sys.stderr, flush=True)
+
+
+def tell_kept(rank: int, step: int, size: int | CheckpointError) -> None:
+    """Says what a rank has left, or why it has not."""
+    what = f"is not kept: {size.message}" if isinstance(size, CheckpointError) else f"is kept in memory ({format_bytes(size)})"
+    print(f"whale: step {step} of rank {rank} {what}", file=sys.stderr, flush=True)
