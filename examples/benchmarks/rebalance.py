@@ -109,7 +109,7 @@ def run_ranks(options: argparse.Namespace) -> Result:
         meet()
         steps_to_move, throttled = until_moved(engine, step, options.most)
         moved_rows = rows_of(engine, options.rows)
-        known = first.slowed({first.devices[THROTTLED].name: 1 / options.share})
+        known = first.slowed({first.devices[THROTTLED].name: options.slowdown or 1 / options.share})
         others = [engine_of(options, "off", known), engine_of(options, "off", first)]
         sides = [step, *(partial(other.step, batch) for other in others)]
         for each in sides:
@@ -186,6 +186,9 @@ def main() -> None:
     for name, default in numbers.items():
         parser.add_argument(f"--{name}", type=int, default=default, help=f"default {default}")
     parser.add_argument("--share", type=float, default=0.33, help="of a core, that one rank is cut to (default 0.33)")
+    parser.add_argument(
+        "--slowdown", type=float, metavar="N", help="that the second run is planned for (default 1 / share: of a machine with idle cores)"
+    )
     parser.add_argument("--following", action="store_true", help="measure what following costs by itself")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results here")
     options = parser.parse_args()

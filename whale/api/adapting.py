@@ -117,7 +117,7 @@ class Adapting:
 
     def say_slow(self, opening: Opening, plan: Plan, slowdowns: Mapping[str, float]) -> None:
         """Says, on rank 0, which devices are slower than the plan was made for, and what that costs."""
-        slow = [each for each in self.health.slow if each.deviates]
+        slow = [each for each in self.health.slow if each.deviates and each.slowdown > each.assumed]
         if slow and self.is_first:
             graph, cluster = opening.modes.train.graph, opening.attachment.cluster
             even_seconds, stay_seconds = step_seconds(plan, graph, cluster, opening.settings, slowdowns)
