@@ -18,8 +18,8 @@ import whale
 from whale.capture import capture
 from whale.config import Config
 from whale.estimate import Costs, estimate
+from whale.estimate.prices.collective_costs import CollectiveCosts, StagePlace
 from whale.estimate.prices.prices import Prices
-from whale.estimate.prices.tolls import Site, Tolls
 from whale.hardware import parse_cluster
 from whale.ir.cluster import Cluster
 from whale.ir.graph import ModelGraph
@@ -164,8 +164,8 @@ def bridges() -> Iterator[Figure]:
 
 def _summing(prices: Prices, stage: Stage, rows: int) -> float:
     """Seconds of what the devices of a split stage exchange among them, both ways."""
-    tolls = Tolls(prices, Site((stage.virtual_device.devices,), rows, 1, 1))
-    found = (tolls.both_ways(bridge) for bridge in prices.bridges(stage.ops, stage.shards, frozenset()))
+    collective_costs = CollectiveCosts(prices, StagePlace((stage.virtual_device.devices,), rows, 1, 1))
+    found = (collective_costs.both_ways(bridge) for bridge in prices.bridges(stage.ops, stage.shards, frozenset()))
     return sum(there.at(rows) + back.at(rows) for there, back in found)
 
 

@@ -18,8 +18,8 @@ from whale.config import Config
 from whale.estimate import Costs, Line, estimate
 from whale.estimate.costs.communication import Volume, all_gather_volume, all_reduce_volume, all_to_all_volume
 from whale.estimate.events.engine import EventTimes, Task, Transfer, run
+from whale.estimate.prices.collective_costs import CollectiveCosts, StagePlace, copied_bytes
 from whale.estimate.prices.prices import Prices
-from whale.estimate.prices.tolls import Site, Tolls, copied_bytes
 from whale.ir.cluster import NO_HANDLING, Cluster, Handling, Link
 from whale.ir.graph import ModelGraph
 from whale.ir.plan import Plan
@@ -160,13 +160,13 @@ def test_copies_are_work_of_a_device_that_handles_what_it_sends() -> None:
     prices = Prices(graph, there, Costs())
     bridges = prices.bridges(stage.ops, stage.shards, frozenset())
     for width in (2, 4):
-        tolls = Tolls(prices, Site((tuple(device.name for device in there.devices[:width]),), 16, 1, 1))
-        messages = [volume.line(HANDLING) for volume in tolls.volumes(bridges)]
-        copies = [own.at(16) - line.at(16) for own, line in zip(tolls.handled(bridges, first), messages, strict=True)]
+        collective_costs = CollectiveCosts(prices, StagePlace((tuple(device.name for device in there.devices[:width]),), 16, 1, 1))
+        messages = [volume.line(HANDLING) for volume in collective_costs.volumes(bridges)]
+        copies = [own.at(16) - line.at(16) for own, line in zip(collective_costs.handled(bridges, first), messages, strict=True)]
         num_sums = [line.at(16) > 0 for line in messages]
         assert any(num_sums)
         assert copies == pytest.approx([(width > 2) * count * 3 * 16 * 512 * 4 / first.bandwidth for count in num_sums])
-        assert tolls.handled(bridges, second) == (Line(), Line()), "nobody has measured it"
+        assert collective_costs.handled(bridges, second) == (Line(), Line()), "nobody has measured it"
 
 
 def test_what_all_wait_for_and_what_one_handles_is_one_message() -> None:

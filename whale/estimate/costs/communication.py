@@ -96,7 +96,7 @@ def _part_of_card(cluster: Cluster, host: str, count: int) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
+class Route:
     """One way for a collective to go; what passes inside and between hosts passes at the same time, in pieces.
 
     Attributes:
@@ -114,7 +114,7 @@ class Way:
         return max(self.inside / over.inside, self.between / over.between)
 
 
-def fastest_way(over: Fabric, num_passes: int, num_bytes: float) -> Way:
+def fastest_way(over: Fabric, num_passes: int, num_bytes: float) -> Route:
     """The fastest way of a collective.
 
     Args:
@@ -125,22 +125,22 @@ def fastest_way(over: Fabric, num_passes: int, num_bytes: float) -> Way:
     return min(_ways(over, num_passes), key=lambda way: way.latency + way.seconds_per_byte(over) * num_bytes)
 
 
-def _ways(over: Fabric, num_passes: int) -> Iterator[Way]:
+def _ways(over: Fabric, num_passes: int) -> Iterator[Route]:
     count, hosts, inner, outer = over.num_devices, over.num_hosts, over.inside_latency, over.between_latency
     if count < 2:
-        yield Way(0.0, 0.0, 0.0)
+        yield Route(0.0, 0.0, 0.0)
         return
     each = num_passes * (count - 1) / count
     crossings = hosts if hosts > 1 else 0
-    yield Way(each, each if crossings else 0.0, each * ((count - crossings) * inner + crossings * outer))
+    yield Route(each, each if crossings else 0.0, each * ((count - crossings) * inner + crossings * outer))
     if over.is_ring:
         return
     if num_passes == 2:
         depth = ceil(log2(over.on_host)) * inner + ceil(log2(hosts)) * outer
-        yield Way(2.0, 2.0 if crossings else 0.0, 2 * depth)
+        yield Route(2.0, 2.0 if crossings else 0.0, 2 * depth)
     if hosts > 1 and over.on_host > 1:
         inside, between = num_passes * (over.on_host - 1), num_passes * (hosts - 1)
-        yield Way(inside / over.on_host, between / hosts, inside * inner + between * outer)
+        yield Route(inside / over.on_host, between / hosts, inside * inner + between * outer)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
 
-from whale.estimate.costs.communication import Fabric, Volume, Way, fabric, fastest_way, ring_volume
+from whale.estimate.costs.communication import Fabric, Route, Volume, fabric, fastest_way, ring_volume
 from whale.estimate.costs.line import Line
 from whale.estimate.prices.prices import Prices
 from whale.estimate.step.alike import Path, Role, Wire
@@ -185,7 +185,7 @@ class Links:
             self._between[hosts] = link, self._alike.setdefault(link, len(self._alike))
         return self._between[hosts]
 
-    def collective(self, devices: Sequence[str], way: Way) -> Path:
+    def collective(self, devices: Sequence[str], way: Route) -> Path:
         """The links that a collective passes: inside each host from device to device, and from host to host by all of them."""
         by_name, members = self._prices.cluster.by_name, dict[str, list[str]]()
         for name in devices:
@@ -275,7 +275,7 @@ def sum_wires(plan: Plan, prices: Prices, links: Links, given: Iterable[Bucket],
     """Collectives of weights that are given and of gradients, of these buckets, each by the way that is fastest alone."""
     queues: dict[tuple[int, ...], int] = {}
     fabrics: dict[tuple[int, ...], Fabric] = {}
-    paths: dict[tuple[tuple[int, ...], Way], Path] = {}
+    paths: dict[tuple[tuple[int, ...], Route], Path] = {}
     roles = _Roles(plan, prices)
     for gives, bucket in (*((True, each) for each in given), *((False, each) for each in summed)):
         queues[bucket.owners] = position = queues.get(bucket.owners, -1) + 1

@@ -14,9 +14,9 @@ from whale.estimate.memory.forms import BridgedTensor
 from whale.estimate.memory.memory import kept_for_weights, kept_names, places_line, size_line, state_bytes
 from whale.estimate.memory.passes import Fullest, Passes
 from whale.estimate.prices.again import Again
+from whale.estimate.prices.collective_costs import CollectiveCosts, StagePlace, halved, messages_of
 from whale.estimate.prices.part import Part
 from whale.estimate.prices.prices import Prices
-from whale.estimate.prices.tolls import Site, Tolls, halved, messages_of
 from whale.ir.cluster import Device, Link
 from whale.ir.graph import ModelGraph
 from whale.ir.plan import ParameterState, Shard
@@ -57,7 +57,7 @@ _NOTHING = Fullest()
 
 
 @dataclass(frozen=True, slots=True)
-class Beside:
+class PassMemory:
     """Bytes that the passes of one micro-batch have beside what is kept.
 
     Attributes:
@@ -100,7 +100,7 @@ class Work:
     kept: float
     left: float
     for_weights: float
-    beside: Beside
+    beside: PassMemory
     away: float = 0.0
 
 
@@ -131,7 +131,7 @@ class Works:
     state_of: Callable[[str], ParameterState]
     bucketed: frozenset[str]
     _known: dict[tuple[StageKey, tuple[Device, ...], tuple[Link, ...], int, int, float], Work] = field(default_factory=dict, init=False)
-    _memory: dict[tuple[StageKey, int, int, float], tuple[float, float, float, Beside, float]] = field(default_factory=dict, init=False)
+    _memory: dict[tuple[StageKey, int, int, float], tuple[float, float, float, PassMemory, float]] = field(default_factory=dict, init=False)
     _groups: dict[tuple[StageKey, tuple[Device, ...], tuple[Link, ...], int], _InGroup] = field(default_factory=dict, init=False)
     _agains: dict[StageKey, Again] = field(default_factory=dict, init=False)
 
@@ -165,7 +165,7 @@ class Works:
         forward, inputs, weights = seconds
         return Work(forward, inputs, weights, own[0], own[1] + own[2], *self._memory[there])
 
-    def _in_memory(self, key: StageKey, position: int, num_rows: int, spared: float) -> tuple[float, float, float, Beside, float]:
+    def _in_memory(self, key: StageKey, position: int, num_rows: int, spared: float) -> tuple[float, float, float, PassMemory, float]:
         """Bytes of `Work`: kept, left, for_weights, beside, away."""
         prices = self._prices(key, position)
         copies, forms = Line(), tuple[BridgedTensor, ...]()
@@ -214,18 +214,18 @@ class Works:
 
     def _together(self, key: StageKey, group: Sequence[str], num_rows: int) -> _InGroup:
         bridges, again = self._bridges(key), tuple(self._again(key).exchanged())
-        tolls = Tolls(self.prices, Site((tuple(group),), num_rows, 1, 1))
+        collective_costs = CollectiveCosts(self.prices, StagePlace((tuple(group),), num_rows, 1, 1))
         passes, own = [], []
         for place, name in enumerate(group):
             device = self.prices.cluster.by_name[name]
-            (there, back), (repeated, _) = tolls.started(bridges, device), tolls.started(again, device)
+            (there, back), (repeated, _) = collective_costs.started(bridges, device), collective_costs.started(again, device)
             alone = self._alone(self._prices(key, place), key, name, num_rows, place)
             own.append(_at(alone, num_rows))
             passes.append((alone[0] + there, alone[1] + (back + repeated), alone[2]))
         forward, inputs, weights = (_slowest(each, num_rows) for each in zip(*passes, strict=True))
         if not key.overlap:
             return _InGroup(_at((forward, inputs, weights), num_rows), tuple(own))
-        messages = messages_of(tolls, bridges)
+        messages = messages_of(collective_costs, bridges)
         forward = halved(forward, messages.forward, messages.num_forward, messages.num_gaps, num_rows)
         both = halved(inputs + weights, messages.backward, messages.num_backward, messages.num_gaps, num_rows)
         there_seconds, back_seconds, late = _at((forward, both, weights), num_rows)
@@ -233,7 +233,7 @@ class Works:
 
     def _beside(
         self, prices: Prices, key: StageKey, num_rows: int, names: frozenset[str] | None, forms: tuple[BridgedTensor, ...], spared: float
-    ) -> Beside:
+    ) -> PassMemory:
         """What passes have beside what is kept.
 
         Args:
@@ -258,13 +258,13 @@ class Works:
             offloads=key.offloads,
         )
         if names is None:
-            return Beside(forward=passes.forward(part.returned(graph)))
+            return PassMemory(forward=passes.forward(part.returned(graph)))
         kept = names.union(crossing)
         later = passes.backward(is_first=False, defers_weights=key.defers_weights)
         first = passes.backward(is_first=True, defers_weights=key.defers_weights, spared=spared) if passes.gradients else later
         forward = passes.forward(crossing if key.recomputes else kept)
         again = passes.forward(kept) if key.recomputes else 0.0
-        return Beside(passes.gradients, forward, again, first, later, passes.largest_gradient if key.defers_weights else 0.0)
+        return PassMemory(passes.gradients, forward, again, first, later, passes.largest_gradient if key.defers_weights else 0.0)
 
     def _divided(self, key: StageKey) -> frozenset[str]:
         """The losses that have parts of their classes."""

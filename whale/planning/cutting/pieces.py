@@ -20,8 +20,8 @@ from whale.estimate import OpTable, op_seconds, size_line
 from whale.estimate.costs.compute import copy_seconds
 from whale.estimate.costs.line import Floats
 from whale.estimate.prices.again import Again
+from whale.estimate.prices.collective_costs import CollectiveCosts, StagePlace
 from whale.estimate.prices.prices import Prices
-from whale.estimate.prices.tolls import Site, Tolls
 from whale.ir.blocks import find_repeated_blocks
 from whale.ir.cluster import Device, Host
 from whale.planning.pipeline.cut_points import CutPoints
@@ -70,7 +70,7 @@ class _Columns:
         table: the figures of one of each.
         firsts: their places in the graph.
         before: per place to cut, how many ops of each column are before it: ``[places, columns]``.
-        tolls: per place, seconds of what the ops before it exchange in a split group, forward and backward: ``[2, 2, places]``.
+        collective_costs: per place, seconds of what the ops before it exchange in a split group, forward and backward: ``[2, 2, places]``.
         started: likewise of the host: ``[2, places]``.
         trained: per place, bytes of trainable parameters on a device, each where it is read first.
         shares: of a device of a split group, per place what of the parameters before it is on it, and of what is kept, as a line by rows:
@@ -81,7 +81,7 @@ class _Columns:
     table: OpTable
     firsts: NDArray[np.int64]
     before: Floats
-    tolls: Floats
+    collective_costs: Floats
     started: Floats
     trained: Floats
     shares: Floats
@@ -106,7 +106,7 @@ class _Columns:
         )
         sums = (self.before @ own).T
         away = sums[9:11]
-        forward, back = sums[:2] + self.tolls[0] + away, sums[2:4] + self.tolls[1] + away
+        forward, back = sums[:2] + self.collective_costs[0] + away, sums[2:4] + self.collective_costs[1] + away
         brought, beside = prices.bringing(kind, self.trained)
         forward[0] += brought
         back[0] += brought * training
@@ -324,7 +324,7 @@ class Pieces:
             cut = self._shared(group, rows, is_short=is_short)
             if cut is None:
                 return found
-            found = self._paid(cut, Site((group,), rows, 1, 1))
+            found = self._paid(cut, StagePlace((group,), rows, 1, 1))
             if float(found.shares[:2, -1].sum() + rows * found.shares[2, -1]) <= room:
                 return found
         return found
@@ -351,10 +351,10 @@ class Pieces:
         """How groups of this width are split, whatever their kind: as the first is that asks; None where nothing can be cut."""
         key = len(group), is_short
         if key not in self._splits:
-            self._splits[key] = self._solved(Site((group,), rows, 1, 1), is_short=is_short)
+            self._splits[key] = self._solved(StagePlace((group,), rows, 1, 1), is_short=is_short)
         return self._splits[key]
 
-    def _solved(self, site: Site, *, is_short: bool) -> _Split | None:
+    def _solved(self, site: StagePlace, *, is_short: bool) -> _Split | None:
         prices, graph, (ops, alike) = self.prices, self.prices.graph, self._sample
         inside, load = set(ops), Load(0.0, 1)
         if is_short:
@@ -374,17 +374,17 @@ class Pieces:
                 copies[:, graph.position[one.users[0]]] += 2 * one.num_bytes - two.num_bytes, two.num_bytes - one.num_bytes
         return _Split(bridges, self._made(prices.local(ops, shards, 0), alike, copies))
 
-    def _paid(self, cut: _Split, site: Site) -> _Columns:
+    def _paid(self, cut: _Split, site: StagePlace) -> _Columns:
         """Columns of a device of a group, with what it exchanges."""
-        prices, graph, tolls = self.prices, self.prices.graph, Tolls(self.prices, site)
+        prices, graph, collective_costs = self.prices, self.prices.graph, CollectiveCosts(self.prices, site)
         paid, started = np.zeros((2, 2, len(graph.ops))), np.zeros((2, len(graph.ops)))
         for bridge in cut.bridges:  # a parameter's is paid by the op that reads it
             place = graph.position[bridge.tensor if graph.by_name[bridge.tensor].kind == "call" else bridge.users[0]]
-            for way, each in enumerate(tolls.started((bridge,), prices.kinds[site.groups[0][0]])):
+            for way, each in enumerate(collective_costs.started((bridge,), prices.kinds[site.groups[0][0]])):
                 paid[way, :, place] += each.device.fixed, each.device.per_row
                 started[way, place] += each.host
         _, alike = self._sample
-        return dataclasses.replace(cut.columns, tolls=self._before(paid, alike), started=self._before(started, alike))
+        return dataclasses.replace(cut.columns, collective_costs=self._before(paid, alike), started=self._before(started, alike))
 
     @cached_property
     def _sharder(self) -> Sharder:

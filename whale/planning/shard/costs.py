@@ -21,8 +21,8 @@ import numpy as np
 from whale.estimate import Line, optimizer_seconds
 from whale.estimate.costs.line import Floats
 from whale.estimate.costs.op_table import is_free
+from whale.estimate.prices.collective_costs import CollectiveCosts, StagePlace
 from whale.estimate.prices.prices import Prices
-from whale.estimate.prices.tolls import Site, Tolls
 from whale.estimate.prices.traffic import CutTraffic, cut_traffic
 from whale.ir.cluster import Device
 from whale.ir.graph import Op
@@ -57,9 +57,9 @@ class SplitCosts:
         site: the devices, and the rows they take.
     """
 
-    def __init__(self, classes: Classes, prices: Prices, site: Site) -> None:
+    def __init__(self, classes: Classes, prices: Prices, site: StagePlace) -> None:
         self.classes, self.prices, self.site = classes, prices, site
-        self._tolls = Tolls(prices, site)
+        self._collective_costs = CollectiveCosts(prices, site)
         self._workers = tuple(_workers(prices, site))
         self._capacity = tuple(min(prices.capacity(group[position]) for group in site.groups) for position in range(site.width))
         self._held: dict[Load, HeldBytes] = {}
@@ -135,7 +135,7 @@ class SplitCosts:
         for worker in self._workers:
             if worker.device.handling:
                 bridges = self.prices.bridges(scene.ops, shards, scene.returned)
-                seconds = Line.sum(self._tolls.handled(bridges, worker.device)).at(self.site.num_rows)
+                seconds = Line.sum(self._collective_costs.handled(bridges, worker.device)).at(self.site.num_rows)
                 found[worker.position] = max(found[worker.position], seconds)
         return found
 
@@ -271,7 +271,7 @@ class SplitCosts:
             return 0.0
         target = "scattered" if label.scattered != WHOLE else None
         bridge = Bridge(op.name, None, target, is_sum=True, has_gradient=op.requires_grad, combine=role.combine)
-        forward, backward = self._tolls.both_ways(bridge)
+        forward, backward = self._collective_costs.both_ways(bridge)
         return (forward + backward).at(self.site.num_rows)
 
     @cached_property
@@ -283,15 +283,15 @@ class SplitCosts:
     def _tensor_cost(self, tensors: Tensors, bridges: Mapping[tuple[int, Use], Bridge]) -> TensorCost:
         once, rows = 0.0, self.site.num_rows
         if tensors.first.kind == "parameter" and tensors.first.requires_grad and self.prices.training:
-            once = tensors.count * self._tolls.synchronized(tensors.first).at(rows)
+            once = tensors.count * self._collective_costs.synchronized(tensors.first).at(rows)
         found = {}
         for place, bridge in bridges.items():
-            forward, backward = (line.at(rows) * tensors.count for line in self._tolls.both_ways(bridge))
+            forward, backward = (line.at(rows) * tensors.count for line in self._collective_costs.both_ways(bridge))
             found[place] = BridgeCost(forward, backward, bool(bridge.forward))
         return TensorCost(tensors.node, tensors.forms, tensors.users, found, once)
 
 
-def _workers(prices: Prices, site: Site) -> Iterator[PlacedDevice]:
+def _workers(prices: Prices, site: StagePlace) -> Iterator[PlacedDevice]:
     """Per position, its devices in the groups, equal ones once."""
     for position in range(site.width):
         devices = (prices.cluster.by_name[group[position]] for group in site.groups)

@@ -9,9 +9,9 @@ from whale.axes import Axes, discover
 from whale.axes.batch import MIN_ROWS, Halving, halve, halve_stage
 from whale.errors import PlanError, WhaleError
 from whale.estimate.costs.line import Started
+from whale.estimate.prices.collective_costs import CollectiveCosts, Messages, halved, messages_of
 from whale.estimate.prices.part import Recompute
 from whale.estimate.prices.prices import Prices, unsized
-from whale.estimate.prices.tolls import Messages, Tolls, halved, messages_of
 from whale.hardware.catalogue import CPU
 from whale.ir.graph import ModelGraph
 from whale.ir.plan import Choice, Plan, Shard
@@ -54,12 +54,18 @@ class Overlapper:
     _halvings: dict[tuple[Scene, tuple[Shard, ...]], Halving] = field(default_factory=dict, init=False)
 
     def choose(
-        self, tolls: Tolls, scene: Scene, shards: tuple[Shard, ...], bridges: Sequence[Bridge], whole: Costs, recompute: Recompute
+        self,
+        collective_costs: CollectiveCosts,
+        scene: Scene,
+        shards: tuple[Shard, ...],
+        bridges: Sequence[Bridge],
+        whole: Costs,
+        recompute: Recompute,
     ) -> tuple[Overlapping, Costs]:
         """Decides for one stage.
 
         Args:
-            tolls: prices of messages.
+            collective_costs: prices of messages.
             scene: the stage.
             shards: of it.
             bridges: in it.
@@ -69,19 +75,19 @@ class Overlapper:
         Returns:
             The decision, and what the stage costs each device by it.
         """
-        rows = tolls.site.num_rows
+        rows = collective_costs.site.num_rows
         seconds = _slowest(whole, rows)
         reason = self._obstacle(scene, shards, recompute, rows)
         if self.wanted is False or reason:
             return Overlapping(False, seconds, reason=reason or "communication.overlap: false"), whole
-        messages = messages_of(tolls, bridges)
+        messages = messages_of(collective_costs, bridges)
         if recompute.num_alive:  # its backward begins with a forward
             messages = replace(
                 messages, backward=messages.backward + messages.forward, num_backward=messages.num_backward + messages.num_forward
             )
         in_halves = _in_halves(whole, messages, rows)
         found = _slowest(in_halves, rows)
-        if self.wanted is None and _compute_messages(tolls):
+        if self.wanted is None and _compute_messages(collective_costs):
             return Overlapping(False, seconds, reason="CPUs compute and move messages with the same cores"), whole
         is_chosen = self.wanted is True or found < seconds
         reason = "communication.overlap: true" if self.wanted is True else ""
@@ -110,9 +116,9 @@ def _in_halves(whole: Costs, messages: Messages, rows: float) -> Costs:
     )
 
 
-def _compute_messages(tolls: Tolls) -> bool:
+def _compute_messages(collective_costs: CollectiveCosts) -> bool:
     """Whether what moves messages is what computes, and nobody knows how much of it they take: then nothing is hidden by doing both."""
-    devices = (tolls.prices.cluster.by_name[name] for group in tolls.site.groups for name in group)
+    devices = (collective_costs.prices.cluster.by_name[name] for group in collective_costs.site.groups for name in group)
     return any(device.model == CPU and not device.handling for device in devices)
 
 

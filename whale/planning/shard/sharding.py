@@ -21,8 +21,8 @@ import numpy as np
 
 from whale.errors import AnnotationError, raise_faults
 from whale.estimate.costs.line import Floats
+from whale.estimate.prices.collective_costs import StagePlace
 from whale.estimate.prices.prices import Prices
-from whale.estimate.prices.tolls import Site
 from whale.ir.cluster import Device, Link
 from whale.ir.plan import Shard
 from whale.ir.scope import Scope
@@ -174,7 +174,9 @@ class Sharder:
     _roomy: dict[tuple[Question, tuple[int, ...]], Cut | None] = field(default_factory=dict, init=False)
     _cuts: dict[tuple[Question, tuple[int, ...], Load], tuple[Cut, bool]] = field(default_factory=dict, init=False)
 
-    def choose(self, scene: Scene, site: Site, load: Load, scopes: tuple[Scope, ...] = (), asked: AskedAxes | None = None) -> StageSharding:
+    def choose(
+        self, scene: Scene, site: StagePlace, load: Load, scopes: tuple[Scope, ...] = (), asked: AskedAxes | None = None
+    ) -> StageSharding:
         """Chooses the axes of one stage, the ops that work along them, and the sizes.
 
         Args:
@@ -217,7 +219,7 @@ class Sharder:
         return self._outlines[scene]
 
     def _insisted(
-        self, scene: Scene, site: Site, scopes: tuple[Scope, ...], asked: AskedAxes | None, names: Sequence[str] | None
+        self, scene: Scene, site: StagePlace, scopes: tuple[Scope, ...], asked: AskedAxes | None, names: Sequence[str] | None
     ) -> tuple[int, ...]:
         """The kinds of axes along which all ops work that may."""
         if asked is None and not any(scope.axis for scope in scopes):

@@ -9,9 +9,9 @@ from whale.axes.values import may_lie_in_parts
 from whale.estimate import Line, edge_line
 from whale.estimate.costs.line import Started
 from whale.estimate.prices.again import Again
+from whale.estimate.prices.collective_costs import CollectiveCosts, StagePlace
 from whale.estimate.prices.part import Part, Recompute
 from whale.estimate.prices.prices import PartCost, Prices
-from whale.estimate.prices.tolls import Site, Tolls
 from whale.ir.cluster import Device
 from whale.ir.plan import BATCH, Shard
 from whale.planning.pipeline.scheduling import PipelineShape
@@ -97,7 +97,7 @@ class StagePricing:
         if pipeline.width(stage) == 1:
             return PricedStage(stage_costs(self.prices, assignment, stage, devices, rows, recompute))
         scene = make_scene(self.prices, assignment, stage, pipeline)
-        site = Site(unlike_groups(groups, self.prices), rows, pipeline.in_flight[stage], pipeline.num_micro_batch)
+        site = StagePlace(unlike_groups(groups, self.prices), rows, pipeline.in_flight[stage], pipeline.num_micro_batch)
         split = pipeline.splits[stage]
         load = self._load(pipeline, assignment, stage, num_rows, recomputes)
         sharding = self.sharder.choose(scene, site, load, split.scopes, split.asked)
@@ -133,7 +133,7 @@ class StagePricing:
         return Load(kept[stage] + beside * share, pipeline.in_flight[stage], taken, share, repeated)
 
     def _parts(
-        self, part: Part, scene: Scene, site: Site, sharding: StageSharding, recompute: Recompute
+        self, part: Part, scene: Scene, site: StagePlace, sharding: StageSharding, recompute: Recompute
     ) -> tuple[Mapping[tuple[int, Device], DeviceCost], Overlapping]:
         """What devices of a split stage do by themselves, by position in their group and kind of device, and whether rows are in halves."""
         key = part, scene, sharding.shards, recompute, sharding.cut.costs
@@ -142,7 +142,7 @@ class StagePricing:
         return self._known[key]
 
     def _price_parts(
-        self, part: Part, scene: Scene, site: Site, shards: tuple[Shard, ...], recompute: Recompute
+        self, part: Part, scene: Scene, site: StagePlace, shards: tuple[Shard, ...], recompute: Recompute
     ) -> tuple[Mapping[tuple[int, Device], DeviceCost], Overlapping]:
         prices = self.prices
         parts = [prices.local(scene.ops, shards, position) for position in range(site.width)]
@@ -150,16 +150,16 @@ class StagePricing:
         alone = {key: cost_alone(parts[key[0]], part, name, site.num_rows, recompute) for key, name in names.items()}
         labels = prices.labels(scene.ops, shards)
         bridges = prices.bridges(scene.ops, shards, scene.returned)
-        tolls = Tolls(prices, site)
-        sums = Line.sum(tolls.synchronized(prices.graph.by_name[name]) for name in labels.synchronized if prices.training)
+        collective_costs = CollectiveCosts(prices, site)
+        sums = Line.sum(collective_costs.synchronized(prices.graph.by_name[name]) for name in labels.synchronized if prices.training)
         twice = Again(prices, labels, bridges, recompute.segments)
         repeated = tuple(bridges if recompute.num_alive else twice.exchanged())
         copies = [twice.copies(position) for position in range(site.width)]
         whole = []
         for (_, kind), own in alone.items():
-            (forward, backward), (again, _) = tolls.started(bridges, kind), tolls.started(repeated, kind)
+            (forward, backward), (again, _) = collective_costs.started(bridges, kind), collective_costs.started(repeated, kind)
             whole.append((own.forward + forward, own.backward + backward + again + Started(sums)))
-        overlapping, seconds = self.overlapper.choose(tolls, scene, shards, bridges, tuple(whole), recompute)
+        overlapping, seconds = self.overlapper.choose(collective_costs, scene, shards, bridges, tuple(whole), recompute)
         costs = {
             key: replace(own, forward=there, backward=back, part=own.part.with_copies(copies[key[0]], recompute))
             for (key, own), (there, back) in zip(alone.items(), seconds, strict=True)

@@ -36,7 +36,7 @@ from whale.sharding.bridges import GATHERED, ON_THE_SPOT, Bridge, Transport, sum
 
 
 @dataclass(frozen=True)
-class Site:
+class StagePlace:
     """Where a stage runs.
 
     Attributes:
@@ -77,7 +77,7 @@ def copied_bytes(num_devices: int, transport: Transport, payload: Line) -> Line:
 
 
 @dataclass(frozen=True)
-class Tolls:
+class CollectiveCosts:
     """Prices of collectives at one site.
 
     Attributes:
@@ -86,7 +86,7 @@ class Tolls:
     """
 
     prices: Prices
-    site: Site
+    site: StagePlace
 
     @cached_property
     def _known(self) -> dict[tuple[Transport, Line, int], Line]:
@@ -203,17 +203,17 @@ class Messages:
     num_gaps: int
 
 
-def messages_of(tolls: Tolls, bridges: Iterable[Bridge]) -> Messages:
+def messages_of(collective_costs: CollectiveCosts, bridges: Iterable[Bridge]) -> Messages:
     """What bridges exchange of values that have rows."""
     forward, backward, gaps = [], [], 0
-    with_rows = [bridge for bridge in bridges if bridge.tensor in tolls.prices.activations]
+    with_rows = [bridge for bridge in bridges if bridge.tensor in collective_costs.prices.activations]
     for bridge in with_rows:
-        there, back = tolls.both_ways(bridge)
+        there, back = collective_costs.both_ways(bridge)
         forward += [there] if moves(bridge.forward) else []
-        backward += [back] if moves(bridge.backward) and tolls.prices.training else []
+        backward += [back] if moves(bridge.backward) and collective_costs.prices.training else []
         gaps += moves(bridge.forward) or moves(bridge.backward)
-    there_volume, back_volume = tolls.volumes(with_rows)
-    awaited = tolls.awaited(Line.sum(forward), there_volume), tolls.awaited(Line.sum(backward), back_volume)
+    there_volume, back_volume = collective_costs.volumes(with_rows)
+    awaited = collective_costs.awaited(Line.sum(forward), there_volume), collective_costs.awaited(Line.sum(backward), back_volume)
     return Messages(*awaited, len(forward), len(backward), gaps)
 
 
