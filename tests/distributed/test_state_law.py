@@ -42,7 +42,7 @@ from whale.comm import Groups, Launched
 from whale.errors import RuntimeFault
 from whale.estimate import DeviceEstimate, estimate
 from whale.ir.graph import ModelGraph
-from whale.ir.plan import Form, Plan, Stage, brought_back, states_of
+from whale.ir.plan import Form, Plan, Stage, Zero, brought_back, states_of
 from whale.ir.serialization import from_json, to_json
 from whale.planning import make_plan
 from whale.runtime.state.publishing import Parcel, Publishing
@@ -56,6 +56,7 @@ ASKED: tuple[tuple[tuple[str, object], ...], ...] = (
     (("memory.zero", "1"), ("communication.defer_weights", False), ("communication.bucket_bytes", "200")),
     (("memory.zero", "2"), ("memory.offload", "optimizer"), ("communication.bucket_bytes", "200")),
     (("memory.zero", "3"), ("communication.bucket_bytes", "200")),
+    (("memory.zero", {"*weight": "3", "*": "1"}), ("communication.bucket_bytes", "200")),
     (("memory.offload", "optimizer+parameters"), ("communication.bucket_bytes", "200")),
     (("memory.zero", "3"), ("memory.offload", "optimizer+parameters")),
     (("memory.zero", "0"), ("memory.offload", "activations"), ("recompute.policy", "blocks")),
@@ -66,14 +67,15 @@ ASKED: tuple[tuple[tuple[str, object], ...], ...] = (
 def with_state(
     plan: Plan,
     graph: ModelGraph,
-    zero: int,
+    zero: Zero,
     home: str = "device",
     shares: tuple[int, ...] = (),
     back: Collection[str] = (),
     reads: Collection[str] = (),
 ) -> Plan:
-    """The plan with the optimizer's form (1) shared out, or the gradients' too (2), or what ops read (3), on the device or the host, but
-    for parameters that are brought back from there; all in float64. ``weights``: on the host with what ops read, but for some.
+    """The plan with the optimizer's form (1) shared out, or the gradients' too (2), or what ops read (3), of all parameters or by their
+    names, on the device or the host, but for parameters that are brought back from there; all in float64. ``weights``: on the host with
+    what ops read, but for some.
     """
     own = {parameter.name for parameter in graph.parameters if parameter.spec.dtype == "float64"}
     others = states_of(each for each in graph.parameters if each.name not in own)
@@ -147,12 +149,15 @@ def away(plan: Plan) -> Plan:
 def states(draw: st.DrawFn, plan: Plan, graph: ModelGraph) -> Plan:
     """The plan with a state: uneven keepers, on devices, on hosts or some here and some there; perhaps with activations on hosts."""
     shares = draw(st.lists(st.integers(1, 9), min_size=len(plan.devices), max_size=len(plan.devices)))
-    home, zero = draw(st.sampled_from(("device", "device", "host", "weights", "both"))), draw(st.integers(0, 3))
+    home = draw(st.sampled_from(("device", "device", "host", "weights", "both")))
+    zero: Zero = draw(st.integers(0, 3))
     trained = [each.name for each in graph.parameters if each.kind == "parameter" and each.trainable]
     some = st.sets(st.sampled_from(trained)) if home == "both" and trained else st.just(frozenset[str]())
     back, reads = draw(some), draw(some)
+    if trained and draw(st.booleans()):
+        zero = (*draw(st.dictionaries(st.sampled_from(trained), st.integers(0, 3))).items(), ("*", zero))
     waits = draw(st.booleans())
-    event(f"zero {zero}, home {home}{', activations too' if waits else ''}")
+    event(f"zero {zero if isinstance(zero, int) else 'by name'}, home {home}{', activations too' if waits else ''}")
     return with_state(
         away(plan) if waits else plan,
         graph,
@@ -243,17 +248,17 @@ def trained_bytes(rank: int, size: int, case: Case, plan: Plan) -> tuple[str, fl
     return found
 
 
-@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+@pytest.mark.parametrize("zero", [0, 1, 2, 3, (("*0*", 0), ("*1*", 3), ("*weight", 2), ("*", 1))])
 @pytest.mark.parametrize("home", ["device", "weights"])
 @pytest.mark.parametrize("replicas", [(ONE, ONE), (TWO, SPLIT), (ONE, ONE, ONE | {"num_micro_batch": 2})])
-def test_memory_is_the_plans_to_the_byte(world: World, zero: int, home: str, replicas: Blocks) -> None:
+def test_memory_is_the_plans_to_the_byte(world: World, zero: Zero, home: str, replicas: Blocks) -> None:
     case = unlike(*replicas, optimizer="adam")
     plan, graph = world.prepare(plan_case, case)
     plan = with_state(plan, graph, zero, home, shares=tuple(range(1, 1 + len(plan.devices))))
     expected = estimate(plan, graph, make_cluster(case.speeds))
     for device, read, summed, kept, on_host in run_case(world, trained_bytes, case, plan):
         assert_as_planned(expected.of(device), read, summed, kept, on_host)
-        assert zero > 1 or summed == expected.of(device).peak.gradients, "they are accumulated where they are summed"
+        assert zero not in (0, 1) or summed == expected.of(device).peak.gradients, "they are accumulated where they are summed"
 
 
 def assert_as_planned(device: DeviceEstimate, read: float, summed: float, kept: float, on_host: float) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -11,6 +12,17 @@ from typing import Any, Literal, get_args, get_type_hints
 KeyType = Literal["bool", "int", "float", "str"]
 Shares = tuple[tuple[int, float | str], ...]
 """Stage numbers, ascending, with a share from 0 to 1 each, or a word."""
+
+Choice = str | tuple[tuple[str, str], ...]
+"""One of some words, or one by patterns of parameter names, of which the first that matches counts."""
+
+
+def choice_text(value: Choice) -> str:
+    """As a user writes it."""
+    if isinstance(value, str):
+        return value
+    return f"{{{', '.join(f'{json.dumps(pattern)}: {choice}' for pattern, choice in value)}}}"
+
 
 TYPE_WORDS: dict[KeyType, str] = {"bool": "true or false", "int": "a whole number", "float": "a number", "str": "text"}
 
@@ -67,7 +79,7 @@ class Key:
         by_stage: the choices that a stage may have by itself, if a mapping of stage numbers to these, and to shares from 0 to 1, is a
             value as well; it is kept as pairs, sorted.
         by_name: the choices that parameters may have by patterns of their names, if a mapping of these, the last of which is ``*``, is a
-            value as well; it is kept as pairs, in its order. Beside float32 it has one of them.
+            value as well; it is kept as pairs, in its order.
         unit: unit of a quantity that may be written as text (``B``: ``25 MiB``).
     """
 

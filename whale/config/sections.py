@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from whale.config.keys import Key, a_range, above, at_least, between, key, keys_of
+from whale.config.keys import Key, ValueRule, a_range, above, at_least, between, key, keys_of
 
 SCHEDULES = (
     "gpipe", "1f1b", "eager_1f1b", "interleaved", "aiao", "aiao_early_loss", "zb_h1", "zb_h2", "zb_v",
@@ -57,12 +57,13 @@ class MemorySettings:
     optimizer_states: int = key(
         2, "tensors that the optimizer keeps per parameter: Adam 2, SGD with momentum 1, plain SGD 0", rule=at_least(0)
     )
-    zero: str = key(
+    zero: str | tuple[tuple[str, str], ...] = key(
         "auto",
         "what the devices that hold a parameter share out among them, each keeping a part (ZeRO): 0: nothing; 1: the optimizer's state; "
         "2: that, and the sums of gradients; 3: that, and weights, which are gathered where ops read them; auto: 2 where a plan needs it "
         "to fit, or to compute less again, 3 where nothing fits otherwise",
         choices=("0", "1", "2", "3", "auto"),
+        by_name=("0", "1", "2", "3"),
     )
     offload: str = key(
         "none",
@@ -87,6 +88,9 @@ class PrecisionSettings:
         "else fp16, and float32 on CPUs",
         choices=("float32", "tf32", "bf16", "fp16", "auto"),
         by_name=("float32", "bf16", "fp16", "auto"),
+        rule=ValueRule(
+            "one type besides float32", lambda value: isinstance(value, str) or len({own for _, own in value} - {"float32"}) <= 1
+        ),
     )
 
 

@@ -219,20 +219,21 @@ def _by_name(key: Key, setting: Setting) -> tuple[tuple[str, str], ...]:
     for pattern, choice in pairs:
         if not isinstance(pattern, str) or not pattern:
             raise ConfigError(f"{key.name}: {pattern!r} is not a pattern of parameter names", where=setting.where)
+        choice = str(choice)  # YAML reads the choice 2 as a number
         if choice not in key.by_name:
             words = f"{pattern}: {choice!r} is not one of {', '.join(key.by_name)}"
-            raise ConfigError(f"{key.name}: {words}", where=setting.where, hint=guess(str(choice), key.by_name))
-        found[pattern] = str(choice)
+            raise ConfigError(f"{key.name}: {words}", where=setting.where, hint=guess(choice, key.by_name))
+        found[pattern] = choice
     if [*found][-1:] != ["*"]:
         last = f"the last is {[*found][-1]}" if found else "there is none"
         raise ConfigError(
-            f"{key.name} does not end with the pattern '*', which ops without a parameter use ({last})",
+            f"{key.name} does not end with the pattern '*', for all that no other matches ({last})",
             where=setting.where,
             hint=f'{{"*norm*": {key.by_name[0]}, "*": {key.by_name[1]}}}',
         )
     others = sorted({choice for choice in found.values() if choice != key.by_name[0]})
-    if len(others) > 1:
-        raise ConfigError(f"{key.name} has {' and '.join(others)}; it can have one type besides {key.by_name[0]}", where=setting.where)
+    if key.rule is not None and not key.rule.holds(tuple(found.items())):
+        raise ConfigError(f"{key.name} has {' and '.join(others)}; it can have {key.rule.words}", where=setting.where)
     return tuple(found.items())
 
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from whale.config import Config, read_plan
-from whale.config.keys import range_of
+from whale.config.keys import choice_text, range_of
 from whale.errors import BatchError, ConfigError, PlanError, WhaleError
 from whale.estimate import Costs, StepEstimate
 from whale.ir.cluster import Cluster
@@ -189,9 +189,9 @@ def with_states(
                 lacking = fault
                 continue
             if found is None:
-                found = other if lacking is None else _because(other, level, home, "nothing fits otherwise")
+                found = other if lacking is None else _because(other, choice_text(level), home, "nothing fits otherwise")
             elif other[1].step_seconds < found[1].step_seconds:
-                found = _because(other, level, home, f"{format_seconds(found[1].step_seconds)} where nothing is shared out")
+                found = _because(other, choice_text(level), home, f"{format_seconds(found[1].step_seconds)} where nothing is shared out")
             if not may_compare or not ((is_open and home == "optimizer") or _computes_again(found[0], config)):
                 break
         return found

@@ -13,13 +13,14 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from whale.config import Config
+from whale.config.keys import Choice, choice_text
 from whale.errors import PlanError, WhaleError
 from whale.estimate import Costs, StepEstimate
 from whale.estimate.memory.memory import state_bytes
 from whale.estimate.prices.prices import Prices
 from whale.ir.cluster import Cluster
 from whale.ir.graph import ModelGraph
-from whale.ir.plan import Plan
+from whale.ir.plan import Plan, zero_of
 from whale.planning.realizing import Realizer
 from whale.planning.strategy import RankSpec, ReplicaSpec, Strategy
 from whale.search.deciding import decide
@@ -111,8 +112,9 @@ class Depths:
         graph = self.graph(num_blocks)
         prices = Prices(graph, self.cluster, Costs.for_model(config, graph, self.cluster))
         held = [state_bytes(each, prices.state_of[each.name], training=prices.training) for each in graph.parameters]
-        gone = prices.costs.zero == 2  # there gradients need not be there all at a time
-        return sum(own.total - (own.gradient if gone else 0) for own in held), sum(own.on_host for own in held)
+        gone = (zero_of(prices.costs.zero, each.name) == 2 for each in graph.parameters)  # their gradients need not be there all at a time
+        total = sum(own.total - (own.gradient if is_gone else 0) for own, is_gone in zip(held, gone, strict=True))
+        return total, sum(own.on_host for own in held)
 
     def searched(self, num_blocks: int, config: Config) -> tuple[Plan, StepEstimate]:
         graph = self.graph(num_blocks)
@@ -149,7 +151,7 @@ def strategy_of(plan: Plan, cluster: Cluster) -> Strategy | None:
     return Strategy(tuple(replicas))
 
 
-def open_states(config: Config) -> tuple[tuple[str, str], ...]:
+def open_states(config: Config) -> tuple[tuple[Choice, str], ...]:
     """The states that settings leave open: where ``memory.offload`` is not set, the host's memory is among what is tried."""
     zero = None if config.memory.zero == "auto" else config.memory.zero
     is_open = "memory.offload" not in config.explicit or config.memory.offload == "auto"
@@ -174,7 +176,7 @@ def largest(depths: Depths, config: Config, tell: Callable[[str], None]) -> Iter
         settings = config.with_values({"memory.zero": zero, "memory.offload": offload})
         settings = settings.with_values({"planning.effort": min(config.planning.effort, _EFFORT)})
 
-        def said(depth: int, state: str = f"memory.zero {zero}, memory.offload {offload}") -> None:
+        def said(depth: int, state: str = f"memory.zero {choice_text(zero)}, memory.offload {offload}") -> None:
             tell(f"{depth} blocks, {state}")
 
         own = _State(depths, settings, said, known)
@@ -183,7 +185,7 @@ def largest(depths: Depths, config: Config, tell: Callable[[str], None]) -> Iter
         except PlanError as error:
             fault = error
             continue
-        yield Largest(zero, offload, least, depths.graph(least), *own.found[least])
+        yield Largest(choice_text(zero), offload, least, depths.graph(least), *own.found[least])
     if not known:
         assert fault is not None
         raise fault

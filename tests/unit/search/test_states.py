@@ -68,6 +68,8 @@ def forms(plan: Plan) -> tuple[str, str, str]:
         ({"zero": "1"}, ("stage", "owners", "device")),
         ({"zero": 2, "offload": "optimizer"}, ("owners", "owners", "host")),
         ({"zero": 3}, ("owners", "owners", "device")),
+        ({"zero": {"layer0.*": 1, "*": 3}}, ("stage", "owners", "device")),
+        ({"zero": {"layer1.*": 1, "*": 2}, "offload": "auto"}, ("owners", "owners", "device")),
         ({}, ("stage", "stage", "device")),
         ({"offload": "auto"}, ("stage", "stage", "device")),
     ],
@@ -76,6 +78,15 @@ def test_what_is_set_is_what_the_plan_says(settings: dict[str, object], expected
     plan, _ = planned(of_memories(9, 9), memory=settings)
     assert forms(plan) == expected
     assert ("form: float32, sharding" in str(plan)) == (expected != ("stage", "stage", "device"))
+
+
+def test_each_pattern_of_stages_has_parameters() -> None:
+    with pytest.raises(ConfigError, match=r"memory.zero: no parameter uses 'head\*'"):
+        planned(of_memories(9, 9), memory={"zero": {"head*": 3, "*": 1}})
+    with pytest.raises(ConfigError, match=r"memory.zero: layer0.\*: '4' is not one of 0, 1, 2, 3"):
+        planned(of_memories(9, 9), memory={"zero": {"layer0.*": 4, "*": 1}})
+    with pytest.raises(ConfigError, match=r"memory.zero does not end with the pattern '\*'"):
+        planned(of_memories(9, 9), memory={"zero": {"layer0.*": 3}})
 
 
 def test_state_is_shared_out_where_nothing_fits_otherwise() -> None:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 
 from whale.config import Config
-from whale.errors import ConfigError
+from whale.config.keys import Choice
+from whale.errors import ConfigError, first_few
 from whale.estimate.costs.measured import Measured, measured
 from whale.hardware.precision import HALVES
 from whale.ir.cluster import Cluster, Device
 from whale.ir.graph import ModelGraph
+from whale.ir.plan import Zero
 from whale.ir.profile import read_profile
 
 _ON_HOST = {"optimizer": ("optimizer",), "optimizer+parameters": ("optimizer", "compute")}
@@ -31,7 +34,8 @@ class Costs:
         fuses_pointwise: whether pointwise ops run in one kernel with the op that alone reads them, as with a compiler or kernels
             written by hand; they do not where ops run one by one.
         allows_tf32: whether float32 matrix products run in TensorFloat-32 where the device has it.
-        zero: stage of ZeRO: from 1 on the optimizer form of parameters is shared out among their owners, from 2 on the gradient form too.
+        zero: stage of ZeRO, of all parameters or by patterns of their names: from 1 on the optimizer form is shared out among the
+            owners, from 2 on the gradient form too, at 3 what ops read.
         offload: ``optimizer`` where the optimizer form of parameters lives on the host, ``optimizer+parameters`` where what ops read
             does too, ``activations`` where what is kept for backward passes does.
         brings_back: whether as much of that is back on devices as fits.
@@ -54,7 +58,7 @@ class Costs:
     fuses_pointwise: bool = False
     allows_tf32: bool = False
     optimizer_states: int = 2
-    zero: int = 0
+    zero: Zero = 0
     offload: str = "none"
     brings_back: bool = False
     host_bandwidth: float = 80e9
@@ -86,7 +90,7 @@ class Costs:
             fuses_pointwise=config.estimate.fuses_pointwise or bool(config.runtime.compile),
             allows_tf32=config.estimate.allows_tf32 or config.precision.dtype == "tf32",
             optimizer_states=config.memory.optimizer_states,
-            zero=int(config.memory.zero) if config.memory.zero != "auto" else 0,
+            zero=_zero(config.memory.zero),
             offload=config.memory.offload,
             brings_back=config.memory.offload_as_needed,
             gradient_dtype=accumulated,
@@ -105,6 +109,8 @@ class Costs:
             ConfigError: the profile cannot be read, or is of another model or of other devices.
         """
         costs, file = Costs.of(config), config.cluster.profile
+        if isinstance(costs.zero, tuple):
+            _check_patterns(costs.zero, [each.name for each in graph.parameters if each.kind == "parameter"])
         return costs if file is None else replace(costs, measured=measured(read_profile(file), graph, cluster))
 
     @property
@@ -120,3 +126,21 @@ class Costs:
     def capacity(self, device: Device) -> int:
         """Bytes that a plan may use on a device."""
         return int(device.memory * self.memory_fraction)
+
+
+def _zero(stated: Choice) -> Zero:
+    """What ``memory.zero`` states; 0 where it is left open."""
+    if isinstance(stated, tuple):
+        return tuple((pattern, int(stage)) for pattern, stage in stated)
+    return 0 if stated == "auto" else int(stated)
+
+
+def _check_patterns(zero: tuple[tuple[str, int], ...], names: list[str]) -> None:
+    """Checks that each pattern but the last has a parameter."""
+    used = {next((pattern for pattern, _ in zero if fnmatchcase(name, pattern)), None) for name in names}
+    idle = [pattern for pattern, _ in zero[:-1] if pattern not in used]
+    if idle:
+        raise ConfigError(
+            f"memory.zero: no parameter uses {', '.join(map(repr, idle))} (a parameter uses the first pattern that matches its name)",
+            hint=f"the names are {first_few(names)}",
+        )

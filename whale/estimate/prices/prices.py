@@ -33,7 +33,7 @@ from whale.estimate.prices.part import NOTHING, Alive, Part, Recompute
 from whale.estimate.prices.traffic import WorkOnParts, local_graph, work_on_parts
 from whale.ir.cluster import Cluster, Device, Link
 from whale.ir.graph import DTYPE_BYTES, ModelGraph, Op
-from whale.ir.plan import ParameterState, Shard, states_of
+from whale.ir.plan import ParameterState, Shard, states_of, zero_of
 from whale.sharding.bridges import Bridge, find_bridges
 from whale.sharding.buckets import NUM_AT_ONCE, Buckets
 
@@ -189,7 +189,17 @@ class Prices:
     @property
     def _kept_share(self) -> float:
         """About this share of the state of each parameter is on each device."""
-        return 1 / (self.num_keepers or len(self.cluster.devices)) if self.costs.zero else 1.0
+        part = 1 / (self.num_keepers or len(self.cluster.devices))
+        return part * self._shared_share + (1 - self._shared_share)
+
+    @cached_property
+    def _shared_share(self) -> float:
+        """Of the elements of all trained parameters, those whose state is shared out."""
+        numbers = {True: 0, False: 0}
+        for each in self.graph.parameters:
+            if each.kind == "parameter" and each.trainable:
+                numbers[zero_of(self.costs.zero, each.name) > 0] += each.spec.num_elements
+        return numbers[True] / max(1, sum(numbers.values()))
 
     @cached_property
     def weight_shares(self) -> Floats:

@@ -1,6 +1,6 @@
 """The decision, and its parts."""
 
-from whale.ir.plan.parameter_state import Form, ParameterState, brought_back, states_of
+from whale.ir.plan.parameter_state import Form, ParameterState, Zero, brought_back, states_of, zero_of
 from whale.ir.plan.plan import (
     BatchAxis,
     Choice,
@@ -32,6 +32,7 @@ __all__ = [
     "Stage",
     "TaskGraph",
     "VirtualDevice",
+    "Zero",
     "brought_back",
     "describe_degrees",
     "describe_order",
@@ -40,4 +41,5 @@ __all__ = [
     "devices_of",
     "program_of",
     "states_of",
+    "zero_of",
 ]

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from typing import Literal
 
 from whale.ir.graph import DTYPE_BYTES, Parameter
@@ -107,13 +108,24 @@ class ParameterState:
         return tuple((name, form) for name, form in found if form is not None)
 
 
+Zero = int | tuple[tuple[str, int], ...]
+"""Stage of ZeRO of all parameters, or by patterns of their names."""
+
+
+def zero_of(zero: Zero, name: str) -> int:
+    """That of a parameter: by the first pattern that matches its name; 0 where none does."""
+    if isinstance(zero, int):
+        return zero
+    return next((stage for pattern, stage in zero if fnmatchcase(name, pattern)), 0)
+
+
 def states_of(
     parameters: Iterable[Parameter],
     num_optimizer_tensors: int = 2,
     *,
     gradient: Form | None = None,
     optimizer: Form | None = None,
-    zero: int = 0,
+    zero: Zero = 0,
     on_host: Collection[str] = (),
     gradient_dtype: str | None = None,
     sum_dtype: str | None = None,
@@ -126,7 +138,7 @@ def states_of(
         num_optimizer_tensors: that the optimizer keeps for each trained parameter.
         gradient, optimizer: forms of all trained parameters; None where they are as the model has the parameter.
         zero: stage of ZeRO: from 1 on the optimizer form is shared out among owners, from 2 on the gradient form too, from 3 on what ops
-            read. Parameters whose gradient is sparse are whole on each device.
+            read. Parameters whose gradient is sparse are whole on each device. By patterns of names it is that of the first that matches.
         on_host: the forms that live on the host, by name: ``optimizer``, or that and ``compute``, which is shared out then where the
             optimizer form is.
         gradient_dtype: type in which gradients of real numbers are accumulated; None for that of the form.
@@ -180,15 +192,16 @@ def _states(
     num_optimizer_tensors: int,
     gradient: Form | None,
     optimizer: Form | None,
-    zero: int,
+    zero: Zero,
     on_host: Collection[str],
 ) -> Iterator[tuple[str, ParameterState]]:
     """That of each; the arguments are those of `states_of`."""
     reads_there = "compute" in on_host
     levels = 1 if reads_there else 3, 2, 1
-    read_by, summed, stepped = ({"sharding": "owners"} if zero >= level else {} for level in levels)
-    stepped |= {"home": "host"} if "optimizer" in on_host else {}
     for parameter in parameters:
+        stage = zero_of(zero, parameter.name)
+        read_by, summed, stepped = ({"sharding": "owners"} if stage >= level else {} for level in levels)
+        stepped |= {"home": "host"} if "optimizer" in on_host else {}
         own, read = Form(parameter.spec.dtype), Form(parameter.read_as or parameter.spec.dtype)
         trains = parameter.kind == "parameter" and parameter.trainable
         if trains and parameter.num_lookups:
