@@ -20,7 +20,7 @@ from whale.api.calls import Turn, all_ranks, user_call
 from whale.api.guards import Guards
 from whale.api.hints import answer, call_answer, copy_answer
 from whale.api.initial_state import with_optimizer
-from whale.api.keeping import Fall, Keeping, devices_of, tell_kept, tell_resumed
+from whale.api.keeping import Fall, FaultKeeper, devices_of, tell_kept, tell_resumed
 from whale.api.loader import DataPosition, Loader, leave_group, make_loader
 from whale.api.mode import CapturedMode, ModeName, view_of
 from whale.api.modes import Modes, forget, prepare_forward, prepare_training
@@ -41,7 +41,7 @@ from whale.progress import progress
 from whale.runtime.checkpoint.model_files import without_compiled
 from whale.runtime.checkpoint.moving import move_state
 from whale.runtime.checkpoint.saving import Saving
-from whale.runtime.checkpoint.surviving import DEVICES, Kept, find_kept, forget_kept
+from whale.runtime.checkpoint.surviving import DEVICES, SurvivingState, find_kept, forget_kept
 from whale.runtime.checkpoint.training_state import keep_state, load_state, newest_step, random_state, save_state
 from whale.runtime.execute.batch import BatchView
 from whale.runtime.execute.call_check import Call
@@ -101,7 +101,7 @@ class Engine:
         self._warns_of_no_optimizer, self._has_told_of_parts = not trains and is_first, False
         self._log = StepLog.of(opening.settings.runtime, world)
         self._saved: tuple[Path, int, object] | None = None  # the last: where, of which step, with what
-        self._keeping = Keeping.of(opening.settings.runtime.keep_on_fault, world)
+        self._keeping = FaultKeeper.of(opening.settings.runtime.keep_on_fault, world)
         weakref.finalize(self, world.notice.leave).atexit = False  # while the interpreter ends, SIGTERM stays unheard
         self._adapting = None if world.is_alone else _adapting_to(is_first)
         self._take_up(state, runtime, tracing, decided, overhead)
@@ -534,7 +534,7 @@ class Engine:
         self.runtime.call_together("load")
         return self._load(Path(path))
 
-    def _load(self, path: Path, kept: Kept | None = None) -> Any:
+    def _load(self, path: Path, kept: SurvivingState | None = None) -> Any:
         """Reads a checkpoint, or what hosts have kept."""
         self._finish_saving()
         roster, holdings = self.runtime.roster, self.runtime.holdings

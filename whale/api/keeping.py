@@ -21,7 +21,7 @@ from whale.units import counted, format_bytes
 
 
 @dataclass
-class Keeping:
+class FaultKeeper:
     """Of one engine.
 
     Attributes:
@@ -44,12 +44,12 @@ class Keeping:
     is_done: bool = False
 
     @staticmethod
-    def of(folder: str | None, world: World) -> Keeping | None:
+    def of(folder: str | None, world: World) -> FaultKeeper | None:
         """Where a folder is named; all ranks of the world call it."""
         if folder is None:
             return None
         world.waits.linger_seconds = 0.0  # no launcher ends those that live: SIGTERM lets them leave what they hold
-        return Keeping(Path(folder), str(world.broadcast_object(uuid4().hex)))
+        return FaultKeeper(Path(folder), str(world.broadcast_object(uuid4().hex)))
 
     def rest(self) -> None:
         """A step is done."""

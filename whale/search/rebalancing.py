@@ -27,7 +27,7 @@ LEAST_GAIN = 0.05
 
 
 @dataclass(frozen=True)
-class Move:
+class PlanMove:
     """Another plan beside the one at work, both at the speeds that were measured.
 
     Attributes:
@@ -80,7 +80,7 @@ def best_move(
     overhead: float = 0.0,
     least_gain: float = LEAST_GAIN,
     tell: Callable[[str], None] | None = None,
-) -> Move:
+) -> PlanMove:
     """The best plan at other speeds, beside the one at work. What the user has set stays as it is set.
 
     Args:
@@ -106,7 +106,7 @@ def best_move(
     objective = Objective(config.planning.objective, there, plan.planned_rows)
     gain = 0.0 if other.replicas == plan.replicas else 1 - objective.of(other, move) / objective.of(plan, stay)
     cost = overhead + _moved_bytes(move) / min((link.bandwidth for link in there.links), default=1.0)
-    return Move(
+    return PlanMove(
         plan=other,
         cluster=there,
         own_seconds=own_seconds(other, move),

@@ -17,7 +17,7 @@ from whale.ir.graph import ModelGraph
 from whale.ir.health import WINDOW, Busy
 from whale.ir.plan import Plan
 from whale.search import decide
-from whale.search.rebalancing import LEAST_GAIN, Move, best_move, own_seconds
+from whale.search.rebalancing import LEAST_GAIN, PlanMove, best_move, own_seconds
 
 THERE = cluster((1e9, 1e9))
 ROWS = Config({"planning.search": "off"})
@@ -80,7 +80,7 @@ class Run:
 
     def __init__(self, seed: int, spread: float, there: Cluster = THERE) -> None:
         self.noise, self.spread, self.now = random.Random(seed), spread, 0.0
-        self.cluster, self.moves, self.said = there, list[tuple[int, Move]](), list[str]()
+        self.cluster, self.moves, self.said = there, list[tuple[int, PlanMove]](), list[str]()
         self.plan = at_work(there=there)
         self.adapting = Adapting(True, tell=self.said.append, clock=lambda: self.now)
         self._take_up()

@@ -93,7 +93,7 @@ def keep_part(
 
 
 @dataclass(frozen=True)
-class Kept:
+class SurvivingState:
     """A step of which all pieces are there.
 
     Attributes:
@@ -176,7 +176,7 @@ def _travel(world: World, values: Tensor, source: int, target: int, piece: Store
     return values
 
 
-def find_kept(folder: Path, purpose: str, names: Sequence[str], world: World) -> tuple[Kept | None, str]:
+def find_kept(folder: Path, purpose: str, names: Sequence[str], world: World) -> tuple[SurvivingState | None, str]:
     """The last step of which all pieces are in memory of the hosts that are there; all ranks of the world call it.
 
     Args:
@@ -212,7 +212,7 @@ def find_kept(folder: Path, purpose: str, names: Sequence[str], world: World) ->
         if not missing and not lacks:
             by_file = {Path(name).with_suffix(".safetensors").name: name for name in ours}
             there_are = {file: ours[name] for file, name in by_file.items()}
-            return Kept(whole, there_are, {file: readers[name] for file, name in by_file.items()}, folder), reason
+            return SurvivingState(whole, there_are, {file: readers[name] for file, name in by_file.items()}, folder), reason
         what = f"nobody is left who holds all of {first_few(missing)}" if missing else f"running statistics were not merged ({lacks[0]})"
         reason = reason or f"step {step} cannot be had from memory: {what}"
     return None, reason

@@ -25,7 +25,7 @@ from whale.runtime.checkpoint.boxes import find_shares
 from whale.runtime.checkpoint.checkpoint import READ_AS, Extras, load, open_checkpoint
 from whale.runtime.checkpoint.files import newest_complete
 from whale.runtime.checkpoint.saving import Saving, save
-from whale.runtime.checkpoint.surviving import DEVICES, Kept, keep_part
+from whale.runtime.checkpoint.surviving import DEVICES, SurvivingState, keep_part
 from whale.runtime.execute.roster import Roster
 from whale.runtime.state.engine_state import EngineState, without_averages
 from whale.runtime.state.holdings import Holdings
@@ -179,7 +179,7 @@ def load_state(
     module: nn.Module,
     check_position: Callable[[Mapping[str, int]], None],
     *,
-    kept: Kept | None = None,
+    kept: SurvivingState | None = None,
 ) -> Any:
     """Fills a state's tensors in place, as they last, and puts everything else back; all ranks of the world call it.
 
