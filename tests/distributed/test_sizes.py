@@ -112,6 +112,29 @@ def test_lengths_that_change(world: World, name: str) -> None:
             torch.testing.assert_close(output, model(texts(8, length)["ids"]).detach(), rtol=1e-4, atol=1e-5)
 
 
+def predict_with_an_idle_rank(rank: int, num_ranks: int) -> list[Tensor]:
+    """Batches of loaders, of which a rank outside the plan has no rows: without labels, of another length, and as the training's."""
+    made = captured("none")
+    warnings.simplefilter("ignore")
+    config = {"planning.search": "off"}
+    cluster = make_cluster((1.0, 1.0))
+    engine = whale.parallelize(made.model, loss=made.loss, optimizer=optimizer, batch=made.batch, config=config, cluster=cluster)
+    outputs: list[Tensor] = []
+    for length, keys in ((5, ("ids",)), (7, ("ids",)), (5, ("ids", "labels"))):
+        samples = [dict(zip(keys, row, strict=True)) for row in zip(*(texts(8, length)[key] for key in keys), strict=True)]
+        outputs += [engine.predict(batch) for batch in engine.loader(samples, global_batch_size=8)]
+    engine.close()
+    return outputs
+
+
+def test_a_rank_without_rows_predicts_what_others_do(world: World) -> None:
+    model, _, _ = _built("none")
+    world.prepare(prepare, "none")
+    for outputs in world.run(predict_with_an_idle_rank, num_ranks=3):
+        for output, length in zip(outputs, (5, 7, 5), strict=True):
+            torch.testing.assert_close(output, model(texts(8, length)["ids"]).detach(), rtol=1e-4, atol=1e-5)
+
+
 def plain_losses(model: nn.Module, batches: list[Batch]) -> list[float]:
     made = optimizer(model.parameters())
     losses = []

@@ -8,11 +8,12 @@ import sys
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar
+from warnings import catch_warnings, simplefilter
 
 import torch
 
@@ -30,6 +31,7 @@ from whale.api.results import OwnedParameters, give_extra_state, state_keys, ste
 from whale.api.row_source import RowSource
 from whale.api.step_log import StepLog
 from whale.api.tracing import Tracing
+from whale.capture.batch import BatchStructure
 from whale.comm import on_first_rank, together
 from whale.config import Source
 from whale.errors import PREEMPTED_CODE, CheckpointError, ConfigError, Preempted, RuntimeFault, WhaleError, first_few, warn
@@ -875,14 +877,31 @@ class Engine:
         self.runtime.losses.settle()
         self.runtime.merge_statistics(self.state)
         batch = self._data.recognized(batch)
-        base = self.modes.ensure(name, batch)
+        like = self._like_elsewhere(name, batch)
+        base = self.modes.ensure(name, batch, like)
         if self.runtime.plan_of(name) is None:
             prepare_forward(self.runtime, self.modes, base, base.graph.num_rows)
         self.runtime.lend(name)
-        key, captured, view = self._view(name, batch)
+        key, captured, view = self._view(name, batch, like=like)
         return self.runtime.forward(key, view, self.state.step_number), captured, view
 
-    def _view(self, name: ModeName, batch: Any, call: Call | None = None) -> tuple[str, CapturedMode, BatchView]:
+    def _like_elsewhere(self, name: ModeName, batch: Any) -> BatchStructure | None:
+        """The structure of a batch on a rank that has rows of it, where ranks outside the plan have none of a loader's; all ranks ask."""
+        roster = self.runtime.roster
+        if len(roster.plan.devices) == roster.world.size:
+            return None
+        own: BatchStructure | None = None
+        if not (isinstance(batch, RankBatch) and batch.data is None):
+            with suppress(WhaleError):  # is raised where the batch is read
+                own = self.modes.structure(name, batch)
+        with catch_warnings():
+            simplefilter("ignore", FutureWarning)  # of torch, of its own trees
+            found = roster.world.gather_objects(own)
+        return next((each for each in found if isinstance(each, BatchStructure)), None)
+
+    def _view(
+        self, name: ModeName, batch: Any, call: Call | None = None, like: BatchStructure | None = None
+    ) -> tuple[str, CapturedMode, BatchView]:
         """What is ready for a batch, its capture, and the batch in parts; where that fails on this rank alone, the others do not wait."""
         with self.runtime.status.reporting():
             try:
@@ -890,7 +909,7 @@ class Engine:
                 self.runtime.check_unwritten()
                 if isinstance(batch, RankBatch):
                     batch.check(self.runtime.roster.plan, self.rank)
-                captured = self.modes.fitting(name, batch, partial(forget, self.runtime))
+                captured = self.modes.fitting(name, batch, partial(forget, self.runtime), like)
                 view = view_of(captured.program.batch, batch)
                 key = captured.key
                 if name == "train":

@@ -109,21 +109,38 @@ class Modes:
     def __getitem__(self, name: ModeName) -> CapturedMode:
         return self._modes[name].base
 
-    def ensure(self, name: ModeName, batch: Any) -> CapturedMode:
+    def ensure(self, name: ModeName, batch: Any, like: BatchStructure | None = None) -> CapturedMode:
         """The capture of a mode, made if it is not there yet; all ranks of the world call it.
 
         Args:
             name: of the mode.
             batch: the batch to come, of which one rank may have no rows.
+            like: as of `fitting`.
 
         Raises:
             CaptureError: as `Modes`.
         """
         if name not in self._modes:
-            self._capture(name, batch.data if isinstance(batch, RankBatch) else batch)
+            self._capture(name, _data(batch), like)
         return self._modes[name].base
 
-    def fitting(self, name: ModeName, batch: Any, forget: Callable[[str], None]) -> CapturedMode:
+    def structure(self, name: ModeName, batch: Any) -> BatchStructure:
+        """That of a batch of which this rank has rows: like the mode's first, or like the last one with the parts that it has.
+
+        Raises:
+            BatchError: the batch is not like the example.
+        """
+        data = _data(batch)
+        if name not in self._modes:
+            return structure_for(data, self._example, self._batch_dims)
+        mode = self._modes[name]
+        known = [mode.base.structure, *(other.structure for other in reversed(mode.others))]
+        like = next((each for each in known if each.has_parts_of(data)), None)
+        if like is None:
+            like = mode.base.structure if name == "train" else structure_for(data, self._example, self._batch_dims)
+        return like.like(data)
+
+    def fitting(self, name: ModeName, batch: Any, forget: Callable[[str], None], like: BatchStructure | None = None) -> CapturedMode:
         """The capture of a mode that serves a batch of this rank's; one more where its sizes are new, or values near it have changed.
 
         But for the training, also one more where it has other parts than those before: labels, say, or none.
@@ -136,14 +153,16 @@ class Modes:
             name: of a mode that is there.
             batch: the batch to come, of which this rank may have no rows.
             forget: called with the key of a capture that is dropped for it.
+            like: the structure of the batch where this rank has no rows of it; None for that of the first.
 
         Raises:
             BatchError: the batch is not like the example, or the model cannot be captured for its sizes or parts.
             CaptureError: the model computes something else than was captured.
         """
         mode = self._modes[name]
-        data = batch.data if isinstance(batch, RankBatch) else batch
-        structure = mode.base.structure if data is None else self._structure(name, data)
+        structure = (like or mode.base.structure) if _data(batch) is None else self.structure(name, batch)
+        if structure == mode.base.structure:
+            structure = mode.base.structure
         captured, is_new = self._fitting(name, structure), False
         if captured is None:
             captured, is_new = self._capture_other(name, structure), True
@@ -171,15 +190,6 @@ class Modes:
         if self.train.is_unproven:
             self.train.check_again(call)
 
-    def _structure(self, name: ModeName, data: Any) -> BatchStructure:
-        """That of a batch: like the mode's first, or like the last one with the parts that it has."""
-        mode = self._modes[name]
-        known = [mode.base.structure, *(other.structure for other in reversed(mode.others))]
-        like = next((each for each in known if each.has_parts_of(data)), None)
-        if like is None:
-            like = mode.base.structure if name == "train" else structure_for(data, self._example, self._batch_dims)
-        return like.like(data)
-
     def _fitting(self, name: ModeName, structure: BatchStructure) -> CapturedMode | None:
         """A capture that is there, for these sizes and the values of now."""
         mode, trains = self._modes[name], name == "train"
@@ -192,8 +202,9 @@ class Modes:
                 return other.captured
         return None
 
-    def _capture(self, name: ModeName, batch: Any) -> CapturedMode:
-        structure = together(self._world, lambda: structure_for(batch, self._example, self._batch_dims))
+    def _capture(self, name: ModeName, batch: Any, like: BatchStructure | None = None) -> CapturedMode:
+        given = None if batch is not None else like
+        structure = together(self._world, lambda: given or structure_for(batch, self._example, self._batch_dims))
         kept, found = self._kept(structure) if name == "train" else (None, None)
         captured = together(self._world, lambda: self._first(name, structure, kept, found))
         _compare_captures(None if batch is None else captured.graph, self._world)
@@ -272,6 +283,11 @@ class Modes:
             self._warned.add(text)
             advice = "pad to a few lengths (pad_to_multiple_of of a collator) or set runtime.num_sizes"
             warn(f"{text} (runtime.num_sizes: {self._num_sizes} are kept); {advice}")
+
+
+def _data(batch: Any) -> Any:
+    """In the user's form; None where this rank has no rows of it."""
+    return batch.data if isinstance(batch, RankBatch) else batch
 
 
 def _of_parts(parts: str) -> str:
