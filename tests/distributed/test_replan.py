@@ -265,12 +265,14 @@ def test_a_run_moves_by_itself_when_its_plan_is_for_other_speeds(world: World) -
         assert len(set(rows)) == 1 and word in said
 
 
-def healthy(rank: int, num_ranks: int, case: Case) -> tuple[list[str], int, str]:
+def healthy(rank: int, num_ranks: int, case: Case, evaluates: bool) -> tuple[list[str], int, str]:
     """What is known of the devices after some steps, and what is said of slowdowns that are none."""
     engine = make_engine(case)
     assert not engine.health.devices
     for batch in case.batches:
         engine.step(batch)
+        if evaluates:
+            engine.evaluate(batch)
     health = engine.health
     with pytest.raises(ConfigError) as fault:
         engine.rebalance({"host0/7": 2.0})
@@ -279,8 +281,9 @@ def healthy(rank: int, num_ranks: int, case: Case) -> tuple[list[str], int, str]
     return [str(each) for each in health.devices], health.num_steps, str(fault.value)
 
 
-def test_every_rank_knows_the_health_of_all(world: World) -> None:
-    first, *others = run_case(world, healthy, replace(FORTH_AND_BACK, config=(("pipeline.num_stages", 2),)))
+@pytest.mark.parametrize("evaluates", [False, True])
+def test_every_rank_knows_the_health_of_all(world: World, evaluates: bool) -> None:
+    first, *others = run_case(world, healthy, replace(FORTH_AND_BACK, config=(("pipeline.num_stages", 2),)), evaluates)
     assert all(other == first for other in others) and len(first[0]) == 2
     assert first[1] == len(FORTH_AND_BACK.rows) - 1 - 2, "the first two are left out, and the last was not told yet"
     assert "host0/7: 2.0 is not" in first[2]

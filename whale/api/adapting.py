@@ -35,7 +35,8 @@ class Adapting:
         is_first: whether this is rank 0, which speaks.
         tell: is given what there is to say.
         overhead: seconds that planning, and putting a plan to work, took the last time.
-        least_gain: of a step, that the next move has to bring by its prediction: twice as much after one that did not keep to its own.
+        least_gain: of a step, that the next move has to bring by its prediction: twice as much after one that did not keep to its own,
+            and half as much again after one that did.
     """
 
     is_first: bool
@@ -54,6 +55,7 @@ class Adapting:
     _num_quiet: int = 0
     _health: Health = field(default_factory=Health)
     _promise: tuple[float, float] | None = None
+    _next_promise: tuple[float, float] | None = None
 
     def take_up(self, plan: Plan, own_seconds: Busy, cluster: Cluster) -> None:
         """Follows the devices of a plan from here on.
@@ -67,6 +69,7 @@ class Adapting:
         self._steps.clear()
         self._seconds.clear()
         self._num_heard, self._ended = 0, None
+        self._promise, self._next_promise = self._next_promise, None
 
     def hear(self, step_number: int, busy: Busy | None) -> bool:
         """Takes in what was measured.
@@ -107,7 +110,7 @@ class Adapting:
             before, self._health = self._health, Health.of(self._steps, self._devices, self._predicted, self._assumed, self._health)
             if self.is_first:
                 was, now = ({each.device for each in one.slow} for one in (before, self._health))
-                for device in sorted(was - now):
+                for device in sorted((was - now) & {*self._devices}):
                     self.tell(f"{device} is as fast as others again (step {self._health.step_number})")
         return self._health
 
@@ -156,21 +159,23 @@ class Adapting:
         return (move.cluster, Decided(move.plan, move.own_seconds, time.perf_counter() - begun), move.gain) if move.pays else None
 
     def moves(self, gain: float) -> None:
-        """States that training goes on under another plan, which is predicted to save this share of a step."""
-        self._promise = (gain, median(self._seconds)) if self._seconds else None
+        """States that the plan to be taken up next is predicted to save this share of a step."""
+        self._next_promise = (gain, median(self._seconds)) if self._seconds else None
 
     def _judge(self) -> None:
         """Looks, once, whether the last move has brought what it promised; where it has not, more is wanted of the next."""
         if self._promise is None or len(self._seconds) < WINDOW:
             return
         (promised, before), self._promise = self._promise, None
-        found = 1 - median(self._seconds) / before
+        found = round(1 - median(self._seconds) / before, 2) + 0.0  # no -0%
         if found < promised / 3:
             self.least_gain = min(MOST_GAIN_WANTED, 2 * self.least_gain)
             if self.is_first:
                 self.tell(
                     f"the move has saved {found:.0%} of a step ({promised:.0%} was predicted): the next has to save {self.least_gain:.0%}"
                 )
+        else:
+            self.least_gain = max(LEAST_GAIN, self.least_gain / 2)
 
 
 def _said(device: DeviceHealth) -> str:

@@ -36,6 +36,7 @@ class DeviceHealth:
         predicted_seconds: of the same, by the plan.
         assumed: the slowdown that the plan was made for, beside the middle device.
         slowdown: so many times as long as the middle device does it take for what it computes, by the figures of the cluster: a median.
+        middle: the slowdown that the plan was made for, of the middle device, by the figures of the cluster.
         slow_since: the first step in which it was slow, where it persistently is; else None.
         deviates: whether it is persistently not as slow as the plan assumes.
     """
@@ -47,15 +48,16 @@ class DeviceHealth:
     predicted_seconds: float
     assumed: float
     slowdown: float
+    middle: float = 1.0
     slow_since: int | None = None
     deviates: bool = False
 
     @property
     def measured(self) -> float:
-        """The slowdown that a plan should be made for."""
+        """The slowdown that a plan should be made for, by the figures of the cluster."""
         if not self.deviates:
-            return self.assumed
-        return 1.0 if 1 / SLOW < self.slowdown < SLOW else float(f"{self.slowdown:.2g}")
+            return self.middle * self.assumed
+        return self.middle * (1.0 if 1 / SLOW < self.slowdown < SLOW else float(f"{self.slowdown:.2g}"))
 
     def __str__(self) -> str:
         said = f"{self.device} (rank {self.rank}): computes {format_seconds(self.busy_seconds)} in a step (spread {self.spread:.0%}), "
@@ -112,7 +114,7 @@ class Health:
         if not steps or not all(predicted):
             return Health() if before is None else before
         absolute = [assumed.get(device, 1.0) for device in devices]
-        own = _relative(absolute)
+        middle, own = _middle(absolute), _relative(absolute)
         slowdowns = [_relative([each / by * known for each, by, known in zip(busy, predicted, absolute, strict=True)]) for _, busy in steps]
         known = {} if before is None else {each.device: each for each in before.devices}
         numbers = [number for number, _ in steps]
@@ -120,7 +122,9 @@ class Health:
             numbers[-1],
             len(steps),
             tuple(
-                _device(device, rank, [busy[rank] for _, busy in steps], predicted[rank], own[rank], numbers, found, known.get(device))
+                _device(
+                    device, rank, [busy[rank] for _, busy in steps], predicted[rank], own[rank], middle, numbers, found, known.get(device)
+                )
                 for rank, (device, found) in enumerate(zip(devices, zip(*slowdowns, strict=True), strict=True))
             ),
         )
@@ -136,9 +140,13 @@ class Health:
         yield from (f"  {each}" for each in self.devices)
 
 
+def _middle(slowness: Sequence[float]) -> float:
+    """That of the middle device; of an even number the faster of the two in the middle, so that one slow device of two is slow."""
+    return sorted(slowness)[(len(slowness) - 1) // 2]
+
+
 def _relative(slowness: Sequence[float]) -> list[float]:
-    """By that of the middle device; of an even number the faster of the two in the middle, so that one slow device of two is slow."""
-    middle = sorted(slowness)[(len(slowness) - 1) // 2]
+    middle = _middle(slowness)
     return [each / middle for each in slowness]
 
 
@@ -148,11 +156,12 @@ def _device(
     busy: Sequence[float],
     predicted: float,
     assumed: float,
+    middle: float,
     numbers: Sequence[int],
     slowdowns: Sequence[float],
     before: DeviceHealth | None,
 ) -> DeviceHealth:
-    low, middle, high = quantiles(busy, n=4) if len(busy) > 1 else (busy[0],) * 3
+    low, usual, high = quantiles(busy, n=4) if len(busy) > 1 else (busy[0],) * 3
     slow = [number for number, found in zip(numbers, slowdowns, strict=True) if found > SLOW]
     since = None if before is None else before.slow_since
     if len(slow) >= PERSISTENT:
@@ -161,5 +170,5 @@ def _device(
         since = None
     off = (sum(found > assumed * SLOW for found in slowdowns), sum(found < assumed / SLOW for found in slowdowns))
     return DeviceHealth(
-        device, rank, middle, (high - low) / middle, predicted, assumed, median(slowdowns), since, deviates=max(off) >= PERSISTENT
+        device, rank, usual, (high - low) / usual, predicted, assumed, median(slowdowns), middle, since, deviates=max(off) >= PERSISTENT
     )

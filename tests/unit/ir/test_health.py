@@ -63,8 +63,10 @@ def test_noise_is_no_slowness(num_devices: int) -> None:
 def test_a_plan_that_was_made_for_slow_devices_is_left_when_they_are_fast_again() -> None:
     steps = [(number, scaled(1.0, 1.0, 1.0)) for number in range(WINDOW)]
     as_assumed = Health.of(steps, DEVICES, PREDICTED, {"a": 2.0, "b": 2.0, "c": 6.0})
-    assert not as_assumed.deviates and as_assumed.slowdowns == {"a": 1.0, "b": 1.0, "c": 3.0}
+    assert not as_assumed.deviates and as_assumed.slowdowns == {"a": 2.0, "b": 2.0, "c": 6.0}
     assert [each.device for each in as_assumed.slow] == ["c"], "it is slow, as the plan knows"
+    worse = Health.of([(number, scaled(1.0, 1.0, 2.0)) for number in range(WINDOW)], DEVICES, PREDICTED, {"a": 3.0, "b": 3.0, "c": 3.0})
+    assert worse.slowdowns == {"a": 3.0, "b": 3.0, "c": 6.0}, "by the figures of the cluster, as those that were given"
     steps = [(number, scaled(1.0, 1.0, 1 / 3)) for number in range(WINDOW)]
     lifted = Health.of(steps, DEVICES, PREDICTED, {"c": 3.0}, as_assumed)
     assert lifted.deviates and lifted.slowdowns == {"a": 1.0, "b": 1.0, "c": 1.0} and not lifted.slow

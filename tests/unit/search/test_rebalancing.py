@@ -147,10 +147,32 @@ def test_more_is_wanted_after_a_move_that_brought_nothing() -> None:
     for number in range(40):
         run.step(number, {})
     assert not run.moves and run.adapting.least_gain == LEAST_GAIN, "nothing was promised beside no step"
+    for gain, wanted in ((0.5, 2 * LEAST_GAIN), (-0.1, LEAST_GAIN)):
+        run.adapting.moves(gain)
+        run._take_up()
+        for number in range(40, 80):
+            run.step(number, {})
+        assert run.adapting.least_gain == wanted
+        assert len(run.said) == 1 and "has saved 0% of a step (50% was predicted)" in run.said[0]
     run.adapting.moves(0.5)
-    for number in range(40, 80):
+    for _ in range(2):  # and then a plan by hand
+        run._take_up()
+    for number in range(80, 120):
         run.step(number, {})
-    assert run.adapting.least_gain == 2 * LEAST_GAIN and "has saved 0% of a step (50% was predicted)" in run.said[-1]
+    assert run.adapting.least_gain == LEAST_GAIN
+
+
+def test_nothing_is_said_of_a_device_that_the_plan_leaves_out() -> None:
+    run = Run(5, 0.02)
+    first, second = own_seconds(run.plan, estimate(run.plan, GRAPH, THERE, Costs()))
+    for number in range(40):
+        run.adapting.hear(number, (first, 3 * second))
+    assert [each.device for each in run.adapting.health.slow] == ["h0/1"]
+    alone = at_work(there=cluster((1e9,)))
+    run.adapting.take_up(alone, (1.0,), THERE)
+    for number in range(40, 80):
+        run.adapting.hear(number, (1.0,))
+    assert len(run.adapting.health.devices) == 1 and not run.said
 
 
 def test_costs_and_settings_of_the_run_count() -> None:

@@ -72,7 +72,7 @@ class WorldSums:
         self.finish(said[1], what)
         found, size = _read(said[0], call, len(self._ranks)), len(self._ranks)
         *told, self._num_noticed = found[:-size]
-        self._busy = tuple(found[-size:])
+        self._busy = tuple(new or old for new, old in zip(found[-size:], self._busy, strict=True))  # other calls tell of no run
         return told
 
     @property
