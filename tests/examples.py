@@ -11,7 +11,7 @@ import pytest
 from hypothesis import settings
 
 PROFILES = {"quick": 6, "whale": 40, "thorough": 100}
-"""Examples of a law that names no number: while editing, in `make test`, and before a change is taken."""
+"""Examples of a law that names no number: while editing, in `make test` and `.ci/run`, and in `make laws`."""
 FEWEST = 3
 
 
