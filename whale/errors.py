@@ -80,7 +80,13 @@ class CheckpointError(WhaleError):
 
 
 class RuntimeFault(WhaleError):
-    """A rank died, or a wait outlasted its limit, during a run."""
+    """A rank died, a wait outlasted its limit, or something was found wrong, during a run.
+
+    Attributes:
+        lost_peers: whether it is that peers have died or failed, or that a wait for them outlasted its limit.
+    """
+
+    lost_peers = False
 
 
 class OpFault(RuntimeFault):

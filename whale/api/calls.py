@@ -81,7 +81,7 @@ class HasRuntime(Protocol):
     turn: Turn
 
     def leave_state(self) -> None:
-        """Keeps what this rank holds for ranks that begin anew, where that is asked for: it cannot go on."""
+        """Keeps what this rank holds for ranks that begin anew, where that is asked for: its peers are lost."""
 
 
 def all_ranks(method: Callable[Concatenate[E, P], T]) -> Callable[Concatenate[E, P], T]:
@@ -98,8 +98,9 @@ def all_ranks(method: Callable[Concatenate[E, P], T]) -> Callable[Concatenate[E,
         with self.turn.taken(method.__name__), self.runtime.roster.world.all_ranks():
             try:
                 return method(self, *args, **kwargs)
-            except RuntimeFault:
-                self.leave_state()
+            except RuntimeFault as fault:
+                if fault.lost_peers:  # else the fault may be in what this rank holds
+                    self.leave_state()
                 raise
 
     return call

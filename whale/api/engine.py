@@ -21,7 +21,7 @@ from whale.api.calls import Turn, all_ranks, user_call
 from whale.api.guards import Guards
 from whale.api.hints import answer, call_answer, copy_answer
 from whale.api.initial_state import with_optimizer
-from whale.api.keeping import Fall, FaultKeeper, devices_of, tell_kept, tell_resumed
+from whale.api.keeping import Fall, FaultKeeper, await_device, devices_of, tell_kept, tell_resumed
 from whale.api.loader import DataPosition, Loader, leave_group, make_loader
 from whale.api.mode import CapturedMode, ModeName, view_of
 from whale.api.modes import Modes, forget, prepare_forward, prepare_training
@@ -237,6 +237,7 @@ class Engine:
         world, step_number = self.runtime.roster.world, self.state.step_number
         if folder is None:
             self._finish_saving()
+            self.runtime.losses.settle()
             self.runtime.merge_statistics(self.state)
             self.leave_state()
             raise Preempted("")
@@ -603,12 +604,27 @@ class Engine:
     def leave_state(self) -> None:
         """Keeps the last whole step, as far as this rank holds it, in memory of its host; it says so, or why it cannot.
 
-        A rank that was in the midst of an update, or of another change, keeps nothing.
+        A rank that was in the midst of an update, or of another change, keeps nothing; nor does one with a loss that is no finite number,
+        or whose GPU does not come to an end.
         """
         keeping, state = self._keeping, self.state
         if keeping is None or keeping.purpose is None or keeping.is_done or keeping.is_changing or not state.is_whole:
             return
         keeping.is_done = True
+        roster = self.runtime.roster
+        size: int | Exception
+        try:
+            await_device(roster.world.device)
+            if self.runtime.losses.has_bad():
+                raise CheckpointError("the loss of one of the last steps is not finite, and may have gone into the weights")
+            size = self._keep(keeping)
+        except Exception as error:  # a GPU's too: the fault that led here says more
+            size = error
+        tell_kept(roster.world.rank, state.step_number, size)
+
+    def _keep(self, keeping: FaultKeeper) -> int:
+        """Writes the last whole step into memory of the host; the number of bytes."""
+        state = self.state
         random, position = keeping.random, self._data.now
         if keeping.begun is not None:
             number, before = keeping.begun
@@ -618,25 +634,20 @@ class Engine:
                     self._accumulated.buffers.put_back()
             else:  # its update was done
                 random = random_state()
-        roster = self.runtime.roster
-        try:
-            size = keep_state(
-                keeping.folder,
-                f"{keeping.training}_{state.step_number}",
-                keeping.purpose,
-                replace(state, position=position),
-                roster,
-                self.runtime.holdings,
-                self.model_graph,
-                self.modes.model,
-                random=random,
-                devices=devices_of(self.opening.attachment.cluster),
-                lacks=self.runtime.unmerged(state),
-            )
-        except CheckpointError as error:
-            tell_kept(roster.world.rank, state.step_number, error)
-            return
-        tell_kept(roster.world.rank, state.step_number, size)
+        assert keeping.purpose is not None, "else nothing is kept"
+        return keep_state(
+            keeping.folder,
+            f"{keeping.training}_{state.step_number}",
+            keeping.purpose,
+            replace(state, position=position),
+            self.runtime.roster,
+            self.runtime.holdings,
+            self.model_graph,
+            self.modes.model,
+            random=random,
+            devices=devices_of(self.opening.attachment.cluster),
+            lacks=self.runtime.unmerged(state),
+        )
 
     @contextmanager
     def _changing(self) -> Iterator[None]:

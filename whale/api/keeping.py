@@ -12,12 +12,20 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
+import torch
+
 from whale.comm import World
 from whale.errors import CheckpointError
 from whale.ir.cluster import Cluster
 from whale.runtime.checkpoint.training_state import random_state
 from whale.runtime.execute.status import FALL
 from whale.units import counted, format_bytes
+
+DEVICE_SECONDS = 5.0
+"""So long may a GPU take to do what it was asked to before its peers were lost; it may wait for one of them for ever."""
+
+LOOK_SECONDS = 0.01
+"""Between two looks whether it has."""
 
 
 @dataclass
@@ -54,6 +62,23 @@ class FaultKeeper:
     def rest(self) -> None:
         """A step is done."""
         self.begun, self.random = None, random_state()
+
+
+def await_device(device: torch.device) -> None:
+    """Waits until a GPU has done what it was asked to, no longer than `DEVICE_SECONDS`.
+
+    Raises:
+        CheckpointError: it takes longer.
+    """
+    if device.type != "cuda":
+        return
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record()
+    until = time.monotonic() + DEVICE_SECONDS
+    while not event.query():  # type: ignore[no-untyped-call]
+        if time.monotonic() >= until:
+            raise CheckpointError(f"{device} has not done its work within {DEVICE_SECONDS:g} s; it may wait for a rank that is gone")
+        time.sleep(LOOK_SECONDS)
 
 
 def devices_of(cluster: Cluster) -> list[str]:
@@ -101,7 +126,11 @@ def tell_resumed(step: int, source: str, fall: Fall | None, before: Sequence[str
     print(f"whale: {'; '.join(said)}", file=sys.stderr, flush=True)
 
 
-def tell_kept(rank: int, step: int, size: int | CheckpointError) -> None:
+def tell_kept(rank: int, step: int, size: int | Exception) -> None:
     """Says what a rank has left, or why it has not."""
-    what = f"is not kept: {size.message}" if isinstance(size, CheckpointError) else f"is kept in memory ({format_bytes(size)})"
+    what = f"is kept in memory ({format_bytes(size)})" if isinstance(size, int) else f"is not kept: {_first_line(size)}"
     print(f"whale: step {step} of rank {rank} {what}", file=sys.stderr, flush=True)
+
+
+def _first_line(error: Exception) -> str:
+    return error.message if isinstance(error, CheckpointError) else f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"

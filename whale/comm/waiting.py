@@ -288,4 +288,6 @@ def fault(action: str, ranks: Sequence[int], timeout: timedelta, error: BaseExce
         hint = "that rank's own output says what it does; raise the limit if it is only slow"
     else:
         reason, hint = f"the backend failed ({type(error).__name__})", "that rank's own output says more; WHALE_DEBUG=1 shows the cause"
-    return RuntimeFault(f"{action} with {listed('rank', ranks)} did not complete: {reason}", hint=hint)
+    found = RuntimeFault(f"{action} with {listed('rank', ranks)} did not complete: {reason}", hint=hint)
+    found.lost_peers = True
+    return found

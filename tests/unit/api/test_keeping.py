@@ -5,14 +5,20 @@ from __future__ import annotations
 import json
 import time
 from collections import namedtuple
+from datetime import timedelta
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import torch
 
+import whale
 from tests.unit.api.test_guards import BATCH, parallelize, same, weights
-from whale.api.keeping import Fall, tell_resumed
-from whale.errors import RuntimeFault
+from whale.api.engine import Engine
+from whale.api.keeping import Fall, await_device, tell_resumed
+from whale.comm.waiting import fault
+from whale.errors import CheckpointError, RuntimeFault
+from whale.runtime.execute.finite import HostCopy
 from whale.runtime.execute.status import FALL
 
 BAD = {**BATCH, "input": torch.full_like(BATCH["input"], torch.nan)}
@@ -20,6 +26,17 @@ BAD = {**BATCH, "input": torch.full_like(BATCH["input"], torch.nan)}
 
 def keeping(folder: Path) -> dict[str, object]:
     return {"runtime.keep_on_fault": str(folder)}
+
+
+def lose_peers(engine: whale.Engine) -> None:
+    """In the midst of a step."""
+
+    def fail(*_: object, **__: object) -> None:
+        raise fault("1RECV_F0", (1,), timedelta(seconds=1), RuntimeError("closed by peer"))
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(RuntimeFault, match="a rank has left"):
+        patch.setattr(engine.runtime, "train", fail)
+        engine.step(BATCH)
 
 
 def test_the_last_whole_step_is_gone_on_from(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -34,6 +51,10 @@ def test_the_last_whole_step_is_gone_on_from(tmp_path: Path, capsys: pytest.Capt
     engine.step(BATCH)
     with pytest.raises(RuntimeFault, match="nan"):
         engine.step(BAD)
+    with pytest.raises(RuntimeFault, match="no rank 7"):
+        engine.state_dict(rank=7)
+    assert not (tmp_path / "kept").exists() and "kept" not in capsys.readouterr().err, "no peers were lost"
+    lose_peers(engine)
     assert "whale: step 2 of rank 0 is kept in memory (" in capsys.readouterr().err
     engine.close()
     (tmp_path / "kept" / FALL).write_text(json.dumps([time.time(), 2]))
@@ -94,6 +115,41 @@ def test_a_full_memory_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     engine.leave_state()
     assert "whale: step 1 of rank 0 is not kept: " in (said := capsys.readouterr().err) and "free: 10 B" in said
     assert [*tmp_path.iterdir()] == []
+
+
+class Event:
+    """Of a GPU that waits for a lost peer."""
+
+    def record(self) -> None: ...
+
+    def query(self) -> bool:
+        return False
+
+
+def test_what_may_be_wrong_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    engine = parallelize(config=keeping(tmp_path))
+    engine.resume(tmp_path / "saved")
+    engine.step(BATCH)
+    keeper, losses = engine._keeping, engine.runtime.losses
+    assert keeper is not None
+    losses._copied.append((0, cast(Any, None), HostCopy(torch.tensor(torch.nan))))  # as a GPU's, which is looked at two steps later
+    lose_peers(engine)
+    assert "step 1 of rank 0 is not kept: the loss of one of the last steps is not finite" in capsys.readouterr().err
+    losses.forget()
+    keeper.is_done = False
+    monkeypatch.setattr(Engine, "_keep", lambda *_: raises(RuntimeError("CUDA error: lost\nmore")))
+    lose_peers(engine)
+    assert "step 1 of rank 0 is not kept: RuntimeError: CUDA error: lost\n" in capsys.readouterr().err
+    assert [*tmp_path.iterdir()] == []
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr("whale.api.keeping.DEVICE_SECONDS", 0.0)
+    await_device(torch.device("cpu"))
+    with pytest.raises(CheckpointError, match=r"cuda:0 has not done its work within 0 s"):
+        await_device(torch.device("cuda:0"))
+
+
+def raises(error: Exception) -> None:
+    raise error
 
 
 def test_what_was_lost_is_told(capsys: pytest.CaptureFixture[str]) -> None:

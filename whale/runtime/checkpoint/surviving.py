@@ -77,7 +77,7 @@ def keep_part(
     def write() -> None:
         folder.mkdir(mode=0o700, exist_ok=True)
         if size > (free := disk_usage(folder).free):
-            raise CheckpointError(f"{folder} has room for what a rank holds ({format_bytes(size)}, free: {format_bytes(free)})")
+            raise CheckpointError(f"{folder} has no room for what rank {rank} holds ({format_bytes(size)}; free: {format_bytes(free)})")
         data = name.with_suffix(".safetensors")
         try:
             stored = write_pieces(data, pieces, lambda: None)

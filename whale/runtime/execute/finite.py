@@ -39,6 +39,11 @@ class HostCopy:
         arrived.record()
         return HostCopy(value, arrived)
 
+    @property
+    def has_arrived(self) -> bool:
+        """Whether the host need not wait for it."""
+        return self._arrived is None or bool(self._arrived.query())  # type: ignore[no-untyped-call]
+
     def read(self) -> float:
         """The number; waits for it."""
         if self._arrived is not None:
@@ -83,6 +88,10 @@ class LossWatch:
         while len(self._copied) > num_left:
             step_number, account, loss = self._copied.popleft()
             self._check(step_number, account, loss.read(), "it has gone into the weights since, load a checkpoint")
+
+    def has_bad(self) -> bool:
+        """Whether a loss that is on the host, and that nobody has looked at yet, is infinite or no number; waits for nothing and nobody."""
+        return any(loss.has_arrived and not math.isfinite(loss.read()) for _, _, loss in self._copied)
 
     def forget(self) -> None:
         """Looks no more at the losses of weights that have been replaced."""
