@@ -1,4 +1,4 @@
-"""Which rank died first, what it did, and who waited for it; in an elastic run, how often ranks have begun anew without a step between."""
+"""Which rank died first, what it did, and who waited for it; in an elastic run, how often ranks have begun anew in vain."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ STILL_SECONDS = 3.0
 """So long may a rank of an elastic run stand still (SIGSTOP) before it counts as lost and is killed."""
 
 MOST_IN_VAIN = 3
-"""So often may ranks of a host fail by themselves, without a step between, before it leaves an elastic run."""
+"""So often may ranks of a host fail by themselves, without one step more than ever before, till it leaves an elastic run."""
 
 
 @dataclass
@@ -41,8 +41,9 @@ class Deaths:
         stopped: those that stood still then (SIGSTOP, a debugger). They would not end by SIGTERM, and are killed.
         fallen: in an elastic run, the processes of a time before the present one.
         step: the highest that a rank of this host has done.
-        num_in_vain: how often ranks have failed by themselves since then.
+        num_in_vain: how often ranks have failed by themselves since then; a step that is done again is no way on.
         has_left: whether that was too often, and this host leaves the run.
+        is_stopping: whether SIGTERM has come to the launcher, which waits for its ranks.
     """
 
     first: int | None = None
@@ -51,6 +52,7 @@ class Deaths:
     step: int = 0
     num_in_vain: int = 0
     has_left: bool = False
+    is_stopping: bool = False
 
     def fell(self, status: RankStatus | None, step: int, *, by_itself: bool) -> bool:
         """Counts a death; whether it was one too many.
@@ -121,7 +123,7 @@ def _look_for_the_next(found: Deaths, directory: str) -> None:
             patience.daemon = True
             patience.start()
     ended = next((end for pid in processes if (end := _look_at(pid, os.WEXITED)) is not None and end.si_status != 0), None)
-    if ended is None:
+    if ended is None or found.is_stopping:
         return
     found.fallen |= processes  # torchrun ends the others
     exit_code = ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
@@ -138,7 +140,10 @@ def _look_for_the_next(found: Deaths, directory: str) -> None:
     if found.fell(status, step, by_itself=by_itself):
         found.has_left = True
         # of torchrun's errors the one that does not end the run for all launchers
-        raise SignalException(f"{found.num_in_vain} ranks of this host have failed, without a step between", sigval=signal.SIGTERM)
+        raise SignalException(
+            f"{found.num_in_vain} ranks of this host have failed by themselves, and none has come beyond step {found.step}",
+            sigval=signal.SIGTERM,
+        )
 
 
 def _note_fall(kept: Path, step: int) -> None:

@@ -19,7 +19,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from whale.cli import rank_start
-from whale.cli.deaths import describe_failure, rank_processes, watching
+from whale.cli.deaths import Deaths, describe_failure, rank_processes, watching
 from whale.cli.elastic import KEEP, KEPT, be_elastic
 from whale.cli.inputs import refuse_unknown
 from whale.config import RECIPE_VARIABLE, load_config
@@ -83,7 +83,7 @@ def run(words: Sequence[str]) -> int:
         _run_directory() as directory,
         _environment({**variables, RUN_DIRECTORY: directory, **({KEEP: str(Path(directory) / KEPT)} if elastic else {})}),
         watching(directory, is_elastic=arguments.elastic is not None) as deaths,
-        _passing_on_sigterm(arguments, directory),
+        _passing_on_sigterm(arguments, directory, deaths),
     ):
         _bind_ranks(arguments, directory)
         try:
@@ -249,7 +249,7 @@ def is_preempted(exit_codes: Sequence[int]) -> bool:
 
 
 @contextmanager
-def _passing_on_sigterm(arguments: argparse.Namespace, directory: str) -> Iterator[None]:
+def _passing_on_sigterm(arguments: argparse.Namespace, directory: str, deaths: Deaths) -> Iterator[None]:
     """Has SIGTERM sent on to the ranks, once, and waits for them as long as they take to save; what sent it ends all when time is up.
 
     torchrun would send it to all processes that they have started, too, which ends the workers of their DataLoaders and so fails the
@@ -259,6 +259,7 @@ def _passing_on_sigterm(arguments: argparse.Namespace, directory: str) -> Iterat
 
     def pass_on(_: int, __: FrameType | None) -> NoReturn:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        deaths.is_stopping = True
         ranks = rank_processes(directory)
         for pid in filter(_lives, ranks):
             os.kill(pid, signal.SIGTERM)

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
+import torch
 
-from whale.cli import launch
+from whale.cli import deaths, launch
 from whale.cli.deaths import MOST_IN_VAIN, Deaths
 from whale.cli.elastic import MOST_RESTARTS, be_elastic
+from whale.comm import Launched, World
 from whale.errors import ConfigError
-from whale.runtime.execute.status import RankStatus
+from whale.runtime.execute.call_check import WorldSums
+from whale.runtime.execute.status import RankStatus, StatusBoard
+from whale.runtime.program.watch import Watch
 
 
 def test_torchruns_rendezvous_is_set_and_the_users_words_win() -> None:
@@ -43,11 +53,39 @@ def test_bad_numbers_of_launchers_start_nothing(words: list[str], said: str) -> 
         launch.run([*words, "train.py"])
 
 
+class Done:
+    """Communication that has succeeded."""
+
+    def wait(self, _: timedelta) -> None: ...
+
+
+def test_a_fault_of_what_all_ranks_agree_on_counts() -> None:
+    board = StatusBoard.open(0, {})
+    sums = WorldSums(World(0, 2, 0, 2, torch.device("cpu"), timedelta(seconds=1)), cast(Any, None), board, Watch())
+    with pytest.raises(ValueError, match="unlike"), board.reporting():
+        sums.finish(Launched(cast(Any, Done()), blocks_host=True), "comparing the batch")
+        raise ValueError("unlike batches")
+    found = Deaths(num_in_vain=MOST_IN_VAIN)
+    assert found.fell(board.read(), 0, by_itself=True), board.read()
+
+
+def test_a_launcher_that_stops_tells_of_no_new_beginning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ended = SimpleNamespace(si_pid=7, si_status=signal.SIGTERM, si_code=os.CLD_KILLED)
+    monkeypatch.setattr(deaths, "rank_processes", lambda _: [7])
+    monkeypatch.setattr(deaths, "_look_at", lambda _, what: ended if what == os.WEXITED else None)
+    deaths._look_for_the_next(Deaths(is_stopping=True), str(tmp_path))
+    assert capsys.readouterr().err == "" and [*tmp_path.iterdir()] == []
+    deaths._look_for_the_next(Deaths(), str(tmp_path))
+    assert "was killed by SIGTERM; last seen before its first action; all ranks begin anew" in capsys.readouterr().err
+
+
 def test_ranks_that_fail_by_themselves_without_a_step_between_are_given_up() -> None:
-    deaths = Deaths()
+    seen = Deaths()
     waited = RankStatus(0, 1, "failed", "1RECV_F0", (1,), 1, 0.0)
     for step in (3, 4):  # each new step counts from the start
-        assert not any(deaths.fell(None, step, by_itself=True) for _ in range(MOST_IN_VAIN))
-    assert not deaths.fell(waited, 4, by_itself=True), "it failed because of another"
-    assert not deaths.fell(None, 4, by_itself=False), "it was told to end"
-    assert deaths.fell(None, 4, by_itself=True)
+        assert not any(seen.fell(None, step, by_itself=True) for _ in range(MOST_IN_VAIN))
+    assert not seen.fell(waited, 4, by_itself=True), "it failed because of another"
+    assert not seen.fell(None, 4, by_itself=False), "it was told to end"
+    assert seen.fell(None, 3, by_itself=True), "a step that is done again is no way on"

@@ -51,6 +51,7 @@ class WorldSums:
             self._status.set(what, self._peers)
             with self._watch.waiting(what):
                 self._waits.wait(work, what, self._peers)
+            self._status.set(what)  # what fails from here on fails by itself
 
     def add(self, tensor: torch.Tensor, what: str) -> None:
         """Sums a tensor, in place, and waits for it."""
