@@ -459,7 +459,7 @@ class Engine:
         state = without_compiled(state, names)
         given = {key: value for key, value in state.items() if names.get(key, key) is not None}
         keys = {key: name for key, name in names.items() if name is not None}
-        with self._changing():
+        with self._changing(CheckpointError):
             fill_tensors(graph, self.runtime.holdings, roster.rank, self.state, given, keys, roster.world)
         self.runtime.publish()
         give_extra_state(self.modes.model, names, state)
@@ -542,7 +542,7 @@ class Engine:
         self._finish_saving()
         roster, holdings = self.runtime.roster, self.runtime.holdings
         graph, model = self.model_graph, self.modes.model
-        with self._changing():
+        with self._changing(CheckpointError):
             extra = load_state(path, self.state, roster, holdings, graph, model, self._data.check, kept=kept)
         self.runtime.publish()
         self.runtime.losses.forget()
@@ -575,14 +575,15 @@ class Engine:
         self._finish_saving()
         kept, reason, fall = None, "", None
         if keeping is not None:
-            keeping.purpose = str(folder)
             names = [each.name for each in self.model_graph.parameters if each.name in self.runtime.roster.plan.owners]
-            kept, reason = find_kept(keeping.folder, keeping.purpose, names, world)
+            kept, reason = find_kept(keeping.folder, str(folder), names, world)
             fall = Fall.of(keeping.folder, world)
         path, saved_step = on_first_rank(world, lambda: newest_step(Path(folder)))
         devices = devices_of(self.opening.attachment.cluster)
-        if kept is not None and saved_step is not None and saved_step > kept.step:
-            kept, reason = None, ""
+        if kept is not None and saved_step is not None and saved_step >= kept.step:
+            kept, reason = None, ""  # of the same step the checkpoint has the script's own data, too
+        if keeping is not None:
+            keeping.purpose = str(folder)  # no sooner: a rank that loses its peers before this has no step to go on from
         before = [] if kept is None else kept.value(f"extra.{DEVICES}")
         extra = None
         if kept is not None:
@@ -650,11 +651,20 @@ class Engine:
         )
 
     @contextmanager
-    def _changing(self) -> Iterator[None]:
-        """Around what changes the state otherwise than by a step: where it ends in an error, nothing is kept of it."""
+    def _changing(self, *harmless: type[WhaleError]) -> Iterator[None]:
+        """Around what changes the state otherwise than by a step: where it ends in an error, nothing is kept of it.
+
+        Args:
+            harmless: errors after which nothing has changed.
+        """
         if self._keeping is not None:
             self._keeping.is_changing = True
-        yield
+        try:
+            yield
+        except Exception as error:
+            if self._keeping is not None:
+                self._keeping.is_changing = not isinstance(error, harmless)
+            raise
         if self._keeping is not None:
             self._keeping.is_changing = False
 

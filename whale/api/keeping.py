@@ -40,7 +40,7 @@ class FaultKeeper:
         is_changing: whether a call is under way, or was left in the middle, that changes the state otherwise than by a step.
         begun: the number of steps done, and where the data went on, before the step under way; None between steps.
         random: the state of the generators when the last step was done.
-        is_done: whether this rank has left what it holds.
+        is_done: whether this rank has left what it holds of the last step.
     """
 
     folder: Path
@@ -61,7 +61,7 @@ class FaultKeeper:
 
     def rest(self) -> None:
         """A step is done."""
-        self.begun, self.random = None, random_state()
+        self.begun, self.random, self.is_done = None, random_state(), False
 
 
 def await_device(device: torch.device) -> None:

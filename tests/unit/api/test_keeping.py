@@ -30,13 +30,17 @@ def keeping(folder: Path) -> dict[str, object]:
 
 def lose_peers(engine: whale.Engine) -> None:
     """In the midst of a step."""
-
-    def fail(*_: object, **__: object) -> None:
-        raise fault("1RECV_F0", (1,), timedelta(seconds=1), RuntimeError("closed by peer"))
-
     with pytest.MonkeyPatch.context() as patch, pytest.raises(RuntimeFault, match="a rank has left"):
-        patch.setattr(engine.runtime, "train", fail)
+        patch.setattr(engine.runtime, "train", lambda *_, **__: raises(gone()))
         engine.step(BATCH)
+
+
+def gone() -> RuntimeFault:
+    return fault("1RECV_F0", (1,), timedelta(seconds=1), RuntimeError("closed by peer"))
+
+
+def raises(error: Exception) -> None:
+    raise error
 
 
 def test_the_last_whole_step_is_gone_on_from(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -105,6 +109,39 @@ def test_what_is_damaged_is_left_for_the_checkpoint_and_what_is_for_others_stays
     assert engine.step_number == 2 and [*(tmp_path / "kept").iterdir()] == []
 
 
+def test_an_error_that_is_caught_leaves_memory_on(tmp_path: Path) -> None:
+    engine = parallelize(config=keeping(tmp_path / "kept"))
+    engine.resume(tmp_path / "saved")
+    for action in (engine.load, lambda _: engine.load_state_dict({})):
+        with pytest.raises(CheckpointError):
+            action(tmp_path / "missing")
+    for step in (1, 2):
+        engine.step(BATCH)
+        lose_peers(engine)
+        assert len([*(tmp_path / "kept").glob(f"*_{step}_0.json")]) == 1
+
+
+def test_a_checkpoint_of_the_same_step_comes_first_for_it_has_the_scripts_data(tmp_path: Path) -> None:
+    engine = parallelize(config=keeping(tmp_path / "kept"))
+    engine.resume(tmp_path / "saved")
+    engine.step(BATCH)
+    engine.save(tmp_path / "saved" / "step_1", extra="of the script")
+    lose_peers(engine)
+    engine.close()
+    assert [*(tmp_path / "kept").iterdir()] != []
+    assert parallelize(config=keeping(tmp_path / "kept")).resume(tmp_path / "saved") == "of the script"
+
+
+@pytest.mark.parametrize("where", ["newest_step", "load_state"])
+def test_a_resume_that_is_cut_off_leaves_no_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+    engine = parallelize(config=keeping(tmp_path / "kept"))
+    engine.save(tmp_path / "saved" / "step_0")
+    monkeypatch.setattr(f"whale.api.engine.{where}", lambda *_, **__: raises(gone()))
+    with pytest.raises(RuntimeFault, match="a rank has left"):
+        engine.resume(tmp_path / "saved")
+    assert not (tmp_path / "kept").exists()
+
+
 def test_a_full_memory_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     engine = parallelize(config=keeping(tmp_path))
     engine.step(BATCH)
@@ -146,10 +183,6 @@ def test_what_may_be_wrong_is_not_kept(tmp_path: Path, monkeypatch: pytest.Monke
     await_device(torch.device("cpu"))
     with pytest.raises(CheckpointError, match=r"cuda:0 has not done its work within 0 s"):
         await_device(torch.device("cuda:0"))
-
-
-def raises(error: Exception) -> None:
-    raise error
 
 
 def test_what_was_lost_is_told(capsys: pytest.CaptureFixture[str]) -> None:
