@@ -7,7 +7,7 @@ import io
 import weakref
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal, NoReturn
 
 import pytest
 import torch
@@ -263,6 +263,55 @@ def test_a_run_moves_by_itself_when_its_plan_is_for_other_speeds(world: World) -
     for mode, word in (("off", "a step is predicted to take"), ("advise", "runtime.rebalance: on would go on under it")):
         (_, rows, said), _ = found[mode]
         assert len(set(rows)) == 1 and word in said
+
+
+def refused_move(*_: object) -> NoReturn:
+    raise ConfigError("an optimizer that takes no parts")
+
+
+Source = Literal["once", "again", "kept", "refused"]
+
+
+def from_loader(rank: int, num_ranks: int, case: Case, source: Source) -> tuple[list[float], int, str]:
+    """Trains as `misjudged`, from a loader whose batches are used once, again, or kept; or where no move can be made."""
+    there = make_cluster((1.0, 8.0))
+    made = captured_case(case)
+    plan = decide(None, made.capture()[0], make_cluster((8.0, 1.0)), Config({"planning.search": "off"}))[0]
+    config = {"planning.search": "off", "runtime.rebalance": "on", "runtime.rebalance_horizon": 1e9}
+    engine = whale.parallelize(
+        made.model, loss=made.loss, optimizer=partial(torch.optim.SGD, lr=1e-3), batch=made.batch, config=config, cluster=there, plan=plan
+    )
+    loader, num_rows, losses = engine.loader(Rows(case.batches[0]), global_batch_size=64), set(), list[float]()
+    kept = next(iter(loader)) if source == "kept" else None
+    if source == "refused":
+        engine._checked = refused_move  # type: ignore[method-assign]
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        for _ in range(24):
+            for batch in loader:
+                losses.append(float(engine.step(batch)))
+                if source == "again":
+                    engine.evaluate(batch)
+            num_rows.add(engine.plan.replica_rows(64))
+        if kept is not None:
+            engine.evaluate(kept)
+    engine.close()
+    return losses, len(num_rows), said.getvalue()
+
+
+def test_a_run_stays_while_a_batch_needs_its_plan(world: World) -> None:
+    wide = Description(tokens=False, blocks=(Block("linear"), Block("gelu"), Block("linear")), width=512)
+    case = Case(wide, (64,), (1.0, 1.0))
+    losses, num_plans, said = run_case(world, from_loader, case, "once")[0]
+    assert num_plans > 1, said
+    words = {
+        "again": "again after it trained",
+        "kept": "beside the one that it trained on last",
+        "refused": "staying, for the move cannot be made",
+    }
+    for source, word in words.items():
+        stayed, num_plans, said = run_case(world, from_loader, case, source)[0]
+        assert num_plans == 1 and stayed == pytest.approx(losses, rel=TOLERANCE)
+        assert "host0/1 (rank 1) takes" in said and word in said
 
 
 def healthy(rank: int, num_ranks: int, case: Case, evaluates: bool) -> tuple[list[str], int, str]:

@@ -53,6 +53,8 @@ class Adapting:
     _ended: float | None = None
     _looked_at: Mapping[str, float] | None = None
     _num_quiet: int = 0
+    _is_said: bool = False
+    _is_postponed: bool = False
     _health: Health = field(default_factory=Health)
     _promise: tuple[float, float] | None = None
     _next_promise: tuple[float, float] | None = None
@@ -66,6 +68,7 @@ class Adapting:
         """
         self._health, self._looked_at = self.health, None
         self._devices, self._predicted, self._assumed = plan.devices, own_seconds, cluster.slowdowns
+        self._is_said = self._is_postponed = False
         self._steps.clear()
         self._seconds.clear()
         self._num_heard, self._ended = 0, None
@@ -96,8 +99,10 @@ class Adapting:
         self._judge()
         self._num_quiet = 0 if self.health.deviates else self._num_quiet + 1
         if self._num_quiet * EVERY >= WINDOW:
-            self._looked_at = None  # all is as the plan assumes again: what comes next is news
-        return self._health.deviates and self._is_news(self._health.slowdowns)
+            # all is as the plan assumes again: what comes next is news
+            self._looked_at, self._is_said, self._is_postponed = None, False, False
+        waits = self._is_postponed and self._num_heard % WINDOW
+        return not waits and self._health.deviates and self._is_news(self._health.slowdowns)
 
     def _is_news(self, slowdowns: Mapping[str, float]) -> bool:
         known = self._looked_at
@@ -116,10 +121,28 @@ class Adapting:
 
     def looked_at(self) -> None:
         """States that the speeds as they are now were looked at."""
-        self._looked_at = self.health.slowdowns
+        self._looked_at, self._is_said, self._is_postponed = self.health.slowdowns, False, False
+
+    def postpone(self, needed: str) -> None:
+        """States that the plan at work has to stay for a while, and says so once.
+
+        Args:
+            needed: what it is needed for, in words.
+        """
+        if self.is_first and not self._is_postponed:
+            self.tell(f"runtime.rebalance: no move, for {needed}: it has rows of the plan at work (with whole_batches=True all rows)")
+        self._is_postponed = True
+
+    def stays(self, fault: WhaleError) -> None:
+        """Says why a move that would pay cannot be made."""
+        if self.is_first:
+            self.tell(f"staying, for the move cannot be made: {fault.message}")
 
     def say_slow(self, opening: Opening, plan: Plan, slowdowns: Mapping[str, float]) -> None:
-        """Says, on rank 0, which devices are slower than the plan was made for, and what that costs."""
+        """Says, once and on rank 0, which devices are slower than the plan was made for, and what that costs."""
+        if self._is_said:
+            return
+        self._is_said = True
         slow = [each for each in self.health.slow if each.deviates and each.slowdown > each.assumed]
         if slow and self.is_first:
             graph, cluster = opening.modes.train.graph, opening.attachment.cluster
@@ -151,8 +174,9 @@ class Adapting:
                 overhead=self.overhead,
                 least_gain=self.least_gain,
             )
-        except WhaleError as fault:
-            self.tell(f"no other plan was found for the speeds of now: {fault.message}")
+        except Exception as fault:  # the step is done: nothing that goes wrong in the search is to end training
+            said = fault.message if isinstance(fault, WhaleError) else f"{type(fault).__name__}: {fault}"
+            self.tell(f"no other plan was found for the speeds of now: {said}")
             return None
         does = ("going on under it" if moves else "runtime.rebalance: on would go on under it") if move.pays else f"staying: {move.against}"
         self.tell(f"{move}; {does}")

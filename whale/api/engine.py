@@ -48,8 +48,10 @@ from whale.runtime.checkpoint.training_state import keep_state, load_state, newe
 from whale.runtime.execute.batch import BatchView
 from whale.runtime.execute.call_check import Call
 from whale.runtime.execute.executor import StepState
+from whale.runtime.execute.roster import Roster
 from whale.runtime.runtime import Runtime
 from whale.runtime.state.engine_state import EngineState
+from whale.runtime.state.holdings import Holdings
 from whale.runtime.state.joint import check_elementwise
 from whale.runtime.state.optimizer_state import read_optimizer
 from whale.runtime.training import Accumulated, forward_backward, train_step, update
@@ -706,10 +708,12 @@ class Engine:
 
     def _go_on_under(self, opening: Opening, decided: Decided) -> Plan:
         """Moves to a plan."""
-        self.runtime.losses.settle()
-        self.runtime.merge_statistics(self.state)
+        return self._bring(opening, *self._checked(opening, decided))
+
+    def _checked(self, opening: Opening, decided: Decided) -> tuple[Decided, Roster, Holdings, list[tuple[Loader, RowSource]]]:
+        """What is wanted for a move to a plan; where it cannot be made, nothing has changed."""
         begun = time.perf_counter()
-        world, graph, old, optimizer = opening.world, self.model_graph, self.runtime, self.state.optimizer
+        graph, optimizer = self.model_graph, self.state.optimizer
         roster, holdings = opening.prepare(decided.plan)
 
         def check() -> list[tuple[Loader, RowSource]]:
@@ -718,7 +722,16 @@ class Engine:
             check_elementwise(optimizer, [name for name, own in kept.items() if own.is_sharded and roster.rank in own.held])
             return self._data.divided(roster.plan, roster.rank)
 
-        loaders = together(world, check)
+        loaders = together(opening.world, check)
+        return replace(decided, seconds=decided.seconds + time.perf_counter() - begun), roster, holdings, loaders
+
+    def _bring(
+        self, opening: Opening, decided: Decided, roster: Roster, holdings: Holdings, loaders: list[tuple[Loader, RowSource]]
+    ) -> Plan:
+        """Brings all to where a plan wants it."""
+        self.runtime.losses.settle()
+        self.runtime.merge_statistics(self.state)
+        begun, world, graph, old = time.perf_counter(), opening.world, self.model_graph, self.runtime
         self.state.forget_gradients()
         old.close()
         gc.collect()  # what was at work holds parameters in circles, which would be there twice
@@ -757,28 +770,46 @@ class Engine:
         given = self.health.slowdowns if slowdowns is None else slowdowns
         wanted = on_first_rank(self.opening.world, lambda: self.opening.checked_slowdowns(given))
         if self._adapting is not None:
-            self._move(self._adapting, wanted, moves=True)
+            self._move(self._adapting, wanted, moves=True, stays=False)
         return self.plan
 
     def _adapt(self, adapting: Adapting) -> None:
         """Looks at devices that are persistently faster or slower than the plan was made for; all ranks come here after the same step."""
         mode = self.opening.settings.runtime.rebalance
-        if mode == "on" and not all(self.opening.world.gather_objects(self._data.is_all_fed)):
-            return  # a batch that was drawn ahead would be of rows of the plan as it is
         slowdowns = adapting.health.slowdowns
-        adapting.looked_at()
         adapting.say_slow(self.opening, self.runtime.roster.plan, slowdowns)
+        if mode == "on":
+            needed = [each for each in self.opening.world.gather_objects(self._data.needed) if each]
+            if needed:
+                adapting.postpone(str(needed[0]))
+                return
+        adapting.looked_at()
         if mode != "off":
-            self._move(adapting, slowdowns, moves=mode == "on")
+            self._move(adapting, slowdowns, moves=mode == "on", stays=True)
 
-    def _move(self, adapting: Adapting, slowdowns: Mapping[str, float], *, moves: bool) -> None:
-        """Looks for a better plan at these speeds, and goes on under it where that pays; otherwise it says what there is."""
+    def _move(self, adapting: Adapting, slowdowns: Mapping[str, float], *, moves: bool, stays: bool) -> None:
+        """Looks for a better plan at these speeds, and goes on under it where that pays; otherwise it says what there is.
+
+        Args:
+            adapting: knows what to ask of it.
+            slowdowns: by device.
+            moves: whether training goes on under it.
+            stays: whether it goes on as it is where such a move cannot be made; otherwise that is an error.
+        """
         opening, plan = self.opening, self.runtime.roster.plan
         found = on_first_rank(opening.world, lambda: adapting.search(opening, plan, slowdowns, moves=moves))
         if found is not None and moves:
             cluster, decided, gain = found
+            opening = opening.on(cluster)
+            try:
+                checked = self._checked(opening, decided)
+            except WhaleError as fault:
+                if not stays or isinstance(fault, RuntimeFault):
+                    raise
+                adapting.stays(fault)
+                return
             adapting.moves(gain)
-            self._go_on_under(opening.on(cluster), decided)
+            self._bring(opening, *checked)
 
     # ---- what is asked of it ---------------------------------------------------------------------------------
 

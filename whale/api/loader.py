@@ -18,7 +18,7 @@ from rich.progress import Progress, ProgressColumn, Task
 from rich.text import Text
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
-from whale.api.rank_batch import ORIGINS, RankBatch, RankRows, mark, recognized
+from whale.api.rank_batch import ORIGINS, RankBatch, RankRows, living, mark, recognized
 from whale.api.row_source import Collate, Division, IndexedSource, IterableSource, RowSource, Share
 from whale.errors import BatchError, CheckpointError
 from whale.ir.plan import Plan
@@ -106,6 +106,7 @@ class Loader:
     Attributes:
         in_hand: the batch that was handed out last in the iteration under way, and where it comes from.
         placed: where `set_epoch` continues, since a batch was last stepped on or a checkpoint read; else None.
+        left: the number of the last batch of the last iteration that was gone through to its end.
     """
 
     def __init__(self, source: RowSource, seed: int, options: Mapping[str, Any], *, progress: Callable[[], str] | None = None) -> None:
@@ -114,6 +115,7 @@ class Loader:
         self._epoch, self._row, self._resumes = 0, 0, False
         self.in_hand: tuple[Any, RankRows] | None = None
         self.placed: Mapping[str, int] | None = None
+        self.left: int | None = None
 
     @property
     def epoch(self) -> int:
@@ -220,6 +222,8 @@ class Loader:
                 if self.in_hand is in_hand:  # it holds what is known by the loader, and so the loader
                     self.in_hand = None
             del in_hand
+            if share is None:
+                self.left = origin.number
 
     def _fetch(self, epoch: int, row: int) -> DataLoader[Share]:
         generator = torch.Generator().manual_seed(seed_of("workers", self._seed, epoch))
@@ -253,6 +257,8 @@ class DataPosition:
         self._made: list[weakref.ref[Loader]] = []  # a script may make one for every epoch
         self._feeding: Loader | None = None
         self._fed: Mapping[str, int] | None = None
+        self._number: int | None = None
+        self._uses_again = False
         self._resumed: Loader | None = None
 
     @property
@@ -274,7 +280,10 @@ class DataPosition:
     def recognized(self, batch: Any) -> Any:
         """A `RankBatch` where a batch is a loader's; any other batch unchanged."""
         in_hand = [loader.in_hand for loader in self._loaders() if loader.in_hand is not None]
-        return recognized(batch, in_hand) if in_hand or len(ORIGINS) else batch
+        found = recognized(batch, in_hand) if in_hand or len(ORIGINS) else batch
+        if isinstance(found, RankBatch) and not found.origin.is_whole:
+            self._uses_again |= found.origin.number == self._number
+        return found
 
     def feed(self, batch: RankRows) -> None:
         """States what the next step is given.
@@ -287,7 +296,7 @@ class DataPosition:
         source, read = batch.source, self.state.position
         if read is not None and source.placed is None:
             self._check_goes_on(source, batch, read)
-        self._feeding, self._fed, self.state.position = source, batch.stop, None
+        self._feeding, self._fed, self._number, self.state.position = source, batch.stop, batch.number, None
         source.placed = None
 
     def _check_goes_on(self, source: Loader, batch: RankRows, read: Mapping[str, int]) -> None:
@@ -323,9 +332,22 @@ class DataPosition:
         self._hand_out()
 
     @property
-    def is_all_fed(self) -> bool:
-        """Whether no loader has handed out a batch behind the last one that was stepped on."""
-        return all(loader.in_hand is None or loader.in_hand[1].stop == self._fed for loader in self._loaders())
+    def needed(self) -> str:
+        """A batch that the script may still give to the engine, and which another plan would make useless, in words; "" for none.
+
+        That is one that is alive, but for the last one that was trained on, and the last of an epoch, which a ``for`` leaves behind. Where
+        the script has used a batch again after training on it, it may do so again.
+        """
+        if self._uses_again:
+            return "the script uses a batch of engine.loader again after it trained on it"
+        alive = living()
+        for loader in self._loaders():
+            is_feeding = loader is self._feeding
+            drawn = [loader.in_hand[1]] if is_feeding and loader.in_hand is not None else []
+            for origin in (*drawn, *(each for each in alive if each.source is loader)):
+                if not origin.is_whole and origin.number not in (self._number, None if is_feeding else loader.left):
+                    return f"the script holds a batch of engine.loader beside the one that it trained on last ({_place_text(origin.start)})"
+        return ""
 
     def divided(self, plan: Plan, rank: int | None) -> list[tuple[Loader, RowSource]]:
         """The loaders that the script still has, with what they would read from under another plan.

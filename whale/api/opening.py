@@ -152,8 +152,7 @@ class Opening:
         if idle and world.rank == 0:
             used = f"{len(roster.world_ranks)} of {counted(world.size, 'rank')}"
             print(f"whale: the plan uses {used}; idle: {listed('rank', idle)}", file=sys.stderr, flush=True)
-        pieces = rank_pieces(plan, roster.rank, plan.planned_rows)
-        together(world, lambda: train.prepare({stop - start for start, stop in pieces}))
+        together(world, lambda: train.prepare({stop - start for start, stop in rank_pieces(plan, roster.rank, plan.planned_rows)}))
         return roster, Holdings.of(plan, train.graph, discover_if_sharded(plan, train.graph))
 
     def open(self, roster: Roster, holdings: Holdings, state: EngineState) -> tuple[Runtime, Tracing | None]:

@@ -56,6 +56,11 @@ class RankRows:
         """How many rows this rank has."""
         return sum(stop - start for start, stop in self.rows)
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether this rank has all rows, whatever plan it is to work for."""
+        return self.num_held == self.num_rows
+
 
 @dataclass(frozen=True)
 class RankBatch:
@@ -90,8 +95,8 @@ class RankBatch:
             raise BatchError(
                 f"a batch of engine.loader has other rows than the current plan gives this rank ({origin.place}: of "
                 f"{counted(origin.num_rows, 'row')} it has {_listed(origin.rows)}, needed: {_listed(needed)})",
-                hint="another plan divided it: after engine.replan take the next batch of the loader; use whole_batches=True where "
-                "engines share a loader",
+                hint="another plan divided it: after engine.replan, or a move by runtime.rebalance, take the next batch of the loader; use "
+                "whole_batches=True where a batch is used again, or engines share a loader",
             )
 
     def check_rows(self, num_rows: int) -> None:
@@ -111,8 +116,14 @@ class RankBatch:
             )
 
 
-ORIGINS: MutableMapping[Tensor, RankRows | None] = WeakTensorKeyDictionary()
+_MARKS = WeakTensorKeyDictionary()
+ORIGINS: MutableMapping[Tensor, RankRows | None] = _MARKS
 """An attribute of tensors in all but place: as one it would be pickled with them."""
+
+
+def living() -> list[RankRows]:
+    """Where batches come from of which tensors are alive; threads may make others meanwhile."""
+    return [origin for origin in list(_MARKS.data.values()) if origin is not None]
 
 
 def mark(batch: Any, origin: RankRows) -> None:

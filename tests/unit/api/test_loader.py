@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import Any, NamedTuple, cast
 
 import pytest
 import torch
@@ -21,12 +22,13 @@ from torch.utils.data import IterableDataset, default_collate
 
 import whale
 from tests.examples import at_most
-from whale.api.loader import Loader, make_loader
-from whale.api.rank_batch import recognized
+from whale.api.loader import DataPosition, Loader, make_loader
+from whale.api.rank_batch import RankBatch, recognized
 from whale.errors import BatchError, CheckpointError
 from whale.ir.division import intervals
 from whale.ir.plan import BATCH, Pipeline, Plan, Replica, Shard, Stage, VirtualDevice
 from whale.runtime.execute.batch import check_rows, merge, rank_rows
+from whale.runtime.state.engine_state import EngineState
 
 
 def plan_of(replicas: list[tuple[int, list[list[int]]]], num_micro_batch: int = 1) -> Plan:
@@ -436,3 +438,59 @@ def test_equal_replicas_are_checked_once(monkeypatch: pytest.MonkeyPatch) -> Non
     devices = tuple(device for stage in stages for device in stage.virtual_device.devices)
     check_rows(Plan("m", "c", devices, (), (), replicas, (), 8), 2400)
     assert len(divided) == 1
+
+
+class Kept:
+    """A training from a loader of rank 0 of two."""
+
+    def __init__(self, **options: Any) -> None:
+        self.data = DataPosition(cast(EngineState, SimpleNamespace(position=None)))
+        self.training, self.others = (self.load(length, **options) for length in (32, 16))
+
+    def load(self, length: int, **options: Any) -> Loader:
+        loader = load(Samples(length), 8, FIVE_THREE, **options)
+        self.data.add(loader)
+        return loader
+
+    def use(self, batch: Any) -> RankBatch:
+        return cast(RankBatch, self.data.recognized(batch))
+
+    def step(self, batch: Any) -> str:
+        self.data.feed(self.use(batch).origin)
+        return self.data.needed
+
+
+def test_a_batch_that_may_come_again_needs_the_plan_that_divided_it() -> None:
+    run = Kept()
+    for _ in range(2):
+        for batch in run.training:
+            assert not run.step(batch)
+            for other in run.others:
+                run.use(other)
+            assert not run.data.needed, "what a loop leaves behind"
+    kept = next(iter(run.others))
+    assert "beside the one that it trained on last (epoch 8, row 0)" in run.data.needed
+    del kept
+    assert not run.data.needed
+    ahead = list(run.training)
+    assert run.step(ahead[-2])
+    del ahead, batch
+    batch = next(iter(run.training))
+    assert not run.step(batch)
+    run.use(batch)
+    assert "again after it trained" in run.data.needed
+
+
+def test_the_last_batch_of_an_epoch_that_was_drawn_ahead_needs_the_plan() -> None:
+    run = Kept()
+    *_, before, last = run.training
+    del _
+    assert run.step(before)
+    del before
+    assert not run.step(last)
+
+
+def test_batches_with_all_rows_need_no_plan() -> None:
+    run = Kept(whole_batches=True)
+    kept = list(run.training)
+    assert not run.step(kept[0]) and not run.step(kept[0])
