@@ -41,6 +41,7 @@ def train() -> None:
         loss=lambda output, batch: (output - batch).square().mean(),
         optimizer=partial(torch.optim.Adam, lr=0.01),
         batch=torch.stack(samples[:8]),
+        config={"planning.search": "off"},  # all ranks hold all: a search may leave one idle that is to survive
     )
     rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     loader = engine.loader(samples, global_batch_size=8, shuffle=True)
