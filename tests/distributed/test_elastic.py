@@ -92,7 +92,8 @@ def test_a_launcher_is_killed_and_another_comes(tmp_path: Path) -> None:
         assert sizes[0] == sizes[-1] == 2 and 1 in sizes
         (survivor,) = (text for code, text in ended[:2] if code == 0)
         assert "whale run: rank 0 " in survivor and "all ranks begin anew" in survivor, survivor
-        told = re.findall(r"whale: goes on after step (\d+), from memory of 1 rank; lost: [\d.]+ s, 0 steps; (gone|new): 1 x cpu", survivor)
+        source = r"(?:memory of 1 rank|\S+/step_\d+)"  # of the same step the checkpoint comes first
+        told = re.findall(rf"whale: goes on after step (\d+), from {source}; lost: [\d.]+ s, 0 steps; (gone|new): 1 x cpu", survivor)
         assert told[0] == ("6", "gone") and told[-1][1] == "new", survivor
         check_undisturbed(run.losses, tmp_path / "alone")
 
@@ -105,7 +106,7 @@ def test_faults_of_all_kinds_lose_no_step(tmp_path: Path) -> None:
         ended = run.end()
         assert [code for code, _ in ended] == [0, 0], ended
         said = "".join(text for _, text in ended)
-        source = r"(?:memory of \d ranks?|\S+/step_8)"  # of the same step the checkpoint comes first
+        source = r"(?:memory of \d ranks?|\S+/step_8)"
         went_on = re.findall(rf"whale: goes on after step (\d+), from {source}; lost: [\d.]+ s, 0 steps\n", said)
         assert went_on[:2] == ["3", "5"] and int(went_on[2]) in (7, 8, 9), said
         assert "was killed by SIGKILL" in said and "stood still (SIGSTOP, or a debugger) and was killed" in said, said

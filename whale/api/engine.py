@@ -582,11 +582,11 @@ class Engine:
             fall = Fall.of(keeping.folder, world)
         path, saved_step = on_first_rank(world, lambda: newest_step(Path(folder)))
         devices = devices_of(self.opening.attachment.cluster)
+        before = [] if kept is None else kept.value(f"extra.{DEVICES}")
         if kept is not None and saved_step is not None and saved_step >= kept.step:
             kept, reason = None, ""  # of the same step the checkpoint has the script's own data, too
         if keeping is not None:
             keeping.purpose = str(folder)  # no sooner: a rank that loses its peers before this has no step to go on from
-        before = [] if kept is None else kept.value(f"extra.{DEVICES}")
         extra = None
         if kept is not None:
             try:
