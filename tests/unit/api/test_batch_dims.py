@@ -45,7 +45,7 @@ def parallelize(**options: object) -> whale.Engine:
 def test_open_sizes_are_refused() -> None:
     with pytest.raises(BatchError, match="batch_dims="):
         parallelize()
-    with pytest.raises(BatchError, match="'book' is none"):
+    with pytest.raises(BatchError, match="names 'book', which is not a tensor"):
         parallelize(batch_dims={"book": None})
 
 

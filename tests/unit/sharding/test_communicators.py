@@ -21,7 +21,7 @@ def plan_of(config: Config, num_devices: int) -> tuple[Plan, ModelGraph]:
 def test_counts_and_text() -> None:
     made = Communicators(((0, 1), (0, 1, 2, 3), (2, 3)), ((0, 2), (2, 0), (1, 3)))
     assert len(made) == 6 and made.most_of_a_rank == 4
-    assert str(made) == "communicators: 3 for sums, 3 for messages; at most 4 on one device"
+    assert str(made) == "communicators: 3 collective, 3 point-to-point; at most 4 on one device"
     assert made.warning is None
 
 

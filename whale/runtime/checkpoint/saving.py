@@ -128,7 +128,8 @@ class Saving:
     def start(self, *ends: Callable[[], None]) -> None:
         """Lets a thread do this, one after the other; the interpreter does not end before it."""
         thread = ThreadPoolExecutor(1, "whale checkpoint")
-        self._done += [thread.submit(writing, self.path, end) for end in ends]
+        for end in ends:  # one at a time: the last reads the result of the first
+            self._done.append(thread.submit(writing, self.path, end))
         thread.shutdown(wait=False)
 
     def finish(self) -> None:
