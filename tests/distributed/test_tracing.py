@@ -83,7 +83,7 @@ def _check_segments(own: list[dict[str, Any]], *, recomputes: bool) -> None:
 def _check_what_travels(found: dict[str, list[dict[str, Any]]]) -> None:
     """The same messages and as many buckets as are predicted, in both recorded steps."""
     for name, own in found.items():
-        kind, device = name.split()[:2]
+        kind, device = name.replace(",", "").split()[:2]
         if kind == "measured":
             continue
         given = [event for event in own if event.get("cat") == "weights"]
