@@ -51,6 +51,15 @@ def square(output: Tensor, batch: Tensor) -> Tensor:
     return output.square().mean()
 
 
+@pytest.fixture(autouse=True)
+def without_modules_of_other_tests(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their files are younger than this process, and then nothing is kept."""
+    made_here = str(tmp_path_factory.getbasetemp())
+    for name, module in list(sys.modules.items()):
+        if str(getattr(module, "__file__", "")).startswith(made_here):
+            monkeypatch.delitem(sys.modules, name)
+
+
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     found = tmp_path / "kept"
