@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
+
+from whale.ir.patterns import first_match, idle_patterns
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,9 +23,12 @@ class Precision:
 
     def keeps(self, name: str) -> bool:
         """Whether ops that read a parameter compute in float32."""
-        return next((keeps for pattern, keeps in self.by_name if fnmatchcase(name, pattern)), False)
+        return dict(self.by_name).get(first_match(self._patterns, name) or "", False)
 
     def idle_patterns(self, names: Iterable[str]) -> list[str]:
         """The patterns that are the first to match none of these names; the last, for all others, may be."""
-        used = {next((pattern for pattern, _ in self.by_name if fnmatchcase(name, pattern)), None) for name in names}
-        return [pattern for pattern, _ in self.by_name[:-1] if pattern not in used]
+        return idle_patterns(self._patterns, names)
+
+    @property
+    def _patterns(self) -> list[str]:
+        return [pattern for pattern, _ in self.by_name]

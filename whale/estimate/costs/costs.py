@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from fnmatch import fnmatchcase
 
 from whale.config import Config
 from whale.config.keys import Choice
@@ -12,6 +11,7 @@ from whale.estimate.costs.measured import Measured, measured
 from whale.hardware.precision import HALVES
 from whale.ir.cluster import Cluster, Device
 from whale.ir.graph import ModelGraph
+from whale.ir.patterns import idle_patterns
 from whale.ir.plan import Zero
 from whale.ir.profile import read_profile
 
@@ -137,9 +137,7 @@ def _zero(stated: Choice) -> Zero:
 
 def _check_patterns(zero: tuple[tuple[str, int], ...], names: list[str]) -> None:
     """Checks that each pattern but the last has a parameter."""
-    used = {next((pattern for pattern, _ in zero if fnmatchcase(name, pattern)), None) for name in names}
-    idle = [pattern for pattern, _ in zero[:-1] if pattern not in used]
-    if idle:
+    if idle := idle_patterns([pattern for pattern, _ in zero], names):
         raise ConfigError(
             f"memory.zero: no parameter uses {', '.join(map(repr, idle))} (a parameter uses the first pattern that matches its name)",
             hint=f"the names are {first_few(names)}",

@@ -15,10 +15,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
-from fnmatch import fnmatchcase
 from typing import Literal
 
 from whale.ir.graph import DTYPE_BYTES, Parameter
+from whale.ir.patterns import first_match
 
 Layout = Literal["stage", "owners"]
 Home = Literal["device", "host"]
@@ -116,7 +116,7 @@ def zero_of(zero: Zero, name: str) -> int:
     """That of a parameter: by the first pattern that matches its name; 0 where none does."""
     if isinstance(zero, int):
         return zero
-    return next((stage for pattern, stage in zero if fnmatchcase(name, pattern)), 0)
+    return dict(zero).get(first_match((pattern for pattern, _ in zero), name) or "", 0)
 
 
 def states_of(

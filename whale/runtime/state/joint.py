@@ -12,13 +12,13 @@ from __future__ import annotations
 import inspect
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from fnmatch import fnmatchcase
 from itertools import chain
 from typing import Any
 
 import torch
 
 from whale.errors import ConfigError, first_few
+from whale.ir.patterns import first_match
 
 Pattern = str
 
@@ -153,7 +153,7 @@ def divided(names: Iterable[str], patterns: Iterable[Pattern]) -> dict[Pattern, 
     found: dict[Pattern, list[str]] = {pattern: [] for pattern in patterns}
     without: list[str] = []
     for name in names:
-        first = next((pattern for pattern in found if fnmatchcase(name, pattern)), None)
+        first = first_match(found, name)
         (without if first is None else found[first]).append(name)
     if without:
         raise ConfigError(
