@@ -67,9 +67,8 @@ def _may_move(plan: Plan, graph: ModelGraph) -> bool:
 
 def _block(replica: Replica, config: Config) -> ReplicaBlock:
     """A replica on its devices with its pipeline and the axes that the user had it cut, and equally many blocks in each stage."""
-    pipeline, policy = replica.pipeline, config.recompute.policy
+    pipeline, policy, first = replica.pipeline, config.recompute.policy, replica.first_stages
     said = ((name, getattr(pipeline, name)) for name in ("schedule", "num_micro_batch", "num_chunks", "group_size"))
-    first = [replica.stages[pipeline.stage_rank.index(rank)] for rank in range(pipeline.num_ranks)]
     if pipeline.recomputed_stages:
         policy = tuple((stage.index, _recomputed(replica, stage)) for stage in replica.stages)
     elif policy == "none" and any(stage.recomputed for stage in replica.stages):

@@ -142,10 +142,9 @@ def strategy_of(plan: Plan, cluster: Cluster) -> Strategy | None:
     replicas = []
     for replica in plan.replicas:
         own = replica.pipeline
-        firsts = [replica.stages[own.stage_rank.index(rank)] for rank in range(own.num_ranks)]
-        if any(stage.split != len(stage.virtual_device.devices) for stage in firsts):
+        if any(stage.split != len(stage.virtual_device.devices) for stage in replica.first_stages):
             return None
-        names = tuple(stage.virtual_device.devices for stage in firsts)
+        names = tuple(stage.virtual_device.devices for stage in replica.first_stages)
         ranks = tuple(RankSpec(cluster.by_name[each[0]].kind, len(each)) for each in names)
         replicas.append(ReplicaSpec(ranks, 1, names, own.schedule, own.num_chunks, own.num_micro_batch))
     return Strategy(tuple(replicas))

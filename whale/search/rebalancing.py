@@ -146,10 +146,9 @@ def _strategy_of(replica: Replica, is_cut_by_scopes: bool) -> ReplicaBlock:
     said = {name: getattr(pipeline, name) for name in ("schedule", "num_micro_batch", "num_chunks", "group_size")}
     if not is_cut_by_scopes:
         said["num_stages"] = pipeline.num_ranks
-    firsts = [replica.stages[pipeline.stages_of(rank)[0]] for rank in range(pipeline.num_ranks)]
     widths = {stage.split for stage in replica.stages}
     return ReplicaBlock(
-        devices=tuple(stage.virtual_device.devices for stage in firsts),
+        devices=tuple(stage.virtual_device.devices for stage in replica.first_stages),
         split=max(widths) if len(widths) == 1 and max(widths) > 1 and not is_cut_by_scopes else None,
         pipeline=tuple((name, value) for name, value in said.items() if value is not None),
     )

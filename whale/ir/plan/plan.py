@@ -134,6 +134,11 @@ class Replica:
         """Rows that a micro-batch needs so that every device that takes rows of its own has one."""
         return max(len(stage.shares) * (stage.split if stage.row_shard is not None else 1) for stage in self.stages)
 
+    @property
+    def first_stages(self) -> tuple[Stage, ...]:
+        """Per rank of the pipeline, the first stage that it runs."""
+        return tuple(self.stages[self.pipeline.stages_of(rank)[0]] for rank in range(self.pipeline.num_ranks))
+
     def is_local(self, edge: Edge) -> bool:
         """Whether both stages of an edge run on one virtual device, so that no SEND or RECV stands in the schedule."""
         return self.pipeline.stage_rank[edge.source] == self.pipeline.stage_rank[edge.target]
@@ -141,8 +146,7 @@ class Replica:
 
 def devices_of(replicas: Iterable[Replica]) -> tuple[str, ...]:
     """The devices in use, replica by replica and virtual device by virtual device: the ranks of a plan."""
-    stages = (replica.stages[replica.pipeline.stage_rank.index(rank)] for replica in replicas for rank in range(replica.pipeline.num_ranks))
-    return tuple(device for stage in stages for device in stage.virtual_device.devices)
+    return tuple(device for replica in replicas for stage in replica.first_stages for device in stage.virtual_device.devices)
 
 
 def describe_shape(replicas: Sequence[Replica]) -> str:
