@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import exp, expm1, sqrt
 
+from whale.estimate.costs.compute import copy_seconds
 from whale.estimate.step.step import DeviceEstimate, StepEstimate
 from whale.ir.cluster import Cluster
 
@@ -96,6 +97,4 @@ def faults_of(step: StepEstimate, cluster: Cluster, per_device_day: float, resta
 
 def _copy_seconds(each: DeviceEstimate, cluster: Cluster) -> float:
     """At most so long: where replicas have the same state, each copies a part of it."""
-    device = cluster.by_name[each.devices[0]]
-    num_bytes = sum(size for name, size in each.peak.parts if name in ("weights", "optimizer"))
-    return num_bytes / (device.host_link or device.bandwidth * device.traffic)
+    return copy_seconds(cluster.by_name[each.devices[0]], each.peak.weights + each.peak.optimizer)
