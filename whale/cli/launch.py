@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 from whale.cli import rank_start
 from whale.cli.deaths import Deaths, describe_failure, rank_processes, watching
@@ -24,9 +24,6 @@ from whale.cli.elastic import KEEP, KEPT, be_elastic
 from whale.cli.inputs import refuse_unknown
 from whale.config import RECIPE_VARIABLE, load_config
 from whale.errors import PREEMPTED_CODE, ConfigError
-
-if TYPE_CHECKING:
-    pass
 
 TIMEOUT = "WHALE_COMMUNICATION_TIMEOUT_SECONDS"
 TRACE = "WHALE_TRACE_DIRECTORY"
