@@ -161,8 +161,6 @@ class Modes:
         """
         mode = self._modes[name]
         structure = (like or mode.base.structure) if _data(batch) is None else self.structure(name, batch)
-        if structure == mode.base.structure:
-            structure = mode.base.structure
         captured, is_new = self._fitting(name, structure), False
         if captured is None:
             captured, is_new = self._capture_other(name, structure), True
@@ -193,7 +191,7 @@ class Modes:
     def _fitting(self, name: ModeName, structure: BatchStructure) -> CapturedMode | None:
         """A capture that is there, for these sizes and the values of now."""
         mode, trains = self._modes[name], name == "train"
-        if structure is mode.base.structure and not mode.then.changed(mode.read, trains=trains):
+        if structure == mode.base.structure and not mode.then.changed(mode.read, trains=trains):
             return mode.base
         for other in mode.others:
             if other.structure == structure and not other.then.changed(mode.read, trains=trains):
