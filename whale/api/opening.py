@@ -128,7 +128,7 @@ class Opening:
 
             def found() -> Decided:
                 made, step = decide(plan, graph, cluster, self.settings, tell=tell)
-                return Decided(made, tuple(step.of(device).own_seconds for device in made.devices))
+                return Decided(made, step.own_seconds(made.devices))
 
             return replace(on_first_rank(world, found), seconds=time.perf_counter() - begun)
 

@@ -109,7 +109,7 @@ def best_move(
     return PlanMove(
         plan=other,
         cluster=there,
-        own_seconds=own_seconds(other, move),
+        own_seconds=move.own_seconds(other.devices),
         stay_seconds=stay.step_seconds,
         move_seconds=move.step_seconds,
         gain=gain,
@@ -123,11 +123,6 @@ def step_seconds(plan: Plan, graph: ModelGraph, cluster: Cluster, config: Config
     """Of a step of a plan, predicted: with the speeds that it was made for, which the cluster has, and with those that were measured."""
     even, stay = (estimate(plan, graph, each, Costs.for_model(config, graph, each)) for each in (cluster, cluster.slowed(slowdowns)))
     return even.step_seconds, stay.step_seconds
-
-
-def own_seconds(plan: Plan, step: StepEstimate) -> tuple[float, ...]:
-    """What each rank of a plan computes itself in a step."""
-    return tuple(step.of(device).own_seconds for device in plan.devices)
 
 
 def _moved_bytes(step: StepEstimate) -> float:

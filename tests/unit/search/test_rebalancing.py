@@ -17,7 +17,7 @@ from whale.ir.graph import ModelGraph
 from whale.ir.health import WINDOW, Busy
 from whale.ir.plan import Plan
 from whale.search import decide
-from whale.search.rebalancing import LEAST_GAIN, PlanMove, best_move, own_seconds
+from whale.search.rebalancing import LEAST_GAIN, PlanMove, best_move
 
 THERE = cluster((1e9, 1e9))
 ROWS = Config({"planning.search": "off"})
@@ -87,11 +87,11 @@ class Run:
 
     def _take_up(self) -> None:
         step = estimate(self.plan, GRAPH, self.cluster, Costs())
-        self.adapting.take_up(self.plan, own_seconds(self.plan, step), self.cluster)
+        self.adapting.take_up(self.plan, step.own_seconds(self.plan.devices), self.cluster)
 
     def step(self, number: int, slowdowns: dict[str, float]) -> None:
         real = estimate(self.plan, GRAPH, self.cluster.slowed(slowdowns), Costs())
-        busy: Busy = tuple(each * self.noise.lognormvariate(0, self.spread) for each in own_seconds(self.plan, real))
+        busy: Busy = tuple(each * self.noise.lognormvariate(0, self.spread) for each in real.own_seconds(self.plan.devices))
         self.now += real.step_seconds
         if self.adapting.hear(number, busy):
             self.adapting.looked_at()
@@ -129,7 +129,7 @@ def test_each_time_that_a_device_becomes_slow_is_told_once() -> None:
     for number in range(300):
         slow = {"h0/1": 3.0 if number // 60 % 2 else 1.0}
         real = estimate(run.plan, GRAPH, THERE.slowed(slow), Costs())
-        busy: Busy = tuple(each * run.noise.lognormvariate(0, run.spread) for each in own_seconds(run.plan, real))
+        busy: Busy = tuple(each * run.noise.lognormvariate(0, run.spread) for each in real.own_seconds(run.plan.devices))
         if run.adapting.hear(number, busy):
             run.adapting.looked_at()
             told.append(number // 60)
@@ -164,7 +164,7 @@ def test_more_is_wanted_after_a_move_that_brought_nothing() -> None:
 
 def test_nothing_is_said_of_a_device_that_the_plan_leaves_out() -> None:
     run = Run(5, 0.02)
-    first, second = own_seconds(run.plan, estimate(run.plan, GRAPH, THERE, Costs()))
+    first, second = estimate(run.plan, GRAPH, THERE, Costs()).own_seconds(run.plan.devices)
     for number in range(40):
         run.adapting.hear(number, (first, 3 * second))
     assert [each.device for each in run.adapting.health.slow] == ["h0/1"]

@@ -190,6 +190,10 @@ class StepEstimate:
         """What one device does."""
         return self._of[device]
 
+    def own_seconds(self, devices: Iterable[str]) -> tuple[float, ...]:
+        """What each of some devices computes itself."""
+        return tuple(self.of(name).own_seconds for name in devices)
+
     @cached_property
     def straggler(self) -> DeviceEstimate:
         """The devices that compute longest: what the others wait for."""
