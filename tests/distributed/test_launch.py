@@ -144,7 +144,7 @@ def test_on_one_host_nothing_listens_to_others(tmp_path: Path) -> None:
         "        words = line.split()\n"
         "        if words[3] == listens and f'socket:[{words[9]}]' in own:\n"
         "            places.append(words[1].partition(':')[0])\n"
-        "print(*places, end=' \\n')\n"
+        "print(' '.join((*places, '\\n')), end='')\n"
         "world.barrier()\n"
     )
     result = whale_run("--ranks", "2", str(script))

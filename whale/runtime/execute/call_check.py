@@ -33,7 +33,7 @@ class WorldSums:
     def __init__(self, world: World, groups: Groups, status: StatusBoard, watch: Watch) -> None:
         self._groups, self._status, self._waits, self._watch = groups, status, world.waits, watch
         self._notice, self._num_noticed = world.notice, 0.0
-        self._rank, self._busy = world.rank, (0.0,) * world.size
+        self._rank, self._busy = world.rank, torch.zeros(world.size, dtype=torch.float64)
         self._ranks = tuple(range(world.size))
         self._peers = tuple(rank for rank in self._ranks if rank != world.rank)
 
@@ -73,7 +73,8 @@ class WorldSums:
         self.finish(said[1], what)
         found, size = _read(said[0], call, len(self._ranks)), len(self._ranks)
         *told, self._num_noticed = found[:-size]
-        self._busy = tuple(new or old for new, old in zip(found[-size:], self._busy, strict=True))  # other calls tell of no run
+        busy = said[0][-size:]
+        self._busy = torch.where(busy > 0, busy, self._busy)  # other calls tell of no run
         return told
 
     @property
@@ -86,8 +87,8 @@ class WorldSums:
 
         Each rank has a place of its own in a sum, so all find the same to the last bit.
         """
-        found, self._busy = self._busy, (0.0,) * len(self._ranks)
-        return found
+        found, self._busy = self._busy, torch.zeros_like(self._busy)
+        return tuple(found.tolist())
 
 
 Call = Literal[
