@@ -3,7 +3,7 @@
     python examples/moe.py
     whale run --ranks 2 examples/moe.py
     whale run --ranks 4 --recipe strategies/recipes/mixture_of_experts.yaml examples/moe.py --capacity-factor 0
-    whale explain examples/moe.py:build --cluster strategies/clusters/v100_t4.yaml
+    whale plan examples/moe.py:build --cluster strategies/clusters/v100_t4.yaml --explain
 
 Four lines, marked (1) to (4), make it parallel: attention and gates are copied on all devices and each takes some of the rows; the
 experts are divided over the same devices. Every layer sends tokens to experts and their results back, all to all.

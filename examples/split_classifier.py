@@ -3,7 +3,7 @@
     python examples/split_classifier.py
     whale run --ranks 2 examples/split_classifier.py
     whale run --ranks 2 examples/split_classifier.py --classes 100000 --steps 20 --print-every 5
-    whale explain examples/split_classifier.py:build --cluster strategies/clusters/v100_t4.yaml --arg classes=100000 --arg depth=50
+    whale plan examples/split_classifier.py:build --cluster strategies/clusters/v100_t4.yaml --arg classes=100000 --arg depth=50 --explain
 
 With many classes the last layer holds nearly all of the parameters. Copied, its gradient would be synchronised in every step. Split,
 each device holds some of the classes, and what travels is the features, their gradients and three numbers per row for the

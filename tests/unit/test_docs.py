@@ -14,14 +14,14 @@ import torch
 from tests.pages import FENCE, PAGES, ROOT, Block, blocks, run_python
 from tests.printed import quotes
 from whale.cli import main
+from whale.cli.against import kind_of
 from whale.cli.command import make_parser
-from whale.cli.diff import kind_of
 from whale.cli.launch import make_parser as make_run_parser
 from whale.config import load_config, read_plan
 from whale.hardware import load_cluster
 
 LINK = re.compile(r"\]\((?!https?:)([^)#]+)(?:#[^)]*)?\)")
-CHEAP = ("advise", "axes", "capture", "diff", "doctor", "plan", "explain", "schedule", "simulate")
+CHEAP = ("advise", "capture", "doctor", "plan", "schedule", "simulate")
 
 
 def commands(page: Path) -> Iterator[tuple[Block, list[str]]]:

@@ -137,7 +137,7 @@ def test_sizes_and_branches_that_depend_on_values_are_not(form: str) -> None:
 def test_the_page_shows_the_plan_of_the_example(capsys: pytest.CaptureFixture[str]) -> None:
     root = Path(__file__).parents[2]
     page = (root / "docs" / "mixture_of_experts.md").read_text()
-    assert main(["explain", f"{root}/examples/moe.py:build", "--cluster", f"{root}/strategies/clusters/v100_t4.yaml"]) == 0
+    assert main(["plan", f"{root}/examples/moe.py:build", "--explain", "--cluster", f"{root}/strategies/clusters/v100_t4.yaml"]) == 0
     shown = " ".join(capsys.readouterr().out.split())
     figures = [*re.findall(r"%einsum_\d.*?(forward all-to-all \S+ MiB, backward all-to-all \S+ MiB)", page)]
     figures += re.findall(r"\S+ MiB per device and micro-batch|through whole tensors: \S+ MiB|(?<=`)cut batch [^`]+(?=`)", page)

@@ -42,7 +42,7 @@ _ANSWERS: Mapping[str, str] = {
     "double": _NO_MOVE,
     "requires_grad_": "set requires_grad before parallelize: the capture decides what is trained",
     "register_forward_hook": "return what you want to see from forward; engine.predict(batch) gives it",
-    "explain": "engine.plan has what was decided, and engine.plan.choices why; `whale explain` prints them",
+    "explain": "engine.plan has what was decided, and engine.plan.choices why; `whale plan --explain` prints them",
     "estimate": "engine.plan.step_seconds is the predicted time of a step; `whale simulate` prints where it goes",
     "save_checkpoint": "engine.save(path)",
     "load_checkpoint": "engine.load(path), or engine.resume(folder) for the newest there",

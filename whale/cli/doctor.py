@@ -1,7 +1,8 @@
 """``whale doctor``: whether a model will be captured, under what its numbers stay exact, and which lines are the reason.
 
 Nothing is analysed here. The captured model is planned in a few ways on devices that are made up; what capture, planner and
-axes say of it is put together, with the user's lines.
+axes say of it is put together, with the user's lines. With ``--axes``: per TaskGraph its logical axes, who has them, which may be
+cut and why others may not.
 """
 
 from __future__ import annotations
@@ -13,11 +14,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from whale.axes import Axes, Mixing, discover
+from whale.axes import Axes, Mixing, axes_of, discover
 from whale.cli.inputs import add_source_arguments, build_model, is_function, read_graph
-from whale.cli.tables import paragraph
+from whale.cli.tables import paragraph, print_table
 from whale.config import Config
-from whale.errors import WhaleError
+from whale.errors import WhaleError, first_few
 from whale.hardware import CPU, DeviceProfile, make_cluster
 from whale.ir.graph import ModelGraph
 from whale.ir.plan import Plan, describe_shards
@@ -43,12 +44,17 @@ def add_parser(verbs: argparse._SubParsersAction[Any]) -> None:
         f"Ends with 0 where all is well, 1 where the capture is refused, {NOT_EXACT} where something else is refused or not exact.",
     )
     add_source_arguments(parser)
-    parser.add_argument("--json", action="store_true", help="print the findings as JSON")
+    parser.add_argument("--axes", action="store_true", help="print instead the logical axes of the model and which may be cut")
+    parser.add_argument("--all", action="store_true", help="with --axes: also axes that no parameter has and that cannot be cut")
+    parser.add_argument("--json", action="store_true", help="print the findings, or the axes, as JSON")
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Captures the model, tries a few plans, and prints what is found."""
+    """Captures the model, tries a few plans, and prints what is found; or its axes."""
+    if arguments.axes:
+        _show_axes(read_graph(arguments.source, arguments.arg), every=arguments.all, as_json=arguments.json)
+        return 0
     findings = _examine(arguments.source, arguments.arg)
     if arguments.json:
         print(json.dumps([asdict(finding) for finding in findings], indent=1))
@@ -271,3 +277,71 @@ def _text_at(where: str) -> str:
     """What is written at ``file:line``; "" where there is no such file or line."""
     file, _, line = where.rpartition(":")
     return linecache.getline(file, int(line)).strip() if line.isdecimal() else ""
+
+
+@dataclass(frozen=True, slots=True)
+class AxisRow:
+    """One axis in one TaskGraph.
+
+    Attributes:
+        task_graph: the innermost scope around its ops; "" for ops under none.
+        axis: its name.
+        size: at the example's rows.
+        held_by: the dimensions of this TaskGraph's parameters that have it, as ``fc.weight:0``.
+        may_be_cut: whether all of this TaskGraph's ops can work on a part of it.
+        why: where not, the first reason.
+    """
+
+    task_graph: str
+    axis: str
+    size: int
+    held_by: tuple[str, ...]
+    may_be_cut: bool
+    why: str
+
+
+def describe_axes(axes: Axes, graph: ModelGraph) -> tuple[AxisRow, ...]:
+    """One row per TaskGraph and axis, in the order of the graph."""
+    reasons: dict[tuple[str, str], str] = {}
+    held: dict[tuple[str, str], dict[str, None]] = {}
+    for op in graph.ops:
+        if op.name not in axes.ops:
+            continue
+        group = op.scope[-1].key if op.scope else ""
+        for axis, role in axes.ops[op.name].roles.items():
+            why = f"{op.target} {role.reason}" + (f" at {op.where}" if op.where else "") if role.kind == "whole" else ""
+            reasons[group, axis] = reasons.get((group, axis)) or why
+        for parameter in graph.parameters_among(op.inputs):
+            for index, dimension in enumerate(axes.parameters.get(parameter.name, ())):
+                for axis in axes_of(dimension):
+                    held.setdefault((group, axis), {})[f"{parameter.name}:{index}"] = None
+    return tuple(
+        AxisRow(group, axis, axes.by_name[axis].size, tuple(held.get((group, axis), ())), not why, why)
+        for (group, axis), why in reasons.items()
+    )
+
+
+def _show_axes(graph: ModelGraph, *, every: bool, as_json: bool) -> None:
+    axes = discover(graph)
+    rows = [row for row in describe_axes(axes, graph) if every or row.held_by or row.may_be_cut]
+    if as_json:
+        print(json.dumps(_axes_data(rows, axes), indent=1))
+    else:
+        print_axes(rows, axes, graph)
+
+
+def print_axes(rows: list[AxisRow], axes: Axes, graph: ModelGraph) -> None:
+    """Prints one table per TaskGraph, then the ops that mix samples."""
+    for number, name in enumerate(dict.fromkeys(row.task_graph for row in rows)):
+        own = [row for row in rows if row.task_graph == name]
+        title = f"TaskGraph {name}" if name else "ops under no scope"
+        body = [(row.axis, str(row.size), first_few(row.held_by or ("-",), 1), "yes" if row.may_be_cut else row.why) for row in own]
+        print("\n" * bool(number), end="")
+        print_table(f"{title} (sizes at {counted(graph.num_rows, 'row')})", ("axis", "size", "held by", "may be cut"), body, ("size",))
+    for mixing in axes.mixing:
+        print(f"samples are not independent: {mixing}")
+
+
+def _axes_data(rows: list[AxisRow], axes: Axes) -> dict[str, object]:
+    mixing = [{"op": m.op, "kind": m.kind, "reason": m.reason, "where": None if m.where is None else str(m.where)} for m in axes.mixing]
+    return {"axes": [asdict(row) for row in rows], "mixing": mixing}

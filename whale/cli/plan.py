@@ -1,4 +1,4 @@
-"""``whale plan``: decides which devices run what, and prints the decision; ``whale explain``: the reasons.
+"""``whale plan``: decides which devices run what, and prints the decision; with ``--explain`` also the reasons.
 
 ``--tree`` prints the model's modules with the stages and devices that run them, what they hold and how long they compute. Modules that
 follow one another, are numbered, and are built and placed alike stand in one line: ``h.0 .. h.5``.
@@ -40,8 +40,12 @@ _WRITTEN = (".yaml", ".yml")
 
 def add_parser(verbs: argparse._SubParsersAction[Any]) -> None:
     """Adds the verb's words."""
-    parser = add_planning_verb(verbs, "plan", run, says="plan a model for a cluster", json="print the plan as JSON")
+    parser = add_planning_verb(
+        verbs, "plan", run, says="plan a model for a cluster", json="print the plan as JSON, or with --explain its choices"
+    )
     parser.add_argument("--tree", action="store_true", help="print the model's modules with the stages and devices that run them")
+    parser.add_argument("--explain", action="store_true", help="print every decision with its cost, its bound and the runner-up")
+    parser.add_argument("--runner-up", type=positive, metavar="N", help="the N-th runner-up of the search instead of the plan, whole")
     parser.add_argument(
         "--largest", action="store_true", help="repeat the model's blocks until no more fit, for each state of its parameters"
     )
@@ -51,26 +55,33 @@ def add_parser(verbs: argparse._SubParsersAction[Any]) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Plans, and prints or writes what was asked for."""
     check_output(arguments.output)
+    if arguments.largest and arguments.runner_up is not None:
+        raise ConfigError("--runner-up has no effect with --largest, which prints the best plan of each depth", hint="leave it out")
     if arguments.output is not None and Path(arguments.output).suffix not in (*_WRITTEN, ".json"):
         raise ConfigError(f"--output writes FILE.yaml or FILE.json, not {arguments.output}")
-    sizes, found = planned_largest(arguments) if arguments.largest else ((), planned(arguments))
+    sizes, found = planned_largest(arguments) if arguments.largest else ((), planned(arguments, arguments.runner_up))
     graph, plan = found.graph, found.plan
+    warnings = [*graph.warnings, *terms_apart(plan, graph)]
     if arguments.output is not None:
         is_written = Path(arguments.output).suffix in _WRITTEN
         write_text(arguments.output, write_plan(plan, graph) if is_written else to_json(plan))
     if arguments.json:
-        print(json.dumps([_size(each) for each in sizes], indent=1) if sizes else to_json(plan, indent=1))
+        explained = {"choices": encode(plan.choices), "warnings": warnings} if arguments.explain else None
+        data = [_size(each) for each in sizes] or explained
+        print(to_json(plan, indent=1) if data is None else json.dumps(data, indent=1))
         return 0
     if sizes:
         _print_sizes(sizes)
     print_plan(found)
-    for line in _choices(plan):
+    for choice in plan.choices if arguments.explain else ():
+        print("\n".join(_choice_lines(choice)))
+    for line in () if arguments.explain else _choices(plan):
         print(line)
     if arguments.tree:
         print_tree(found)
     communicators = communicators_of(plan, graph, parameter_shardings(plan, graph, discover(graph) if plan.is_sharded else None))
     print(communicators)
-    for warning in (*graph.warnings, *terms_apart(plan, graph), *filter(None, [communicators.warning])):
+    for warning in (*warnings, *filter(None, [communicators.warning])):
         print(f"warning: {warning}")
     return 0
 
@@ -119,7 +130,7 @@ def print_plan(found: Planned) -> None:
 
 
 def _choices(plan: Plan) -> Iterator[str]:
-    """Where the plan is from, and what a step takes, of all that `whale explain` tells."""
+    """Where the plan is from, and what a step takes, of all that `--explain` prints."""
     for choice in plan.choices:
         if choice.pass_name == "search" or choice.subject == "figures":
             yield from paragraph(f"{choice.pass_name}: ", "; ".join(filter(None, (choice.decision, choice.cost, choice.bound))))
@@ -170,30 +181,6 @@ def _stage_rows(plan: Plan, replica: Replica, stage: Stage) -> Iterable[tuple[st
         names = ", ".join(stage.task_graphs)
         rows = str(sum(piece[position] for piece in pieces))
         yield (str(plan.rank_of[device]), device, str(replica.index), str(stage.index), names, rows, *times)
-
-
-def add_explain_parser(verbs: argparse._SubParsersAction[Any]) -> None:
-    """Adds the verb's words."""
-    parser = add_planning_verb(
-        verbs, "explain", run_explain, says="explain the decisions of the plan", json="print the choices and warnings as JSON"
-    )
-    parser.add_argument("--runner-up", type=positive, metavar="N", help="the N-th runner-up of the search instead of the plan, whole")
-
-
-def run_explain(arguments: argparse.Namespace) -> int:
-    """Plans, and prints the choices."""
-    found = planned(arguments, arguments.runner_up)
-    graph, plan = found.graph, found.plan
-    warnings = [*graph.warnings, *terms_apart(plan, graph)]
-    if arguments.json:
-        print(json.dumps({"choices": encode(plan.choices), "warnings": warnings}, indent=1))
-        return 0
-    print_plan(found)
-    for choice in plan.choices:
-        print("\n".join(_choice_lines(choice)))
-    for warning in warnings:
-        print(f"warning: {warning}")
-    return 0
 
 
 def _choice_lines(choice: Choice) -> Iterator[str]:

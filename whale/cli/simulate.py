@@ -12,11 +12,12 @@ from dataclasses import asdict
 from math import inf
 from typing import TYPE_CHECKING, Any
 
+from whale.cli.against import compare
 from whale.cli.inputs import PUBLISHED, build_model, is_function, keywords_for, read_settings, types_of
 from whale.cli.planned import Planned, add_planning_verb, headline, planned
 from whale.cli.tables import paragraph, print_table
 from whale.config import Config
-from whale.errors import ConfigError, first_few
+from whale.errors import ConfigError, first_few, raise_faults
 from whale.estimate import DeviceEstimate, Faults, Goodput, StepEstimate, faults_of
 from whale.ir.cluster import Cluster
 from whale.ir.plan import Plan
@@ -45,6 +46,13 @@ def add_parser(verbs: argparse._SubParsersAction[Any]) -> None:
     parser = add_planning_verb(
         verbs, "simulate", run, says="predict the time and memory of a step", json="print the figures as JSON, device by device"
     )
+    parser.add_argument(
+        "--against",
+        action="append",
+        metavar="FILE",
+        help="print instead what differs with FILE in place of this command's own: a written plan or plan.json, a cluster file, a recipe; "
+        "repeatable, one of each",
+    )
     parser.add_argument("--even", action="store_true", help="say too what equal shares of rows, layers and cuts would cost")
     parser.add_argument(
         "--dry-run", action="store_true", help="run each distinct rank on tensors without contents too, and count its memory"
@@ -72,6 +80,11 @@ def _rate(text: str) -> float:
 
 def run(arguments: argparse.Namespace) -> int:
     """Plans or reads a plan, and prints what a step of it is predicted to be."""
+    if arguments.against:
+        alone = [flag for flag in ("even", "dry_run", "faults") if getattr(arguments, flag)]
+        raise_faults([ConfigError(f"--{flag.replace('_', '-')} has no effect with --against, which compares plans") for flag in alone])
+        compare(arguments)
+        return 0
     mode = read_mode(arguments.source, arguments.arg, arguments.blocks, *read_settings(arguments)) if arguments.dry_run else None
     made = planned(arguments, graph=None if mode is None else mode.graph)
     even = even_shares(made.plan, made.graph, made.cluster, made.config) if arguments.even else None

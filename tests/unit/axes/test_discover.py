@@ -8,7 +8,7 @@ import pytest
 
 from tests.unit.axes.graphs import Build
 from whale.axes import Axes, Mixing, batch_axes, discover, show_dimension
-from whale.cli.capture import describe_axes
+from whale.cli.doctor import describe_axes
 from whale.ir.graph import ModelGraph, Ref
 from whale.ir.plan import BatchAxis
 

@@ -1,4 +1,4 @@
-"""``whale axes``: what it prints."""
+"""``whale doctor --axes``: what it prints."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def test_axes_are_printed_per_task_graph(model: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["axes", model]) == 0
+    assert main(["doctor", model, "--axes"]) == 0
     printed = capsys.readouterr().out
     assert "TaskGraph trunk" in printed and "TaskGraph head" in printed
     assert "samples are not independent" in printed and "batch_norm" in printed
 
 
 def test_axes_as_json(model: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["axes", model, "--json"]) == 0
+    assert main(["doctor", model, "--axes", "--json"]) == 0
     data = json.loads(capsys.readouterr().out)
     rows = {(row["task_graph"], row["axis"]): row for row in data["axes"]}
     assert rows["head", "1.0.weight:0"]["size"] == 7

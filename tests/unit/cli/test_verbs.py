@@ -125,9 +125,9 @@ def test_a_plan_is_the_same_from_the_function_and_from_the_captured_model(model:
 
 
 def test_the_picture_of_a_step_is_written(captured: str, capsys: pytest.CaptureFixture[str]) -> None:
-    for verb, file, holds in (("plan", "step.html", "<!DOCTYPE html>"), ("explain", "step.json", '"traceEvents"')):
+    for verb, file, holds in (("plan", "step.html", "<!DOCTYPE html>"), ("simulate", "step.json", '"traceEvents"')):
         assert main([verb, captured, "--ranks", "2", "--report", file]) == 0
-        assert holds in Path(file).read_text() and "part1" in capsys.readouterr().out
+        assert holds in Path(file).read_text() and "stage" in capsys.readouterr().out
     assert main(["plan", "verb_model.py:no_such_function", "--report", "step.txt"]) == 1
     assert "--report writes FILE.html or FILE.json, not step.txt" in capsys.readouterr().err
 
@@ -198,7 +198,7 @@ def test_a_published_model_is_run_dry(capsys: pytest.CaptureFixture[str]) -> Non
 def test_a_written_plan_is_planned_and_simulated(captured: str, capsys: pytest.CaptureFixture[str]) -> None:
     Path("written.yaml").write_text("num_micro_batch: 4\nreplicas: 1\n")
     words = [captured, "--ranks", "4", "--rows", "16", "--plan", "written.yaml", *OFF]
-    for verb in ("plan", "explain", "simulate"):
+    for verb in ("plan", "simulate"):
         assert main([verb, *words]) == 0
         assert "1 replica x 2 stages on 2 devices" in (printed := capsys.readouterr().out)
         assert "4 micro-batches" in printed
@@ -223,10 +223,10 @@ def test_stages_that_were_not_made_are_told(model: str, capsys: pytest.CaptureFi
 
 
 def test_explain_prints_every_choice(captured: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["explain", captured, "--ranks", "2", "--json"]) == 0
+    assert main(["plan", captured, "--ranks", "2", "--json", "--explain"]) == 0
     explained = json.loads(capsys.readouterr().out)
     assert explained["choices"] and explained["warnings"] == []
-    assert main(["explain", captured, "--ranks", "2"]) == 0
+    assert main(["plan", captured, "--ranks", "2", "--explain"]) == 0
     printed = capsys.readouterr().out
     for heading in ("decision", "cost", "bound by", "runner-up"):
         assert heading in printed
@@ -245,16 +245,16 @@ def searched(model: str, capsys: pytest.CaptureFixture[str]) -> list[str]:
 
 
 def test_a_runner_up_is_shown_whole(searched: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["explain", *searched]) == 0
+    assert main(["plan", *searched, "--explain"]) == 0
     best = capsys.readouterr().out
-    assert main(["explain", *searched, "--runner-up", "1"]) == 0
+    assert main(["plan", *searched, "--runner-up", "1", "--explain"]) == 0
     printed = capsys.readouterr().out
     shown = " ".join(printed.split())
     assert shown.partition("search: runner-up 1 decision ")[2].partition(" bound by ")[0] in " ".join(best.split())
     assert "predicted:" in printed and "search: runner-up 1" in printed
-    assert main(["explain", *searched, "--runner-up", "50"]) == 1
+    assert main(["plan", *searched, "--runner-up", "50", "--explain"]) == 1
     assert "there is no runner-up 50" in capsys.readouterr().err
-    assert main(["explain", "verb_model.py:build", "--ranks", "2", "--runner-up", "1", *OFF]) == 1
+    assert main(["plan", "verb_model.py:build", "--ranks", "2", "--runner-up", "1", *OFF, "--explain"]) == 1
     assert "a runner-up needs a search, but planning.search off leaves nothing to search" in capsys.readouterr().err
 
 
@@ -325,7 +325,7 @@ def test_ctrl_c_while_the_command_is_imported_is_no_traceback(monkeypatch: pytes
         # what is quickly read is looked at before the model, which is not there at all
         (["plan", "nowhere.py:build", "--set", "pipeline.num_micro_batches=2"], "num_micro_batch"),
         (["advise", "nowhere.py:build", "--cluster", "none.yaml"], "none.yaml"),
-        (["explain", "nowhere.py:build", "--rows", "-4"], "--rows must be at least 1, not -4"),
+        (["simulate", "nowhere.py:build", "--rows", "-4"], "--rows must be at least 1, not -4"),
         (
             ["plan", "nowhere.py:build", "--output", "no/such/folder.yaml"],
             "no/such/folder.yaml cannot be written: there is no folder no/such",
@@ -385,14 +385,21 @@ def test_parameters_are_listed_under_the_scope_that_reads_them(model: str, capsy
 
 
 @pytest.mark.parametrize(
-    "words", [["capture"], ["axes"], ["plan", "--ranks", "4", "--tree"], ["simulate", "--ranks", "4"], ["explain", "--ranks", "4"]]
+    "words",
+    [
+        ["capture"],
+        ["doctor", "--axes"],
+        ["plan", "--ranks", "4", "--tree"],
+        ["simulate", "--ranks", "4"],
+        ["plan", "--ranks", "4", "--explain"],
+    ],
 )
 def test_tables_fit_80_columns(words: list[str], captured: str, capsys: pytest.CaptureFixture[str]) -> None:
     source = "verb_model.py:build" if words == ["capture"] else captured
     assert main([words[0], source, *words[1:]]) == 0
     lines = capsys.readouterr().out.splitlines()
     headings = [index + 1 for index, line in enumerate(lines) if line and not line.strip("─")]
-    assert headings or words[0] == "explain"
+    assert headings or words[-1] == "--explain"
     for start in headings:
         table = [lines[start - 2], *lines[start : start + 4]]
         assert max(map(len, table[:2])) <= 80, table

@@ -195,7 +195,7 @@ def test_the_verb_writes_what_the_other_verbs_take(
     assert "distinct ops at 1, 4 rows" in said.err and "linear.default(" in said.out and "written to p.json" in said.out
     assert len(read_profile("p.json").kinds) == 1
     assert main(["plan", "profiled.py:build", "--profile", "p.json"]) == 0
-    assert main(["explain", "profiled.py:build", "--set", "cluster.profile=p.json"]) == 0
+    assert main(["plan", "profiled.py:build", "--explain", "--set", "cluster.profile=p.json"]) == 0
     assert main(words) == 0
     assert "0 of 4 distinct ops" in capsys.readouterr().err
     assert main(["plan", "profiled.py:build", "--profile", "p.json", "--arg", "width=4"]) == 1

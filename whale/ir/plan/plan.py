@@ -18,7 +18,7 @@ from whale.units import counted, each_counted, format_bytes, format_seconds, lis
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One decision of a planner pass, for `whale explain`.
+    """One decision of a planner pass, for `whale plan --explain`.
 
     Attributes:
         pass_name: the pass that decided (``balance``).

@@ -1,4 +1,4 @@
-"""What the planner decided, with cost, bound and runner-up, for `whale explain`."""
+"""What the planner decided, with cost, bound and runner-up, for `whale plan --explain`."""
 
 from __future__ import annotations
 

@@ -286,7 +286,7 @@ def no_axis_fault(scene: Scene, space: ShardSpace, scopes: Sequence[Scope], widt
         f"a split over {width} devices needs an axis that can be cut ({reasons or 'its ops have none'})",
         where=next((scope.where for scope in scopes), None),
         hint=next((refusal.hint for refusal in space.refused.values() if refusal.hint), None)
-        or "whale axes shows every axis and what keeps it whole; use replicate here, or put more of the model under the split",
+        or "whale doctor --axes shows every axis and what keeps it whole; use replicate here, or put more of the model under the split",
     )
 
 
@@ -316,7 +316,9 @@ def _unknown(scope: Scope, scene: Scene) -> AnnotationError:
 
 def _refused(scope: Scope, axis: str, refusal: Refusal, width: int) -> AnnotationError:
     text = refusal.reason if refusal.reason.startswith("split over") else f"{axis} cannot be cut: {_text(refusal)}"
-    return AnnotationError(text, where=scope.where, hint=refusal.hint or "another axis, or none: whale axes shows which may be cut")
+    return AnnotationError(
+        text, where=scope.where, hint=refusal.hint or "another axis, or none: whale doctor --axes shows which may be cut"
+    )
 
 
 def _text(refusal: Refusal) -> str:

@@ -52,7 +52,7 @@ def _stage(stage: Stage, graph: ModelGraph, axes: Axes, name: str) -> Iterator[P
 def _sizes(shard: Shard, stage: Stage, axes: Axes, name: str, *, training: bool) -> Iterator[PlanError]:
     axis = axes.by_name.get(shard.axis)
     if axis is None:
-        yield PlanError(f"{name} cuts {shard.axis}, which is not an axis of the model", hint="whale axes lists them")
+        yield PlanError(f"{name} cuts {shard.axis}, which is not an axis of the model", hint="whale doctor --axes lists them")
         return
     if shard.axis == BATCH and training and not (shard.arriving or shard.handed_on or axes.mixing):
         yield PlanError(f"{name} cuts the batch; rows are divided by shares")

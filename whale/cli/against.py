@@ -1,17 +1,16 @@
-"""``whale diff``: two plans of a model side by side, or its plans on two clusters or by two recipes: what differs, and what that costs."""
+"""``whale simulate --against``: two plans of a model side by side, or its plans on two clusters or by two recipes."""
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import zip_longest
 from math import gcd
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-from whale.cli.inputs import add_planning_arguments
 from whale.cli.planned import Planned, planned
 from whale.cli.tables import print_table
 from whale.config import ReplicaBlock, StageBlock, read_yaml
@@ -29,42 +28,39 @@ Row = tuple[str, str, str]
 """What differs, and how it is in both plans."""
 
 
-def add_parser(verbs: argparse._SubParsersAction[Any]) -> None:
-    """Adds the verb's words."""
-    parser = verbs.add_parser(
-        "diff",
-        help="compare two plans, or the plans for two clusters or recipes",
-        description="Plans a model twice, with A and with B, and prints what differs: stages, rows, schedule, predicted time and memory.",
-    )
-    add_planning_arguments(parser, plans=False)
-    parser.add_argument("--cluster-b", metavar="C.yaml", help="the devices of B, where they are others than those of A")
-    parser.add_argument("a", metavar="A", help="a written plan, a plan.json, a cluster file, or a recipe")
-    parser.add_argument("b", metavar="B", help="the same, or another of these")
-    parser.add_argument("--json", action="store_true", help="print the figures and differences as JSON")
-    parser.set_defaults(run=run)
-
-
-def run(arguments: argparse.Namespace) -> int:
-    """Plans twice, and prints what differs."""
-    _check_used(arguments)
-    one, other = _words(arguments)
-    a = planned(one)
-    b = planned(other, like=a)
+def compare(arguments: argparse.Namespace) -> None:
+    """Plans with a command line's own files, A, and with those of ``--against`` in their place, B; prints what differs."""
+    a = planned(arguments)
+    b = planned(argparse.Namespace(**vars(arguments) | {"report": None} | _in_place(arguments.against)), like=a)
     figures, found, is_same = dict(_figures(a, b)), list(differences(a, b)), _written(a) == _written(b)
     if arguments.json:
         told = {name: {"a": one, "b": other} for name, (one, other) in figures.items()}
         named = [dict(zip(("replica", "what", "a", "b"), row, strict=True)) for row in found]
         print(json.dumps({"figures": told, "differences": named, "same": is_same}, indent=1))
-        return 0
+        return
     rows = [(name, _shown(name, one), _shown(name, other), f"{other / one:.3f} x" if one else "") for name, (one, other) in figures.items()]
-    print_table(f"A: {arguments.a}; B: {arguments.b}", ("figure", "A", "B", "B by A"), rows, ("A", "B", "B by A"))
+    print_table(f"A: as given; B: against {', '.join(arguments.against)}", ("figure", "A", "B", "B / A"), rows, ("A", "B", "B / A"))
     if found:
         print_table("what differs", ("replica", "what", "A", "B"), found)
     elif is_same:
         print("the plans are the same")
     else:
         print("the plans differ in what their cuts leave whole or hand on in parts: whale plan ... --output plan.yaml writes all of it")
-    return 0
+
+
+def _in_place(paths: Sequence[str]) -> dict[str, str]:
+    """By kind the files that take the place of a command line's own.
+
+    Raises:
+        ConfigError: two are of one kind.
+    """
+    found: dict[str, str] = {}
+    for path in paths:
+        kind = kind_of(path)
+        if kind in found:
+            raise ConfigError(f"--against names two files of one kind ({kind}): {found[kind]} and {path}", hint="name one of each kind")
+        found[kind] = path
+    return found
 
 
 def differences(a: Planned, b: Planned) -> Iterator[tuple[str, str, str, str]]:
@@ -137,29 +133,6 @@ def _figures(a: Planned, b: Planned) -> Iterator[tuple[str, tuple[float, float]]
 def _shown(name: str, value: float) -> str:
     forms = {"step_seconds": format_seconds, "peak_bytes": lambda size: format_bytes(round(size)), "cost_per_sample": format_cost}
     return forms[name](value) if name in forms else str(value)
-
-
-def _check_used(arguments: argparse.Namespace) -> None:
-    """Finds a cluster or a recipe that no plan would be made with.
-
-    Raises:
-        ConfigError: the plans that it is for take A or B in its place.
-    """
-    kinds = {path: kind_of(path) for path in (arguments.a, arguments.b)}
-    is_alone = arguments.cluster_b is None
-    serves = {"--cluster": ("cluster", list(kinds) if is_alone else [arguments.a]), "--cluster-b": ("cluster", [arguments.b])}
-    for flag, (kind, paths) in {**serves, "--recipe": ("recipe", list(kinds))}.items():
-        given = vars(arguments)[flag[2:].replace("-", "_")]
-        if given is not None and all(kinds[path] == kind for path in paths):
-            raise ConfigError(f"{flag} {given} has no effect: {' and '.join(paths)} take its place", hint="leave it out")
-
-
-def _words(arguments: argparse.Namespace) -> Iterator[argparse.Namespace]:
-    """The words of a verb that plans: with what A says, and with what B says, on its own devices."""
-    given: dict[str, object] = {"plan": None, "report": None, **vars(arguments)}
-    clusters = arguments.cluster, arguments.cluster if arguments.cluster_b is None else arguments.cluster_b
-    for path, cluster in zip((arguments.a, arguments.b), clusters, strict=True):
-        yield argparse.Namespace(**given | {"cluster": cluster} | {kind_of(path): path})
 
 
 def kind_of(path: str) -> Literal["plan", "cluster", "recipe"]:
