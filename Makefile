@@ -40,7 +40,7 @@ test: $(VENV)/installed_tests
 quick: $(VENV)/installed_tests
 	$(BIN)/python -m pytest $(SIDE_BY_SIDE) -m "not slow" tests/unit
 
-# As many examples of each law as `.ci/run` tries, others each time.
+# More examples of each law than `.ci/run` tries, others each time.
 laws: $(VENV)/installed_tests
 	$(BIN)/python -m pytest $(SIDE_BY_SIDE) --hypothesis-profile thorough tests
 
