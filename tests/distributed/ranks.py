@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import gc
+import io
 import os
 import pickle
 import signal
@@ -28,7 +29,7 @@ GRACE_SECONDS = 5.0
 """How long what has been ended may take to be gone, or to say where it stood."""
 PEERS_SECONDS = 60.0
 """How long the other ranks may still take after one of them has failed: what they say of it is looked at."""
-PRELOADED = ("torch", "torch.distributed", "torch.export", "tests.captures", "tests.models")
+PRELOADED = ("torch", "torch.distributed", "torch.export", "scipy.optimize", "tests.captures", "tests.models")
 """Modules that the source has, and so all ranks."""
 
 
@@ -76,6 +77,7 @@ def serve(pipe: Connection) -> None:
     os.setsid()  # ends together with its ranks
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     torch.set_num_threads(1)
+    _warm_up()
     pipe.send_bytes(b"ready")
     while True:
         try:
@@ -83,6 +85,16 @@ def serve(pipe: Connection) -> None:
         except EOFError:
             return
         pipe.send(_answer(payload))
+
+
+def _warm_up() -> None:
+    """Imports and computes what only a first capture and a first plan do, a second or more, for all ranks to come."""
+    import torch
+
+    import whale
+
+    with contextlib.redirect_stderr(io.StringIO()):
+        whale.parallelize(torch.nn.Linear(2, 2), loss=lambda output, batch: output.mean(), batch=torch.ones(2, 2)).close()
 
 
 def _answer(payload: bytes) -> list[bytes]:
