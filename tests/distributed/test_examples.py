@@ -1,6 +1,6 @@
 """The examples run as their pages say: train on four ranks, go on with one, compare with torch's own.
 
-One goes through ``whale run``; the others on ranks that have their imports done, in the environment that it would make.
+They run on ranks that have their imports done, in the environment that ``whale run`` would make.
 """
 
 from __future__ import annotations
@@ -13,31 +13,26 @@ import os
 import re
 import runpy
 import shutil
-import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.distributed.test_probe import measure_little
 from tests.distributed.world import World
 from whale.config import RECIPE_VARIABLE
-from whale.units import counted
 
 ROOT = Path(__file__).parents[2]
 SMALL = ("--layers", "2", "--width", "32", "--context", "32")
 BENCHMARKS = ROOT / "examples" / "benchmarks"
 
 
-def run(*words: str) -> str:
-    result = subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=600, cwd=ROOT)
-    assert result.returncode == 0, result.stderr
-    return result.stdout
-
-
 def run_script(rank: int, num_ranks: int, words: tuple[str, ...], recipe: str | None) -> str:
     """Runs a script with its words on one rank; what it printed."""
     os.chdir(ROOT)
+    os.environ["WHALE_RUNTIME_RETRACE"] = "off"  # what that finds has tests of its own
     if recipe is not None:
         os.environ[RECIPE_VARIABLE] = recipe
     sys.argv, sys.path[:0] = list(words), [str(Path(words[0]).parent.resolve())]
@@ -51,54 +46,74 @@ def printed_by(world: World, num_ranks: int, *words: str, recipe: str | None = N
     return "".join(world.run(run_script, words, recipe, num_ranks=num_ranks))
 
 
-def test_the_gpt_trains_as_two_pipelines_and_goes_on_alone(tmp_path: Path) -> None:
+def test_the_gpt_trains_as_two_pipelines_and_goes_on_alone(world: World, tmp_path: Path) -> None:
     script = ("examples/train_gpt.py", *SMALL, "--global-batch-size", "8", "--evaluate-batches", "1", "--checkpoint", str(tmp_path))
     recipe = "strategies/recipes/pipeline_data_parallel.yaml"
-    first = run("-m", "whale", "run", "--ranks", "4", "--recipe", recipe, *script, "--steps", "4", "--evaluate-every", "2")
+    first = printed_by(world, 4, *script, "--steps", "4", "--evaluate-every", "2", recipe=recipe)
     assert "2 replicas x 2 stages on 4 devices" in first
     assert {path.name for path in tmp_path.iterdir()} >= {"step_2", "step_4"}
     losses = [float(loss) for loss in re.findall(r"held-out loss ([\d.]+)", first)]
     assert len(losses) == 2 and losses[1] < losses[0] < 6, "it learns"
     shutil.rmtree(tmp_path / "step_4")
-    second = run(*script, "--resume", "--steps", "4", "--evaluate-every", "4")
+    second = printed_by(world, 1, *script, "--resume", "--steps", "4", "--evaluate-every", "4")
     assert "step 1: loss" in first and "step 1: loss" not in second, "it goes on after step 2"
     repeated = float(re.findall(r"held-out loss ([\d.]+)", second)[-1])
     assert abs(repeated - losses[1]) < 2e-3, "one device goes on exactly as four would have"
 
 
-def test_the_overhead_benchmark_writes_its_ratios(tmp_path: Path) -> None:
-    file = tmp_path / "overhead.json"
-    run(str(BENCHMARKS / "overhead.py"), *SMALL, "--pairs", "1", "--steps", "1", "--warmup", "1", "--only", "single", "--json", str(file))
-    results = json.loads(file.read_text())
-    assert set(results) == {"single"}
-    assert results["single"]["ratio"] > 0
+@pytest.fixture
+def benchmarks(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The modules of the benchmarks, here and on ranks."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    world.prepare(find_benchmarks)
 
 
-def test_the_tracing_benchmark_says_what_a_recorded_step_takes_more(tmp_path: Path) -> None:
-    file = tmp_path / "tracing.json"
-    said = run(str(BENCHMARKS / "tracing.py"), *SMALL, "--pairs", "1", "--warmup", "1", "--json", str(file))
-    assert "ms more" in said and json.loads(file.read_text())["num_pairs"] == 1
-
-
-def predict(rank: int, num_ranks: int, options: argparse.Namespace) -> Any:
-    """The plans of the prediction benchmark for so many ranks."""
+def find_benchmarks() -> None:
     sys.path.append(str(BENCHMARKS))
+
+
+def call(rank: int, num_ranks: int, function: Callable[..., Any], *arguments: Any) -> Any:
+    os.environ["WHALE_RUNTIME_RETRACE"] = "off"
+    return function(*arguments)
+
+
+def test_benchmarks_write_their_results(
+    world: World, benchmarks: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import overhead
+    import tracing
+
+    def on_ranks(num_ranks: int, function: Callable[..., Any], *arguments: Any) -> Any:
+        return world.run(call, function, *arguments, num_ranks=num_ranks)[0]
+
+    file = tmp_path / "results.json"
+    for module, words in ((overhead, ("--steps", "1", "--only", "single")), (tracing, ())):
+        monkeypatch.setattr(module, "on_ranks", on_ranks)
+        monkeypatch.setattr(sys, "argv", ["benchmark", *SMALL, "--pairs", "1", "--warmup", "1", *words, "--json", str(file)])
+        module.main()
+        results = json.loads(file.read_text())
+        assert results["single"]["ratio"] > 0 if module is overhead else results["num_pairs"] == 1
+    assert "ms more" in capsys.readouterr().out
+
+
+def predict(options: argparse.Namespace) -> Any:
+    """The plans of the prediction benchmark for two ranks; small sizes, for what is measured is not looked at."""
     import prediction
 
-    return prediction.run_plans(num_ranks, options)
+    measure_little()
+    return prediction.run_plans(2, options)
 
 
 def test_the_prediction_benchmark_has_both_times_of_each_plan(
-    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    world: World, benchmarks: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
     import prediction
 
-    cases = ["uneven", "split", "nested"]
+    cases = ["uneven", "split"]
     options = argparse.Namespace(
         steps=2, warmup=1, rounds=2, layers=2, width=32, context=32, rows=16, micro_batches=4, only=cases, raw=True
     )
-    file, found = tmp_path / "prediction.json", {size: world.run(predict, options, num_ranks=size)[0] for size in (2, 4)}
+    file, found = tmp_path / "prediction.json", {2: world.run(call, predict, options, num_ranks=2)[0]}
     prediction.report(found, file)
     printed, figures = capsys.readouterr().out, json.loads(file.read_text())
     assert all(value > 0 for rank in figures["ranks"].values() for value in rank.values() if isinstance(value, float))
@@ -120,9 +135,8 @@ def test_orders_of_plans_are_compared_by_rank(monkeypatch: pytest.MonkeyPatch) -
     assert prediction.rank_correlation([1], [1]) == prediction.rank_correlation([1, 1], [1, 2]) == 0
 
 
-def compare(rank: int, num_ranks: int, case: str, options: argparse.Namespace) -> dict[str, float]:
+def compare(case: str, options: argparse.Namespace) -> dict[str, float]:
     """One comparison of the overhead or the state benchmark, which fails where the two sides train unlike."""
-    sys.path.append(str(BENCHMARKS))
     import overhead
     import state
 
@@ -130,44 +144,29 @@ def compare(rank: int, num_ranks: int, case: str, options: argparse.Namespace) -
         shared: dict[str, float] = state.run_case(case, options)
         return shared
     size, make = overhead.CASES[case]
-    assert size == num_ranks
+    assert size == 2
     result: dict[str, float] = overhead.measure(*make(options), options)
     return result
 
 
 @pytest.mark.parametrize("case", ["data_parallel", "pipeline", "zero_1", "fp16"])
-def test_benchmarks_compare_like_with_like(world: World, case: str) -> None:
+def test_benchmarks_compare_like_with_like(world: World, benchmarks: None, case: str) -> None:
     options = argparse.Namespace(pairs=1, steps=1, warmup=1, layers=2, width=32, context=32, rows=16, micro_batches=4)
-    assert all(result["ratio"] > 0 for result in world.run(compare, case, options, num_ranks=2))
+    assert all(result["ratio"] > 0 for result in world.run(call, compare, case, options, num_ranks=2))
 
 
 def losses_of(text: str) -> list[float]:
     return [float(loss) for loss in re.findall(r"step \d+: (?:held-out )?loss ([\d.]+)", text)]
 
 
-@pytest.fixture(scope="module")
-def gpt_script() -> tuple[str, ...]:
-    return ("examples/train_gpt.py", *SMALL, "--global-batch-size", "8", "--steps", "3", "--print-every", "1", "--evaluate-batches", "1")
-
-
-@pytest.fixture(scope="module")
-def gpt_losses(world: World, gpt_script: tuple[str, ...]) -> list[float]:
-    """Of one rank: after each step, and of held-out text."""
-    losses = losses_of(printed_by(world, 1, *gpt_script))
-    assert len(losses) == 4 and losses[2] < losses[0]
-    return losses
-
-
-@pytest.mark.parametrize(("num_ranks", "axis"), [(8, ("--axis", "heads")), (4, ())])
-def test_the_gpt_trains_in_split_stages_of_pipelines(
-    world: World, num_ranks: int, axis: tuple[str, ...], gpt_script: tuple[str, ...], gpt_losses: list[float]
-) -> None:
-    text = printed_by(world, num_ranks, *gpt_script, "--stages", "2", "--split", "2", *axis, recipe="strategies/recipes/gpt_3d.yaml")
-    assert f"{counted(num_ranks // 4, 'replica')} x 2 stages on {counted(num_ranks, 'device')}" in text
-    assert text.count("groups of 2 cut") == num_ranks // 2
-    if axis:
-        assert text.count("cut blocks.0.attention.heads 2:2") == text.count("cut blocks.1.attention.heads 2:2") == 2
-    assert losses_of(text) == pytest.approx(gpt_losses, abs=1.1e-3), "to the last digit that is printed"
+def test_the_gpt_trains_in_split_stages_of_pipelines(world: World) -> None:
+    script = ("examples/train_gpt.py", *SMALL, "--global-batch-size", "8", "--steps", "3", "--print-every", "1", "--evaluate-batches", "1")
+    alone = losses_of(printed_by(world, 1, *script))
+    assert len(alone) == 4 and alone[2] < alone[0], "after each step, and of held-out text"
+    text = printed_by(world, 4, *script, "--stages", "2", "--split", "2", "--axis", "heads", recipe="strategies/recipes/gpt_3d.yaml")
+    assert "1 replica x 2 stages on 4 devices" in text and text.count("groups of 2 cut") == 2
+    assert text.count("cut blocks.0.attention.heads 2:2") == text.count("cut blocks.1.attention.heads 2:2") == 1
+    assert losses_of(text) == pytest.approx(alone, abs=1.1e-3), "to the last digit that is printed"
 
 
 def test_the_split_classifier_trains_on_two_ranks_as_on_one(world: World) -> None:

@@ -20,12 +20,18 @@ from whale.measure import link_speed, probing
 from whale.measure.probing import probe
 
 
-def measure(rank: int, num_ranks: int, on_host: int) -> tuple[Cluster, list[str]]:
-    """Small sizes: what is measured is not looked at. So many ranks make a host."""
-    probing.SIZES = {"cpu": (8, 16)}
+def measure_little() -> None:
+    """From now on small sizes are measured."""
+    probing.SIZES, probing.DTYPES = {"cpu": (8, 16)}, ("float32", "bfloat16")
     probing.BEYOND_CACHES = {"cpu": 1 << 10}
     link_speed.LARGE_BYTES = link_speed.LARGE_SUM = 1 << 12
-    link_speed.SMALL_SUM = 1 << 8
+    link_speed.SMALL_SUM = link_speed.SWEPT_BYTES = 1 << 8
+    link_speed.PERIODS = 1e-2
+
+
+def measure(rank: int, num_ranks: int, on_host: int) -> tuple[Cluster, list[str]]:
+    """What is measured is not looked at. So many ranks make a host."""
+    measure_little()
     told: list[str] = []
     probing.local_profile = lambda *_: DeviceProfile(f"host{rank // on_host}", "cpu", 2**30)  # type: ignore[assignment]
     world = World(rank, num_ranks, rank % on_host, on_host, torch.device("cpu"), timedelta(seconds=PATIENCE_SECONDS))
