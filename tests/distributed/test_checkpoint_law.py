@@ -213,6 +213,7 @@ FIXED = {
 
 @pytest.mark.parametrize("name", FIXED)
 def test_law_of_fixed_courses(world: World, name: str) -> None:
+    world.prepare(plan_case, FIXED[name].case(0))
     check(world, FIXED[name])
 
 

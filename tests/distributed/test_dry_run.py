@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 import pytest
 
+from tests.captures import at_hand
 from tests.distributed.split_training import plan_case
 from tests.distributed.test_state_law import with_state
 from tests.distributed.training import Case, captured_case, make_engine, run_case
@@ -82,7 +83,9 @@ def test_a_real_step_holds_as_much(world: World, name: str) -> None:
         plan = with_state(plan, graph, int(name[-1]), shares=(1, 2))
     assert len(plan.devices) == len(speeds)
     made = captured_case(case)
-    dry = dry_run(plan, CapturedMode(made.model, made.batch, made.loss, "train"), Config(dict(config)))
+    with at_hand():
+        mode = CapturedMode(made.model, made.batch, made.loss, "train")
+    dry = dry_run(plan, mode, Config(dict(config)))
     wanted = {device: mine.num_bytes - mine.held_bytes for device, mine in dry.of.items()}
     real = {device: found for device, *found in run_case(world, memory_of_a_step, case, plan, wanted)}
     assert real.keys() == dry.of.keys()
