@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, note
 from torch import fx
+from tqdm import tqdm
 
 from tests import reference
 from tests.distributed import test_law, test_precision, test_schedules, test_split_law
@@ -49,6 +50,17 @@ def counting(made: list[object]) -> Callable[..., Any]:
         return found
 
     return compile_and_count
+
+
+def load_compiler() -> None:
+    """Imports and computes what a first graph that is compiled does, seconds, for all ranks to come."""
+    tqdm.monitor_interval = 0  # torch would have it start a thread, which no fork has
+    torch.compile(torch.sin, backend=counting([]))(torch.ones(2, requires_grad=True))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiler_is_loaded(world: World) -> None:
+    world.prepare(load_compiler)
 
 
 def check(world: World, case: Case, *, counts: bool = True) -> None:
