@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import contextvars
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import torch
+
+from whale.cli import inputs
+from whale.ir.graph import ModelGraph
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -46,3 +53,22 @@ def run_python(page: Path, after: Callable[[Block], None] = lambda block: None) 
             after(block)
 
     contextvars.copy_context().run(run)
+
+
+@cache
+def _captured(source: str, pairs: tuple[str, ...], *how: Any) -> ModelGraph:
+    return _capture(source, pairs, *how)
+
+
+_capture = inputs._graph_of
+
+
+@contextmanager
+def captures_kept() -> Iterator[None]:
+    """Inside of it commands that work on the same model of the examples, in the same folder, capture it once."""
+
+    def graph_of(source: str, pairs: Sequence[str], *how: Any) -> ModelGraph:
+        return (_captured if source.startswith("examples/") else _capture)(source, tuple(pairs), *how)
+
+    with mock.patch.object(inputs, "_graph_of", graph_of):
+        yield

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import itertools
+import os
 import re
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 
-from tests.pages import FENCE, PAGES, ROOT, Block, blocks, run_python
+from tests.pages import FENCE, PAGES, ROOT, Block, blocks, captures_kept, run_python
 from tests.printed import quotes
 from whale.cli import main
 from whale.cli.against import kind_of
@@ -37,13 +39,17 @@ def name_of(page: Path) -> str:
     return str(page.relative_to(ROOT))
 
 
-@pytest.fixture
-def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def furnish(folder: Path) -> Path:
     """An empty folder with the repository's data and examples in it, so that nothing is written beside them."""
-    for folder in ("examples", "strategies"):
-        (tmp_path / folder).symlink_to(ROOT / folder)
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
+    for name in ("examples", "strategies"):
+        (folder / name).symlink_to(ROOT / name)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def place_of_commands(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One for all pages: a capture has the places of its ops."""
+    return furnish(tmp_path_factory.mktemp("workplace"))
 
 
 class Printed:
@@ -75,7 +81,8 @@ RUN = [pytest.param(p, marks=[] if p.name == "README.md" else pytest.mark.slow) 
 
 
 @pytest.mark.parametrize("page", RUN, ids=name_of)
-def test_python_runs_and_prints_what_the_page_says(page: Path, workplace: Path, printed: Printed) -> None:
+def test_python_runs_and_prints_what_the_page_says(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, printed: Printed) -> None:
+    monkeypatch.chdir(furnish(tmp_path))
     run_python(page, printed.take)
     printed.check(page, "python")
 
@@ -99,16 +106,22 @@ def test_commands_parse_and_their_files_exist(page: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("page", [p for p in PAGES if any(w[:1] == ["whale"] for _, w in commands(p))], ids=name_of)
-def test_planning_commands_print_what_the_page_says(page: Path, workplace: Path, printed: Printed) -> None:
+def test_planning_commands_print_what_the_page_says(
+    page: Path, place_of_commands: Path, monkeypatch: pytest.MonkeyPatch, printed: Printed
+) -> None:
+    monkeypatch.chdir(place_of_commands)
     torch.set_num_threads(1)
     missing: set[str] = set()  # what commands make that take ranks or minutes, and are not run here
+    quoted = {block for block, _ in quotes(page, "bash")}
     for block, words in commands(page):
         if block.language != "bash" or words[0] != "whale":
             continue
         if words[1] not in CHEAP or "--largest" in words:
             missing |= {file for word, file in itertools.pairwise(words) if word == "--output"}
         elif missing.isdisjoint(words):
-            assert main(words[1:]) == 0, f"{name_of(page)}:{block.line}: {shlex.join(words)}"
+            short = {} if block in quoted else {"WHALE_PLANNING_EFFORT": "2"}  # what nobody quotes may be any plan
+            with captures_kept(), mock.patch.dict(os.environ, short):
+                assert main(words[1:]) == 0, f"{name_of(page)}:{block.line}: {shlex.join(words)}"
             assert printed.take(block) or "--output" in words
     printed.check(page, "bash")
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import whale
+from tests.pages import captures_kept
 from tests.printed import FIRST, head_quote
 from whale.capture import capture
 from whale.cli import main
@@ -116,6 +117,7 @@ def model_for(expected: Expected) -> ModelGraph:
     return EXAMPLES[expected.example]() if expected.example else graph_of(expected.scopes)
 
 
+@cache
 def plan_for(recipe: Path, expected: Expected) -> Plan:
     config = load_config(recipe, environment={})
     if config.cluster.file is not None:
@@ -163,7 +165,8 @@ def test_heads_say_what_their_command_prints(
     monkeypatch.chdir(ROOT.parent)
     torch.set_num_threads(1)
     command = re.search(r"^# (?:Command:)? +whale ((?:plan|explain|simulate) .*)$", file.read_text(), re.MULTILINE)
-    assert command is not None and main(shlex.split(command[1])) == 0
+    with captures_kept():
+        assert command is not None and main(shlex.split(command[1])) == 0
     head_quote(file).check(capsys.readouterr().out, update=request.config.getoption("--update-golden"))
 
 
