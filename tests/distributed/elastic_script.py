@@ -46,6 +46,7 @@ def train() -> None:
     rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     loader = engine.loader(samples, global_batch_size=8, shuffle=True)
     engine.resume(FOLDER / "checkpoints")
+    rows = [stop - start for start, stop in engine.plan.replica_rows(8)]
     is_enough = size >= int(os.environ.get("ENOUGH_RANKS", "1"))
     last = max(NUM_STEPS, engine.step_number + 2)
     while engine.step_number < last or not is_enough:  # else it waits for others
@@ -54,7 +55,7 @@ def train() -> None:
             loss = float(engine.step(batch))
             if rank == 0:
                 with open(FOLDER / "losses.jsonl", "a") as file:
-                    file.write(json.dumps([engine.step_number, loss, size]) + "\n")
+                    file.write(json.dumps([engine.step_number, loss, rows]) + "\n")
             if engine.step_number % 4 == 0:
                 engine.save(FOLDER / "checkpoints" / f"step_{engine.step_number}", keep=2)
             if engine.step_number >= last and is_enough:

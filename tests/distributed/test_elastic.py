@@ -9,12 +9,17 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import groupby
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from tests.distributed.test_launch import PATIENCE_SECONDS, wait_until
+from tests.distributed.world import World
+from whale.comm import Launched, connect
+from whale.errors import RuntimeFault
 
 SCRIPT = Path(__file__).parent / "elastic_script.py"
 NUM_STEPS = 12
@@ -32,6 +37,7 @@ class Launchers:
     def __init__(self, folder: Path, num_ranks: int, *words: str, bounds: str = "1:2") -> None:
         self.folder, self.words = folder, words
         self.started: list[subprocess.Popen[str]] = []
+        self.environment: dict[str, str] = {}
         self._store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
         place = ("--rdzv-endpoint", f"localhost:{self._store.port}", "--rdzv-conf", "is_host=0", "--local-addr", "localhost")
         flags = ("--elastic", bounds, *place, "--ranks", str(num_ranks), "--timeout", "60")
@@ -39,7 +45,7 @@ class Launchers:
 
     def start(self, enough: int) -> None:
         """One more; its ranks train on until they are enough."""
-        environment = {**os.environ, "ENOUGH_RANKS": str(enough)}
+        environment = {**os.environ, **self.environment, "ENOUGH_RANKS": str(enough)}
         self.started.append(subprocess.Popen(self._command, stderr=subprocess.PIPE, text=True, env=environment))
 
     def end(self) -> list[tuple[int, str]]:
@@ -48,12 +54,12 @@ class Launchers:
         return [(launcher.returncode, text) for launcher, text in zip(self.started, said, strict=True)]
 
     @property
-    def losses(self) -> list[tuple[int, float, int]]:
-        """Step, loss and number of ranks, as they came."""
+    def losses(self) -> list[tuple[int, float, list[int]]]:
+        """Step, loss and the rows of each rank, as they came."""
         return losses_in(self.folder)
 
 
-def losses_in(folder: Path) -> list[tuple[int, float, int]]:
+def losses_in(folder: Path) -> list[tuple[int, float, list[int]]]:
     """What the script has written."""
     file = folder / "losses.jsonl"
     return [tuple(json.loads(line)) for line in file.read_text().splitlines()] if file.exists() else []
@@ -72,7 +78,7 @@ def launchers(folder: Path, num_ranks: int, *words: str, bounds: str = "1:2") ->
             launcher.wait()
 
 
-def check_undisturbed(losses: list[tuple[int, float, int]], folder: Path) -> None:
+def check_undisturbed(losses: list[tuple[int, float, list[int]]], folder: Path) -> None:
     """Holds the last loss of each step to those of one rank that nothing happens to: no sample came twice, and none was left out."""
     last = {step: loss for step, loss, _ in losses}
     folder.mkdir()
@@ -84,17 +90,64 @@ def test_a_launcher_is_killed_and_another_comes(tmp_path: Path) -> None:
     with launchers(tmp_path / "run", 1, "6:1:launcher") as run:
         run.start(enough=2)
         run.start(enough=2)
-        wait_until(lambda: any(size == 1 for *_, size in run.losses), "one rank goes on alone")
+        wait_until(lambda: any(len(rows) == 1 for *_, rows in run.losses), "one rank goes on alone")
         run.start(enough=2)
         ended = run.end()
         assert sorted(code for code, _ in ended) == [-9, 0, 0], ended
-        sizes = [size for *_, size in run.losses]
+        sizes = [len(rows) for *_, rows in run.losses]
         assert sizes[0] == sizes[-1] == 2 and 1 in sizes
         (survivor,) = (text for code, text in ended[:2] if code == 0)
         assert "whale run: rank 0 " in survivor and "all ranks begin anew" in survivor, survivor
         source = r"(?:memory of 1 rank|\S+/step_\d+)"  # of the same step the checkpoint comes first
         told = re.findall(rf"whale: goes on after step (\d+), from {source}; lost: [\d.]+ s, 0 steps; (gone|new): 1 x cpu", survivor)
         assert told[0] == ("6", "gone") and told[-1][1] == "new", survivor
+        check_undisturbed(run.losses, tmp_path / "alone")
+
+
+def wait_for_a_silent_rank(rank: int, num_ranks: int, sign: Path) -> str:
+    """Rank 1 sends nothing, and lives on until rank 0 has given up."""
+    world, store = connect(timeout_seconds=PATIENCE_SECONDS), dist.distributed_c10d._get_default_store()
+    if rank == 1:
+        sign.touch()
+        store.get("has given up")
+        return ""
+    world.waits.heed(sign)
+    with pytest.raises(RuntimeFault) as caught:
+        world.waits.wait(Launched(dist.irecv(torch.zeros(1), 1), blocks_host=True), "1RECV_F0", [1])
+    store.set("has given up", "")
+    assert caught.value.lost_peers
+    return str(caught.value)
+
+
+def test_a_wait_is_given_up_when_the_launcher_says_that_others_cannot_be_reached(world: World, tmp_path: Path) -> None:
+    said, _ = world.run(wait_for_a_silent_rank, tmp_path / "lost", num_ranks=2)
+    assert "1RECV_F0 with rank 1 did not complete: ranks of another host cannot be reached" in said
+
+
+CLUSTER = """
+name: four
+hosts: [{name: these, devices: [{model: cpu}, {model: cpu, slowdown: 3}, {model: cpu}, {model: cpu, slowdown: 2}]}]
+"""
+
+
+def test_launchers_come_one_by_one_with_devices_of_other_speeds(tmp_path: Path) -> None:
+    with launchers(tmp_path / "run", 1, bounds="2:4") as run:
+        file = tmp_path / "cluster.yaml"
+        file.write_text(CLUSTER)
+        run.environment["WHALE_CLUSTER_FILE"] = str(file)
+        run.start(enough=4)
+        for number in (2, 3, 4):
+            run.start(enough=4)
+            wait_until(lambda number=number: any(len(rows) == number for *_, rows in run.losses), f"{number} ranks train")
+        ended = run.end()
+        assert [code for code, _ in ended] == [0] * 4, ended
+        shares = [rows for rows, _ in groupby(rows for *_, rows in run.losses)]
+        assert [len(rows) for rows in shares] == [2, 3, 4]
+        assert all(min(rows[::2]) > max(rows[1::2]) for rows in shares), f"slower devices take fewer: {shares}"
+        told = re.findall(r"goes on after step \d+, from .*; lost: [\d.]+ s, (\d+) steps?; new: 1 x cpu", ended[0][1])
+        assert told == ["0", "0"], ended
+        steps = [step for step, *_ in run.losses]
+        assert steps == [*range(1, len(steps) + 1)], "each step was done once"
         check_undisturbed(run.losses, tmp_path / "alone")
 
 

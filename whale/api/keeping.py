@@ -18,7 +18,7 @@ from whale.comm import World
 from whale.errors import CheckpointError
 from whale.ir.cluster import Cluster
 from whale.runtime.checkpoint.training_state import random_state
-from whale.runtime.execute.status import FALL
+from whale.runtime.execute.status import FALL, LOST
 from whale.units import counted, format_bytes
 
 DEVICE_SECONDS = 5.0
@@ -57,6 +57,8 @@ class FaultKeeper:
         if folder is None:
             return None
         world.waits.linger_seconds = 0.0  # no launcher ends those that live: SIGTERM lets them leave what they hold
+        if not world.is_alone:
+            world.waits.heed(Path(folder) / LOST)
         return FaultKeeper(Path(folder), str(world.broadcast_object(uuid4().hex)))
 
     def rest(self) -> None:

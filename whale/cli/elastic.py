@@ -14,6 +14,9 @@ from whale.errors import ConfigError
 
 PARTIAL, KEEP = "WHALE_CLUSTER_PARTIAL", "WHALE_RUNTIME_KEEP_ON_FAULT"
 
+MEETING = "whale-c10d"
+"""What torchrun knows the rendezvous as that launchers meet at (`whale.cli.meeting`)."""
+
 KEPT = "kept"
 """The folder in the run directory where ranks leave what they hold."""
 
@@ -45,8 +48,8 @@ def be_elastic(arguments: argparse.Namespace) -> dict[str, str]:
         if is_given:
             raise ConfigError(f"{flag} cannot be given together with --elastic, which numbers the launchers", hint=f"leave out {flag}")
     arguments.nnodes = f"{least}:{most}"
-    if arguments.rdzv_backend == "static":  # torchrun's default
-        arguments.rdzv_backend = "c10d"
+    if arguments.rdzv_backend in ("static", "c10d"):  # the first is torchrun's default
+        arguments.rdzv_backend = MEETING
     if not arguments.rdzv_endpoint:
         if most > 1:
             raise ConfigError(

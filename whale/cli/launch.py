@@ -72,7 +72,12 @@ def run(words: Sequence[str]) -> int:
     parser = make_parser()
     arguments, rest = parser.parse_known_args(list(words))
     refuse_unknown(parser, rest)
-    elastic = {} if arguments.elastic is None else be_elastic(arguments)
+    elastic = {}
+    if arguments.elastic is not None:
+        from whale.cli import meeting
+
+        elastic = be_elastic(arguments)
+        meeting.register()
     _check(arguments)
     variables, begun = {**_variables(arguments), **elastic}, time.time()
     with (

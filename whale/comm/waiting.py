@@ -13,6 +13,7 @@ reads the words.
 
 from __future__ import annotations
 
+import atexit
 import sys
 import threading
 import time
@@ -21,6 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -102,6 +104,8 @@ def say_why(error: BaseException) -> None:
 
 def end_together(most_seconds: float) -> None:
     """Waits, once, until all ranks have come to end in an error, but no longer than that: who comes here has printed its own."""
+    if most_seconds <= 0:
+        return
     with suppress(RuntimeError, dist.DistError):  # who kept the store has ended
         store, until = _store(), time.monotonic() + most_seconds
         ranks = [f"{_ENDED}/{rank}" for rank in range(dist.get_world_size())]
@@ -128,6 +132,9 @@ def _store() -> Store:
 
 LOOK_SECONDS = 1.0
 """How often the monitor looks."""
+
+LOOK_FOR_SIGN_SECONDS = 0.1
+"""How often a rank looks whether the launcher says that others cannot be reached."""
 
 
 @dataclass(frozen=True)
@@ -168,6 +175,7 @@ class Waits:
     timeout: timedelta
     lines: Lines = field(default_factory=Lines)
     linger_seconds: float = LINGER_SECONDS
+    _lost: str | None = None
     _watched: deque[_DeviceWait] = field(default_factory=deque)
     _monitor: threading.Thread | None = None
     _fault: RuntimeFault | None = None
@@ -218,9 +226,29 @@ class Waits:
 
     def _failed(self, action: str, ranks: Sequence[int], error: BaseException) -> RuntimeFault:
         """The fault of a wait. This rank cannot go on either, so it hangs up."""
-        said = last_words()
+        said = self._lost or last_words()  # the store may be out of reach, too
         self.lines.hang_up()
         return fault(action, ranks, self.timeout, error, said)
+
+    def heed(self, sign: Path) -> None:
+        """Gives up, from now on, what this process waits for as soon as a file is there: others cannot be reached, says the launcher."""
+
+        ends = threading.Event()
+
+        def look() -> None:
+            while not ends.wait(LOOK_FOR_SIGN_SECONDS):
+                if sign.exists():
+                    self._lost = "ranks of another host cannot be reached, as this host's launcher has found"
+                    self.lines.hang_up()
+                    return
+
+        def leave() -> None:
+            ends.set()
+            looking.join(self.timeout.total_seconds())
+
+        looking = threading.Thread(target=look, name="whale sign", daemon=True)
+        looking.start()
+        atexit.register(leave)  # a thread that is in the midst of it while the interpreter ends would abort the process
 
     def look(self, now: float) -> RuntimeFault | None:
         """Forgets what is done, in the order in which it was waited for; the fault if a rank has failed, or the first is overdue.

@@ -12,14 +12,16 @@ from typing import Any, cast
 
 import pytest
 import torch
+from torch.distributed.elastic.rendezvous import RendezvousParameters
 
 from whale.cli import deaths, launch
 from whale.cli.deaths import MOST_IN_VAIN, Deaths
-from whale.cli.elastic import MOST_RESTARTS, be_elastic
+from whale.cli.elastic import KEEP, MEETING, MOST_RESTARTS, be_elastic
+from whale.cli.meeting import _meeting
 from whale.comm import Launched, World
 from whale.errors import ConfigError
 from whale.runtime.execute.call_check import WorldSums
-from whale.runtime.execute.status import RankStatus, StatusBoard
+from whale.runtime.execute.status import LOST, RankStatus, StatusBoard
 from whale.runtime.program.watch import Watch
 
 
@@ -27,7 +29,7 @@ def test_torchruns_rendezvous_is_set_and_the_users_words_win() -> None:
     flags = ["--elastic", "2:128", "--rdzv-endpoint", "first:29500"]
     arguments = launch.make_parser().parse_args([*flags, "train.py"])
     assert be_elastic(arguments)["WHALE_CLUSTER_PARTIAL"] == "true"
-    assert (arguments.nnodes, arguments.rdzv_backend, arguments.max_restarts) == ("2:128", "c10d", MOST_RESTARTS)
+    assert (arguments.nnodes, arguments.rdzv_backend, arguments.max_restarts) == ("2:128", MEETING, MOST_RESTARTS)
     assert arguments.rdzv_conf == "last_call_timeout=3,keep_alive_interval=3,keep_alive_max_attempt=4"
     arguments = launch.make_parser().parse_args([*flags, "--rdzv-conf", "last_call_timeout=60", "--max-restarts", "5", "train.py"])
     be_elastic(arguments)
@@ -51,6 +53,26 @@ def test_torchruns_rendezvous_is_set_and_the_users_words_win() -> None:
 def test_bad_numbers_of_launchers_start_nothing(words: list[str], said: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(said)):
         launch.run([*words, "train.py"])
+
+
+def test_agents_begin_anew_where_a_launcher_has_gone_silent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(KEEP, str(tmp_path / "kept"))
+    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    monkeypatch.setattr("whale.cli.meeting.SETTLING_SECONDS", 0.0)
+    sign, own = tmp_path / "kept" / LOST, {"is_host": "1", "keep_alive_interval": "60", "keep_alive_max_attempt": "60"}
+    meeting = _meeting(RendezvousParameters(MEETING, "localhost:0", "run", 1, 1, "localhost", **own))
+    assert meeting.next_rendezvous().world_size == 1 and meeting.num_nodes_waiting() == 0 and not sign.exists()
+    meeting._num_met = 3  # two more were there, and have no sign of life among those of the rendezvous
+    assert meeting.num_nodes_waiting() == 2 and sign.exists()
+    assert "whale run: 2 of 3 launchers cannot be reached" in capsys.readouterr().err
+    assert meeting.num_nodes_waiting() == 0 and capsys.readouterr().err == "", "it is said once"
+    assert meeting.next_rendezvous().world_size == 1 and not sign.exists()
+    meeting._num_met = 2
+    meeting.set_closed()
+    assert meeting.num_nodes_waiting() == 0, "they have ended"
+    meeting.shutdown()
 
 
 class Done:

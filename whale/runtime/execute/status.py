@@ -27,6 +27,9 @@ RUN_DIRECTORY = "WHALE_RUN_DIR"
 FALL = "fall.json"
 """Where the launcher of an elastic run notes when ranks fell, and the steps that were done, beside what they kept."""
 
+LOST = "lost"
+"""The file there by which the launcher says that ranks of other hosts cannot be reached."""
+
 State = Literal["running", "waiting", "failed", "finished"]
 
 _STATES: tuple[State, ...] = ("running", "waiting", "failed", "finished")

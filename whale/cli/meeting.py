@@ -1,0 +1,87 @@
+"""Where the launchers of an elastic run meet: torchrun's rendezvous, by which they hear, too, that one of them has gone silent.
+
+torchrun's agents begin anew where a rank of their own has ended, and where a launcher comes. A host whose network is cut, or that stands
+still as a whole, ends no rank of another: these would wait for it as long as they may. The rendezvous knows by its keep-alives.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+import time
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+
+from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousParameters, rendezvous_handler_registry
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, RendezvousTimeout
+
+from whale.cli.elastic import BEATS, KEEP, MEETING
+from whale.runtime.execute.status import LOST
+
+TIMEOUTS = ("join", "last_call", "close", "heartbeat")
+"""Those of torchrun's rendezvous."""
+
+SETTLING_SECONDS = 1.5
+"""So long is a launcher between two meetings at most, where it is in neither; the state of the rendezvous is read once per second."""
+
+
+class Meeting(DynamicRendezvousHandler):
+    """torchrun's rendezvous over c10d, whose agents begin anew where one of them has gone silent, too."""
+
+    _num_met = 0
+    _gone_since = math.inf
+
+    def get_backend(self) -> str:
+        """Its name among torchrun's."""
+        return MEETING
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Meets with the launchers that are there."""
+        self._num_met, self._gone_since = 0, math.inf
+        (Path(os.environ[KEEP]) / LOST).unlink(missing_ok=True)
+        found = super().next_rendezvous()
+        self._num_met = found.world_size
+        return found
+
+    def num_nodes_waiting(self) -> int:
+        """For how many launchers all are to begin anew: those that wait, and those that are gone."""
+        num_waiting: int = super().num_nodes_waiting()
+        state = self._state_holder.state
+        num_gone = 0 if state.closed else self._num_met - len(state.participants)
+        if num_gone <= 0 or num_waiting:
+            self._gone_since = math.inf
+            return num_waiting
+        self._gone_since = min(self._gone_since, time.monotonic())
+        if time.monotonic() - self._gone_since < SETTLING_SECONDS:
+            return 0
+        with suppress(OSError):  # no room: ranks notice by themselves
+            Path(os.environ[KEEP]).mkdir(mode=0o700, exist_ok=True)
+            (Path(os.environ[KEEP]) / LOST).touch()
+        print(f"whale run: {num_gone} of {self._num_met} launchers cannot be reached; all ranks begin anew", file=sys.stderr, flush=True)
+        self._num_met = 0
+        return num_gone
+
+
+def register() -> None:
+    """Makes it known to torchrun."""
+    rendezvous_handler_registry.register(MEETING, _meeting)
+
+
+def _meeting(parameters: RendezvousParameters) -> Meeting:
+    backend, store = create_backend(parameters)
+    seconds = {name: parameters.get_as_int(f"{name}_timeout") for name in TIMEOUTS}
+    found: Meeting = Meeting.from_backend(
+        parameters.run_id,
+        store,
+        backend,
+        parameters.min_nodes,
+        parameters.max_nodes,
+        parameters.local_addr,
+        RendezvousTimeout(**{name: timedelta(seconds=limit) for name, limit in seconds.items() if limit is not None}),
+        keep_alive_interval=parameters.get_as_int("keep_alive_interval") or 1,
+        keep_alive_max_attempt=parameters.get_as_int("keep_alive_max_attempt") or BEATS,
+    )
+    return found
