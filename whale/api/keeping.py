@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
 import json
 import sys
 import time
@@ -57,6 +59,7 @@ class FaultKeeper:
         if folder is None:
             return None
         world.waits.linger_seconds = 0.0  # no launcher ends those that live: SIGTERM lets them leave what they hold
+        atexit.register(gc.freeze)  # others wait until a rank has ended: to look for garbage in all that torch has made takes a second
         if not world.is_alone:
             world.waits.heed(Path(folder) / LOST)
         return FaultKeeper(Path(folder), str(world.broadcast_object(uuid4().hex)))
