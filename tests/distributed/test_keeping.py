@@ -65,7 +65,7 @@ CASES = (
 
 def open_engine(case: Case, config: dict[str, Any], host: int | str, folder: str) -> tuple[whale.Engine, Any]:
     torch.manual_seed(0)
-    layers = [nn.Linear(4, 6), nn.BatchNorm1d(6) if case.norm else nn.Tanh(), nn.Linear(6, 6), nn.Tanh()]
+    layers = [nn.Linear(4, 6, bias=not case.norm), nn.BatchNorm1d(6) if case.norm else nn.Tanh(), nn.Linear(6, 6), nn.Tanh()]
     with whale.split(case.split) if case.split > 1 else contextlib.nullcontext():
         layers.append(nn.Linear(6, 4))
     samples = list(torch.randn(30, 4, dtype=torch.float64))

@@ -7,7 +7,7 @@ import math
 import sys
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -40,11 +40,12 @@ from whale.ir.graph import ModelGraph
 from whale.ir.plan import Plan
 from whale.ir.schedule import Schedule
 from whale.progress import progress
+from whale.runtime.checkpoint.contents import Piece
 from whale.runtime.checkpoint.model_files import without_compiled
 from whale.runtime.checkpoint.moving import move_state
 from whale.runtime.checkpoint.saving import Saving
-from whale.runtime.checkpoint.surviving import DEVICES, SurvivingState, find_kept, forget_kept
-from whale.runtime.checkpoint.training_state import keep_state, load_state, newest_step, random_state, save_state
+from whale.runtime.checkpoint.surviving import DEVICES, SurvivingState, find_kept, forget_kept, keep_part
+from whale.runtime.checkpoint.training_state import held_state, load_state, newest_step, random_state, save_state
 from whale.runtime.execute.batch import BatchView
 from whale.runtime.execute.call_check import Call
 from whale.runtime.execute.executor import StepState
@@ -62,6 +63,7 @@ from whale.units import counted
 if TYPE_CHECKING:
     from whale.api.adapting import Adapting
     from whale.ir.health import Health
+    from whale.runtime.checkpoint.copies import StepCopies
 
 Found = TypeVar("Found")
 
@@ -105,7 +107,7 @@ class Engine:
         self._warns_of_no_optimizer, self._has_told_of_parts = not trains and is_first, False
         self._log = StepLog.of(opening.settings.runtime, world)
         self._saved: tuple[Path, int, object] | None = None  # the last: where, of which step, with what
-        self._keeping = FaultKeeper.of(opening.settings.runtime.keep_on_fault, world)
+        self._keeping = FaultKeeper.of(opening.settings, world)
         weakref.finalize(self, world.notice.leave).atexit = False  # while the interpreter ends, SIGTERM stays unheard
         self._adapting = None if world.is_alone else _adapting_to(is_first)
         self._take_up(state, runtime, tracing, decided, overhead)
@@ -117,6 +119,8 @@ class Engine:
         self._data.state = state
         self._first_step = state.step_number
         self._guards.take_up(state.tensors)
+        if self._keeping is not None and self._keeping.copies is not None:
+            self._keeping.copies.take_up(runtime.roster, runtime.holdings, self.model_graph)
         if self._hears_sigterm:
             runtime.roster.world.notice.listen()
         if self._adapting is not None:
@@ -241,6 +245,7 @@ class Engine:
             self._finish_saving()
             self.runtime.losses.settle()
             self.runtime.merge_statistics(self.state)
+            self._copy_state("save", self._data.now)
             self.leave_state()
             raise Preempted("")
         path = Path(folder) / f"step_{step_number}"
@@ -255,6 +260,8 @@ class Engine:
         batch = self._data.recognized(batch)
         if self._keeping is not None and self._accumulated is None:
             self._keeping.begun = self.state.step_number, self._data.before(batch)
+            if self.state.step_number % self.opening.settings.memory.redundancy_steps == 0:
+                self._copy_state(call, self._data.before(batch))
         if isinstance(batch, RankBatch):
             self._data.feed(batch.origin)
         if self._tracing is not None:  # before the batch is looked at, which may fail on one rank alone
@@ -461,7 +468,7 @@ class Engine:
         state = without_compiled(state, names)
         given = {key: value for key, value in state.items() if names.get(key, key) is not None}
         keys = {key: name for key, name in names.items() if name is not None}
-        with self._changing(CheckpointError):
+        with self._changing(CheckpointError, copies_stay=False):
             fill_tensors(graph, self.runtime.holdings, roster.rank, self.state, given, keys, roster.world)
         self.runtime.publish()
         give_extra_state(self.modes.model, names, state)
@@ -544,7 +551,7 @@ class Engine:
         self._finish_saving()
         roster, holdings = self.runtime.roster, self.runtime.holdings
         graph, model = self.model_graph, self.modes.model
-        with self._changing(CheckpointError):
+        with self._changing(CheckpointError, copies_stay=False):
             extra = load_state(path, self.state, roster, holdings, graph, model, self._data.check, kept=kept)
         self.runtime.publish()
         self.runtime.losses.forget()
@@ -597,33 +604,62 @@ class Engine:
             extra = self._load(path)
         source = "the start" if path is None else str(path)
         source = source if kept is None else f"memory of {counted(kept.num_parts, 'rank')}"
-        if world.rank == 0 and (path is not None or kept is not None or fall is not None):
+        if world.rank == 0 and (path is not None or kept is not None or fall is not None or reason):
             tell_resumed(self.step_number, source, fall, before, devices, reason)
         if keeping is not None:
+            self._copy_state("resume", self._data.now)
             world.barrier()  # all have read it
             forget_kept(keeping.folder, str(folder))
         return extra
 
     def leave_state(self) -> None:
-        """Keeps the last whole step, as far as this rank holds it, in memory of its host; it says so, or why it cannot.
+        """Keeps the last whole step, as far as this rank holds it, and the copies that it has, in memory of its host.
 
-        A rank that was in the midst of an update, or of another change, keeps nothing; nor does one with a loss that is no finite number,
-        or whose GPU does not come to an end.
+        It says so, or why it cannot. A rank that was in the midst of an update, or of another change, keeps copies alone, and so does one
+        whose GPU does not come to an end; one with a loss that is no finite number keeps nothing.
         """
         keeping, state = self._keeping, self.state
-        if keeping is None or keeping.purpose is None or keeping.is_done or keeping.is_changing or not state.is_whole:
+        if keeping is None or keeping.purpose is None or keeping.is_done:
             return
-        keeping.is_done = True
-        roster = self.runtime.roster
-        size: int | Exception
-        try:
-            await_device(roster.world.device)
-            if self.runtime.losses.has_bad():
-                raise CheckpointError("the loss of one of the last steps is not finite, and may have gone into the weights")
-            size = self._keep(keeping)
-        except Exception as error:  # a GPU's too: the fault that led here says more
-            size = error
-        tell_kept(roster.world.rank, state.step_number, size)
+        ways: list[tuple[int, Callable[[], int]]] = []
+        if keeping.copies is not None:
+            ways += [(each.step, partial(self._keep_copies, keeping, each)) for each in keeping.copies.steps]
+        if state.is_whole and not keeping.is_changing:
+            ways.insert(1, (state.step_number, partial(self._keep, keeping)))  # behind the copies of which most are whole
+        keeping.is_done = bool(ways)
+        for step, keep in ways:
+            size: int | Exception
+            try:
+                size = keep()
+            except Exception as error:  # a GPU's too: the fault that led here says more
+                size = error
+            tell_kept(self.runtime.roster.world.rank, step, size)
+
+    def _check_losses(self) -> None:
+        if self.runtime.losses.has_bad():
+            raise CheckpointError("the loss of one of the last steps is not finite, and may have gone into the weights")
+
+    def _copy_state(self, call: Call, position: Mapping[str, int] | None) -> None:
+        """Copies the state to second owners, where that is asked for; all ranks are in the same call.
+
+        Args:
+            call: of the engine.
+            position: where the data goes on.
+        """
+        keeping = self._keeping
+        if keeping is None or keeping.copies is None or keeping.purpose is None:
+            return
+        runtime, state = self.runtime, self.state
+        runtime.call_together(call)
+        with runtime.status.reporting():
+            runtime.merge_statistics(state)
+            runtime.status.set("copying the state")
+            keeping.copies.make(state.step_number, *self._held(position, keeping.random, keeping.copies.duty.chosen))
+
+    def _keep_copies(self, keeping: FaultKeeper, copies: StepCopies) -> int:
+        """Writes the copies of a step into memory of the host; the number of bytes."""
+        self._check_losses()
+        return self._write(keeping, f".{copies.number}_{copies.step}", copies.pieces, copies.plain)
 
     def _keep(self, keeping: FaultKeeper) -> int:
         """Writes the last whole step into memory of the host; the number of bytes."""
@@ -637,30 +673,43 @@ class Engine:
                     self._accumulated.buffers.put_back()
             else:  # its update was done
                 random = random_state()
-        assert keeping.purpose is not None, "else nothing is kept"
-        return keep_state(
-            keeping.folder,
-            f"{keeping.training}_{state.step_number}",
-            keeping.purpose,
-            replace(state, position=position),
+        await_device(self.runtime.roster.world.device)
+        self._check_losses()
+        return self._write(keeping, f"_{state.step_number}", *self._held(position, random), self.runtime.unmerged(state))
+
+    def _held(
+        self, position: Mapping[str, int] | None, random: Mapping[str, Any], chosen: Mapping[str, Collection[int]] | None = None
+    ) -> tuple[list[Piece], dict[str, Any]]:
+        """What this rank holds, as `held_state` gives it."""
+        return held_state(
+            replace(self.state, position=position),
             self.runtime.roster,
             self.runtime.holdings,
             self.model_graph,
             self.modes.model,
             random=random,
             devices=devices_of(self.opening.attachment.cluster),
-            lacks=self.runtime.unmerged(state),
+            chosen=chosen,
         )
 
+    def _write(self, keeping: FaultKeeper, name: str, pieces: Sequence[Piece], plain: Mapping[str, Any], lacks: Sequence[str] = ()) -> int:
+        """Writes a part into memory of the host, named alike on all ranks; the number of bytes."""
+        assert keeping.purpose is not None, "else nothing is kept"
+        rank = self.runtime.roster.world.rank
+        return keep_part(keeping.folder, f"{keeping.training}{name}", keeping.purpose, pieces, plain, rank=rank, lacks=lacks)
+
     @contextmanager
-    def _changing(self, *harmless: type[WhaleError]) -> Iterator[None]:
+    def _changing(self, *harmless: type[WhaleError], copies_stay: bool = True) -> Iterator[None]:
         """Around what changes the state otherwise than by a step: where it ends in an error, nothing is kept of it.
 
         Args:
             harmless: errors after which nothing has changed.
+            copies_stay: whether the training is still that of the copies.
         """
         if self._keeping is not None:
             self._keeping.is_changing = True
+            if not copies_stay and self._keeping.copies is not None:
+                self._keeping.copies.forget()
         try:
             yield
         except Exception as error:
@@ -732,6 +781,7 @@ class Engine:
         self.runtime.losses.settle()
         self.runtime.merge_statistics(self.state)
         begun, world, graph, old = time.perf_counter(), opening.world, self.model_graph, self.runtime
+        self._copy_state("replan", self._data.now)
         self.state.forget_gradients()
         old.close()
         gc.collect()  # what was at work holds parameters in circles, which would be there twice

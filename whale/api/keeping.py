@@ -1,27 +1,35 @@
-"""What a rank leaves of its training where it loses its peers, for the ranks that begin anew, and what these are told of it."""
+"""What a rank leaves of its training where it loses its peers, for the ranks that begin anew, and what these are told of it.
+
+With ``memory.redundancy: 1`` that is the copies of the last steps, too, which hold what another host alone has held.
+"""
 
 from __future__ import annotations
 
 import atexit
 import gc
 import json
+import socket
 import sys
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 import torch
 
 from whale.comm import World
-from whale.errors import CheckpointError
+from whale.config import Config
+from whale.errors import CheckpointError, ConfigError, warn
 from whale.ir.cluster import Cluster
 from whale.runtime.checkpoint.training_state import random_state
 from whale.runtime.execute.status import FALL, LOST
 from whale.units import counted, format_bytes
+
+if TYPE_CHECKING:
+    from whale.runtime.checkpoint.copies import Copies
 
 DEVICE_SECONDS = 5.0
 """So long may a GPU take to do what it was asked to before its peers were lost; it may wait for one of them for ever."""
@@ -43,6 +51,7 @@ class FaultKeeper:
         begun: the number of steps done, and where the data went on, before the step under way; None between steps.
         random: the state of the generators when the last step was done.
         is_done: whether this rank has left what it holds of the last step.
+        copies: of the last steps, for themselves and for other hosts; None where none are made.
     """
 
     folder: Path
@@ -52,17 +61,38 @@ class FaultKeeper:
     begun: tuple[int, Mapping[str, int] | None] | None = None
     random: Mapping[str, Any] = field(default_factory=random_state)
     is_done: bool = False
+    copies: Copies | None = None
 
     @staticmethod
-    def of(folder: str | None, world: World) -> FaultKeeper | None:
-        """Where a folder is named; all ranks of the world call it."""
+    def of(settings: Config, world: World) -> FaultKeeper | None:
+        """Where a folder is named; all ranks of the world call it.
+
+        Raises:
+            ConfigError: copies are asked for that nobody would leave.
+        """
+        folder, is_redundant = settings.runtime.keep_on_fault, settings.memory.redundancy != "0"
         if folder is None:
+            if is_redundant:
+                raise ConfigError(
+                    f"memory.redundancy: {settings.memory.redundancy} has no effect: nothing is left where ranks are lost",
+                    hint="start the run by `whale run --elastic MIN:MAX`, which lets it go on from memory; or leave memory.redundancy out",
+                )
             return None
         world.waits.linger_seconds = 0.0  # no launcher ends those that live: SIGTERM lets them leave what they hold
         atexit.register(gc.freeze)  # others wait until a rank has ended: to look for garbage in all that torch has made takes a second
         if not world.is_alone:
             world.waits.heed(Path(folder) / LOST)
-        return FaultKeeper(Path(folder), str(world.broadcast_object(uuid4().hex)))
+        found = FaultKeeper(Path(folder), str(world.broadcast_object(uuid4().hex)))
+        if is_redundant:
+            hosts = list(map(str, world.gather_objects(f"{socket.gethostname()}:{folder}")))  # what is lost as one
+            if world.rank == 0 and len(set(hosts)) == 1:
+                survives = "nothing: there is no other rank" if world.is_alone else "the loss of a rank, not of the host: there is but one"
+                warn(f"memory.redundancy: {settings.memory.redundancy} survives {survives}")
+            if not world.is_alone:
+                from whale.runtime.checkpoint.copies import Copies  # needed here alone
+
+                found.copies = Copies(world, hosts)
+        return found
 
     def rest(self) -> None:
         """A step is done."""

@@ -125,6 +125,8 @@ def print_plan(found: Planned) -> None:
         print("\n".join(paragraph(start, text)))
     rate = f", {format_rate(plan.planned_rows / plan.step_seconds)} samples/s" if plan.step_seconds else ""
     print(f"predicted: {format_seconds(plan.step_seconds)} per step{rate}" + ("" if cost is None else f", {format_cost(cost)}"))
+    if found.step.redundancy is not None:
+        print("\n".join(paragraph("redundancy: ", str(found.step.redundancy))))
     if plan.idle_devices:
         print("\n".join(paragraph("idle devices: ", ", ".join(plan.idle_devices))))
 

@@ -18,7 +18,7 @@ from whale.cli.planned import Planned, add_planning_verb, headline, planned
 from whale.cli.tables import paragraph, print_table
 from whale.config import Config
 from whale.errors import ConfigError, first_few, raise_faults
-from whale.estimate import DeviceEstimate, Faults, Goodput, StepEstimate, faults_of
+from whale.estimate import DeviceEstimate, Faults, Goodput, StepEstimate, faults_of, with_copies
 from whale.ir.cluster import Cluster
 from whale.ir.plan import Plan
 from whale.planning import EvenShares, Simulation, even_shares
@@ -93,7 +93,8 @@ def run(arguments: argparse.Namespace) -> int:
     faults = faults_of(made.step, made.cluster, arguments.faults, arguments.restart) if arguments.faults else None
     if arguments.json:
         data = found.as_data() | {"cost_per_sample": made.cost_per_sample}
-        data |= {} if faults is None else {"faults": _fault_data(faults, made.step.step_seconds)}
+        data |= {} if made.step.redundancy is None else {"redundancy": asdict(made.step.redundancy)}
+        data |= {} if faults is None else {"faults": _fault_data(faults, made.step)}
         print(json.dumps(data if dry is None else dry_run_data(data, dry), indent=1))
     else:
         print_simulation(found, made)
@@ -116,6 +117,8 @@ def print_simulation(found: Simulation, made: Planned) -> None:
     print(f"bubble rate            {step.bubble_rate:.3f}")
     print(f"exposed communication  {format_seconds(slow.exposed)}")
     idle = format_seconds(slow.idle(step.step_seconds))
+    if step.redundancy is not None:
+        print("\n".join(paragraph("redundancy             ", str(step.redundancy))))
     print("\n".join(paragraph("straggler              ", f"{slow.name}: computes longest, waits {idle} for other devices")))
     columns = ("devices", "stage", "busy", "compute", "messages", "waits", "memory", "filled with")
     rows = [_row(each, step.step_seconds) for each in sorted(step.devices, key=lambda each: plan.rank_of[each.devices[0]])]
@@ -160,8 +163,10 @@ def _goodputs(faults: Faults, step_seconds: float) -> Iterator[Goodput]:
         yield faults.goodput(interval)
 
 
-def _fault_data(faults: Faults, step_seconds: float) -> dict[str, Any]:
+def _fault_data(faults: Faults, step: StepEstimate) -> dict[str, Any]:
+    step_seconds, copied = step.step_seconds, with_copies(faults, step)
     return asdict(faults) | {
+        "with_copies": None if copied is None else asdict(copied),
         "best_interval_seconds": faults.best_interval(least=step_seconds),
         "young_interval_seconds": faults.young_interval,
         "goodput": [asdict(each) for each in _goodputs(faults, step_seconds)],
@@ -176,16 +181,21 @@ def _print_faults(faults: Faults, found: Simulation) -> None:
         f"a fault every {format_duration(faults.mean_seconds)} on {counted(len(found.plan.devices), 'device')}, "
         f"restart in {format_duration(faults.restart_seconds)}, a checkpoint stops training for {format_seconds(faults.save_seconds)}"
     )
+    intervals = [
+        (f"{format_duration(each.interval_seconds)}{' (best)' if each.interval_seconds == best else ''}", each)
+        for each in _goodputs(faults, step_seconds)
+    ]
+    copied = with_copies(faults, found.step)
     rows = [
         (
-            f"{format_duration(each.interval_seconds)}{' (best)' if each.interval_seconds == best else ''}",
+            interval,
             f"{each.useful:.2%}",
             f"{each.useful * found.samples_per_second:.4g}",
             f"{each.saving:.2%}",
             f"{each.repeated:.2%}",
             f"{each.restarting:.2%}",
         )
-        for each in _goodputs(faults, step_seconds)
+        for interval, each in (*intervals, *([] if copied is None else [("copies, no fault of two hosts", copied)]))
     ]
     columns = ("checkpoint every", "goodput", "samples/s", "saving", "repeated", "restarts")
     print_table("", columns, rows, columns[1:])

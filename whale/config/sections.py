@@ -75,6 +75,13 @@ class MemorySettings:
     offload_as_needed: bool = key(
         False, "of what `memory.offload` names only what does not fit on devices is kept on the host, as with auto; false: all of it"
     )
+    redundancy: str = key(
+        "0",
+        "how many hosts, or devices of one host, may be lost at once without the loss of a step: 1: copies of all weights and optimizer "
+        "state lie in the memory of two hosts, under `whale run --elastic`",
+        choices=("0", "1"),
+    )
+    redundancy_steps: int = key(1, "with `memory.redundancy: 1`, copies are made before each so many-th step", rule=at_least(1))
 
 
 @dataclass(frozen=True, slots=True)

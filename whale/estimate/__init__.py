@@ -17,7 +17,7 @@ from whale.estimate.events.drawing import draw
 from whale.estimate.events.simulate import ActionTimes, bubble, bubble_rate, simulate
 from whale.estimate.memory.memory import StateBytes, kept_names, kept_tensors, size_line, state_bytes, working_line
 from whale.estimate.step.estimate import estimate, estimate_with
-from whale.estimate.step.goodput import Faults, Goodput, faults_of
+from whale.estimate.step.goodput import Faults, Goodput, faults_of, with_copies
 from whale.estimate.step.step import DeviceEstimate, LinkUse, MemoryUse, StepEstimate
 
 __all__ = [
@@ -59,5 +59,6 @@ __all__ = [
     "size_line",
     "spec_line",
     "state_bytes",
+    "with_copies",
     "working_line",
 ]

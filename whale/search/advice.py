@@ -16,6 +16,7 @@ from whale.config import Config
 from whale.errors import AnnotationError, ConfigError, PlanError
 from whale.estimate import Costs, StepEstimate, estimate_with
 from whale.estimate.prices.prices import Prices
+from whale.estimate.step.redundancy import redundancy_of
 from whale.ir.cluster import Cluster, Device, Host, Link
 from whale.ir.graph import ModelGraph
 from whale.ir.plan import Plan, Replica
@@ -83,7 +84,7 @@ WORTH = 1.02
 FACTOR = 2
 """So many times as fast are the links that are asked about."""
 
-About = Literal["devices", "front", "more", "link", "memory"]
+About = Literal["devices", "front", "more", "link", "memory", "redundancy"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +95,8 @@ class Advice:
         about: what it is about.
         subject: which devices or links.
         says: the sentence.
-        value: of the plan that it speaks for, by the objective; of memory bytes. None where there is no such plan.
+        value: of the plan that it speaks for, by the objective; of memory bytes, of redundancy the seconds of a copying. None where there
+            is no such plan.
         beside: of the plan that it is compared with, likewise.
     """
 
@@ -148,7 +150,7 @@ def advise(
         found = own.searched("the cluster as it is", cluster, effort=config.planning.effort)
     except PlanError as fault:
         return Advised(None, fault.message, (*own.more(None), own.memory(None)))
-    advice = (*own.groups(found), *own.front(found), *own.more(found), *own.links(found), own.memory(found))
+    advice = (*own.groups(found), *own.front(found), *own.more(found), *own.links(found), *own.redundancy(found), own.memory(found))
     return Advised(found, "", advice)
 
 
@@ -346,6 +348,15 @@ class _Adviser:
             return Advice("memory", "the fullest device", f"{says} (the largest has {format_bytes(there)})", need, float(there))
         now = max(each.peak.total for each in found.step.devices) / costs.memory_fraction
         return Advice("memory", "the fullest device", f"{says} (the plan above needs devices of {format_bytes(now)})", need, now)
+
+    def redundancy(self, found: SearchResult) -> Iterator[Advice]:
+        """What copies of the state on second hosts would take."""
+        costs = Costs.for_model(self.config, self.graph, self.cluster)
+        copies = redundancy_of(found.plan, Prices(self.graph, self.cluster, costs), self.config.memory.redundancy_steps)
+        if copies is not None:
+            step_seconds = found.step.step_seconds
+            says = f"memory.redundancy: 1 {copies}; a step takes {format_seconds(step_seconds)}"
+            yield Advice("redundancy", f"any one {copies.survives}", says, copies.seconds, step_seconds)
 
     @cached_property
     def counts(self) -> Counter[Device]:

@@ -17,7 +17,7 @@ from tests.unit.api.test_guards import BATCH, parallelize, same, weights
 from whale.api.engine import Engine
 from whale.api.keeping import Fall, await_device, tell_resumed
 from whale.comm.waiting import fault
-from whale.errors import CheckpointError, RuntimeFault
+from whale.errors import CheckpointError, ConfigError, RuntimeFault
 from whale.runtime.execute.finite import HostCopy
 from whale.runtime.execute.status import FALL
 
@@ -192,3 +192,14 @@ def test_what_was_lost_is_told(capsys: pytest.CaptureFixture[str]) -> None:
         "whale: goes on after step 40, from checkpoints/step_40; lost: 5.0 s, 2 steps; gone: 1 x T4 of a, 1 x V100 of b; "
         "new: 1 x CPU of c; step 42 cannot be had from memory: why\n"
     )
+
+
+def test_copies_need_somebody_to_leave_them_and_somebody_to_keep_them(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"memory.redundancy: 1 has no effect: nothing is left where ranks are lost"):
+        parallelize(config={"memory.redundancy": 1})
+    with pytest.warns(UserWarning, match="memory.redundancy: 1 survives nothing: there is no other rank"):
+        engine = parallelize(config={"memory.redundancy": 1, **keeping(tmp_path / "kept")})
+    engine.resume(tmp_path / "saved")
+    engine.step(BATCH)
+    lose_peers(engine)
+    assert [file.name.split("_")[1:] for file in (tmp_path / "kept").glob("*.json")] == [["1", "0.json"]]

@@ -147,6 +147,12 @@ def test_simulate_tells_time_and_memory(captured: str, capsys: pytest.CaptureFix
     assert main(["simulate", *words, "--faults", "0.5", "--json"]) == 0
     faults = json.loads(capsys.readouterr().out)["faults"]
     assert faults["mean_seconds"] == 86_400 and len(faults["goodput"]) == 3 and faults["best_interval_seconds"] > 0
+    copies = ["--set", "memory.redundancy=1"]
+    assert main(["simulate", *words, *copies, "--faults", "0.5"]) == 0
+    assert "survives the loss of any one device" in (printed := " ".join(capsys.readouterr().out.split())) and "copies, no fault" in printed
+    assert main(["simulate", *words, *copies, "--faults", "0.5", "--json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert data["redundancy"]["survives"] == "device" and data["faults"]["with_copies"]["useful"] > 0
     with pytest.raises(SystemExit):
         main(["simulate", *words, "--faults", "0"])
     assert "'0' is not a number above 0" in capsys.readouterr().err
@@ -263,7 +269,7 @@ def test_advice_is_told_in_words_and_numbers(searched: list[str], capsys: pytest
     assert main(["advise", *words, "--json"]) == 0
     told = capsys.readouterr()
     advice = json.loads(told.out)["advice"]
-    assert {each["about"] for each in advice} == {"devices", "more", "link", "memory"}
+    assert {each["about"] for each in advice} == {"devices", "more", "link", "redundancy", "memory"}
     assert "whale advise: the least memory" in told.err
     for each in advice:
         assert each["says"] and None not in (each["value"], each["beside"])

@@ -50,12 +50,13 @@ def test_devices_that_are_as_good_bring_nothing() -> None:
 
 def test_more_devices_and_faster_links_never_make_it_worse() -> None:
     found = advised(made([[(1e9, GIB)], [(1e9, GIB)]], network=1e8), effort=8)
-    assert [each.about for each in found.advice] == ["devices", "more", "link", "memory"]
+    assert [each.about for each in found.advice] == ["devices", "more", "link", "redundancy", "memory"]
     for each in found.advice[1:3]:
         assert each.value is not None and each.beside is not None and each.value <= each.beside
     assert about(found, "devices")[0].says.startswith("use ")
     (memory,) = about(found, "memory")
     assert memory.value is not None and memory.beside is not None and memory.value < memory.beside
+    assert about(found, "redundancy")[0].says.startswith("memory.redundancy: 1 survives the loss of any one host: copies before each step")
 
 
 def test_a_search_that_starts_from_a_good_plan_is_never_worse_on_more_devices() -> None:

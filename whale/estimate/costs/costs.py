@@ -46,6 +46,7 @@ class Costs:
         feeds_back: whether what rounding to it loses is kept, and added to the next gradient.
         bucket_bytes: gradients are synchronised in buckets of about this size.
         defers_weights: whether weights that others keep are on their way during the next step's forward passes.
+        copies_every: steps from one copying of the state to second owners to the next; 0 where there are none.
         memory_fraction: share of each device's memory that a plan may use. The rest is the allowance for the driver's
             context, communicators and fragmentation.
         measured: times of ops in the place of those that are worked out; None where nothing was measured.
@@ -67,6 +68,7 @@ class Costs:
     feeds_back: bool = False
     bucket_bytes: int = 25 * 2**20
     defers_weights: bool = True
+    copies_every: int = 0
     memory_fraction: float = 0.9
     measured: Measured | None = None
 
@@ -98,6 +100,7 @@ class Costs:
             feeds_back=wanted.error_feedback,
             bucket_bytes=config.communication.bucket_bytes,
             defers_weights=config.communication.defer_weights,
+            copies_every=config.memory.redundancy_steps if config.memory.redundancy != "0" else 0,
             memory_fraction=config.memory.fraction,
         )
 

@@ -12,6 +12,7 @@ StepEstimate
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from whale.axes import Axes
 from whale.estimate.costs.costs import Costs
@@ -28,6 +29,9 @@ from whale.ir.graph import ModelGraph
 from whale.ir.plan import Plan
 from whale.ir.schedule import COMPUTE, Action, Kind
 from whale.ir.timeline import Message, Span, Stretch, Sync, Timeline
+
+if TYPE_CHECKING:
+    from whale.estimate.step.redundancy import Redundancy
 
 
 def estimate(plan: Plan, graph: ModelGraph, cluster: Cluster, costs: Costs | None = None, *, axes: Axes | None = None) -> StepEstimate:
@@ -55,7 +59,16 @@ def estimate_with(prices: Prices, plan: Plan) -> StepEstimate:
     devices = tuple(_device(numbers, gathered, program, found, carried) for numbers in _at_the_same_times(gathered, program, found))
     seconds = max((times[-1][1] for times in found.tasks if times), default=0.0)
     spans = tuple(tuple(span for span in each.compute if span.action.kind in COMPUTE) for each in devices)
-    return StepEstimate(seconds, devices, tuple(_links(gathered, program, seconds)), bubble_rate(Timeline(spans)))
+    links = tuple(_links(gathered, program, seconds))
+    return StepEstimate(seconds, devices, links, bubble_rate(Timeline(spans)), _redundancy(prices, plan))
+
+
+def _redundancy(prices: Prices, plan: Plan) -> Redundancy | None:
+    if not prices.costs.copies_every:
+        return None
+    from whale.estimate.step.redundancy import redundancy_of  # needed here alone
+
+    return redundancy_of(plan, prices, prices.costs.copies_every)
 
 
 def _run(gathered: Gathered) -> tuple[Program, EventTimes]:

@@ -8,7 +8,7 @@ work  work |save| work  work |save| work * restart | work  work |save|
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import exp, expm1, sqrt
 
 from whale.estimate.costs.compute import copy_seconds
@@ -80,6 +80,16 @@ class Faults:
     def young_interval(self) -> float:
         """sqrt(2 d M): Young, A first order approximation to the optimum checkpoint interval, 1974."""
         return sqrt(2 * self.save_seconds * self.mean_seconds)
+
+
+def with_copies(faults: Faults, step: StepEstimate) -> Goodput | None:
+    """The shares where each fault leaves the copies of the last copying; None where none are made.
+
+    A copying is a checkpoint in memory then: of a second host that is lost before the run goes on it does not know.
+    """
+    if step.redundancy is None:
+        return None
+    return replace(faults, save_seconds=step.redundancy.seconds).goodput(step.redundancy.every * step.step_seconds)
 
 
 def faults_of(step: StepEstimate, cluster: Cluster, per_device_day: float, restart_seconds: float) -> Faults:

@@ -5,12 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 from whale.errors import first_few
 from whale.ir.plan import Estimate
 from whale.ir.schedule import Kind
 from whale.ir.timeline import DeviceTimeline, Message, Span, Stretch, Sync
 from whale.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from whale.estimate.step.redundancy import Redundancy
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,12 +179,14 @@ class StepEstimate:
         devices: by what they do; each device of the plan is in one of them.
         links: by use.
         bubble_rate: the share of its time from first to last computation for which the longest rank does not compute.
+        redundancy: what copies of the state take beside the step; None where none are made.
     """
 
     step_seconds: float
     devices: tuple[DeviceEstimate, ...]
     links: tuple[LinkUse, ...]
     bubble_rate: float
+    redundancy: Redundancy | None = None
 
     @cached_property
     def _of(self) -> dict[str, DeviceEstimate]:

@@ -331,12 +331,15 @@ def host_faults(step: StepEstimate, cluster: Cluster) -> Iterator[PlanError]:
         for device in each.devices:
             host = cluster.by_name[device].host
             needed[host] = needed.get(host, 0.0) + each.on_host
+    for host, copied in step.redundancy.host_bytes if step.redundancy is not None else ():
+        needed[host] = needed.get(host, 0.0) + copied
     for name, num_bytes in needed.items():
         memory = known[name]
         if memory is not None and num_bytes > memory:
             yield PlanError(
                 f"out of memory on host {name}: the plan needs {format_bytes(round(num_bytes))}, {format_bytes(memory)} usable",
-                hint="set memory.offload: none, use fewer devices of this host, or state the host's memory in the cluster file",
+                hint="set memory.offload: none, memory.redundancy: 0, use fewer devices of this host, or state the host's memory in the "
+                "cluster file",
             )
 
 

@@ -9,7 +9,7 @@ local           0 1     2 3     4 5         three boxes, each an interval of the
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, product
@@ -116,7 +116,14 @@ def boxes(positions: Sequence[Runs]) -> Iterator[Box]:
         yield Box(tuple(start for start, _ in corner), tuple(stop for _, stop in corner))
 
 
-def find_shares(holdings: Holdings, rank: int | None, model: ModelGraph, *, writes_all: bool = False) -> dict[str, Share]:
+def find_shares(
+    holdings: Holdings,
+    rank: int | None,
+    model: ModelGraph,
+    *,
+    writes_all: bool = False,
+    chosen: Mapping[str, Collection[int]] | None = None,
+) -> dict[str, Share]:
     """What a rank keeps of the parameters and buffers that some rank keeps only a part of.
 
     Args:
@@ -124,6 +131,7 @@ def find_shares(holdings: Holdings, rank: int | None, model: ModelGraph, *, writ
         rank: of the plan; None if idle.
         model: shapes.
         writes_all: whether it answers for all pieces that it holds; else for those of which it is the lowest owner.
+        chosen: in their place, the numbers of the pieces that it answers for, by name.
     """
     found: dict[str, Share] = {}
     shardings = holdings.shardings
@@ -132,12 +140,13 @@ def find_shares(holdings: Holdings, rank: int | None, model: ModelGraph, *, writ
     for name in shardings.parameters:
         sharding = shardings.kept(name)
         if rank in sharding.held and sharding.is_sharded:
-            space = shardings.space(name)
-            found[name] = Share(
-                model.parameter_by_name[name].spec.shape,
-                space.positions(sharding.held[rank]),
-                tuple(space.positions(piece.region) for piece in sharding.pieces if rank in piece.owners[: None if writes_all else 1]),
-            )
+            space, pieces = shardings.space(name), sharding.pieces
+            if chosen is None:
+                own = [piece for piece in pieces if rank in piece.owners[: None if writes_all else 1]]
+            else:
+                own = [pieces[number] for number in chosen.get(name, ())]
+            shape, written = model.parameter_by_name[name].spec.shape, tuple(space.positions(piece.region) for piece in own)
+            found[name] = Share(shape, space.positions(sharding.held[rank]), written)
     return found
 
 

@@ -27,12 +27,11 @@ from whale.comm.waiting import Launched
 from whale.errors import CheckpointError, first_few
 from whale.ir.serialization import read_value, to_json
 from whale.runtime.checkpoint.boxes import Share
-from whale.runtime.checkpoint.checkpoint import MODEL, Extras
-from whale.runtime.checkpoint.contents import Contents, Index, StoredPiece, StoredTensor, open_contents, write_pieces
+from whale.runtime.checkpoint.checkpoint import MODEL
+from whale.runtime.checkpoint.contents import Contents, Index, Piece, StoredPiece, StoredTensor, open_contents, write_pieces
 from whale.runtime.checkpoint.files import write_text
-from whale.runtime.checkpoint.saving import snapshot, writing
+from whale.runtime.checkpoint.saving import writing
 from whale.runtime.execute.status import FALL
-from whale.runtime.state.optimizer_state import OptimizerState
 from whale.units import format_bytes
 
 DEVICES = "devices"
@@ -46,21 +45,19 @@ def keep_part(
     folder: Path,
     save_id: str,
     purpose: str,
+    pieces: Sequence[Piece],
+    plain: Mapping[str, Any],
     *,
-    tensors: Mapping[str, Tensor],
-    optimizer: OptimizerState,
-    extras: Extras,
-    shares: Mapping[str, Share],
     rank: int,
     lacks: Sequence[str] = (),
 ) -> int:
-    """Writes all that a rank holds, while its peers may be gone.
+    """Writes what a rank has of a step, while its peers may be gone.
 
     Args:
         folder: in memory of this host.
         save_id: equal on all ranks of the engine, and another for each step.
         purpose: tells the engine from others of the script.
-        tensors, optimizer, extras, shares: as `save` takes them; the rank answers for all that it holds.
+        pieces, plain: as `snapshot` gives them.
         rank: of the world.
         lacks: tensors of which this rank's values are not those that all ranks together would have.
 
@@ -70,7 +67,6 @@ def keep_part(
     Raises:
         CheckpointError: there is no room.
     """
-    pieces, plain = snapshot(tensors, optimizer, extras, dict.fromkeys(tensors, rank), rank, shares)
     size = sum(value.nbytes for *_, value in pieces)
     name = folder / f"{save_id}_{rank}.json"
 
@@ -200,7 +196,7 @@ def find_kept(folder: Path, purpose: str, names: Sequence[str], world: World) ->
         assert isinstance(read, dict)
         parts |= read
     readers = {name: tuple(rank for rank, (_, there) in enumerate(seen) if name in there) for name in parts}
-    reason = ""
+    reason, last = "", 0
     saves = {index.save_id: int(index.plain["extra.step"]) for index in parts.values()}
     for save_id, step in sorted(saves.items(), key=lambda item: -item[1]):
         ours = {name: index for name, index in parts.items() if index.save_id == save_id}
@@ -212,9 +208,11 @@ def find_kept(folder: Path, purpose: str, names: Sequence[str], world: World) ->
         if not missing and not lacks:
             by_file = {Path(name).with_suffix(".safetensors").name: name for name in ours}
             there_are = {file: ours[name] for file, name in by_file.items()}
-            return SurvivingState(whole, there_are, {file: readers[name] for file, name in by_file.items()}, folder), reason
+            found = SurvivingState(whole, there_are, {file: readers[name] for file, name in by_file.items()}, folder)
+            return found, reason if last > step else ""
         what = f"nobody is left who holds all of {first_few(missing)}" if missing else f"running statistics were not merged ({lacks[0]})"
-        reason = reason or f"step {step} cannot be had from memory: {what}"
+        if not reason:
+            reason, last = f"step {step} cannot be had from memory: {what}", step
     return None, reason
 
 

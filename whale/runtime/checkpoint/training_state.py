@@ -9,7 +9,7 @@ place and the step alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -23,9 +23,10 @@ from whale.ir.graph import ModelGraph
 from whale.ir.serialization import to_json
 from whale.runtime.checkpoint.boxes import find_shares
 from whale.runtime.checkpoint.checkpoint import READ_AS, Extras, load, open_checkpoint
+from whale.runtime.checkpoint.contents import Piece
 from whale.runtime.checkpoint.files import newest_complete
-from whale.runtime.checkpoint.saving import Saving, save
-from whale.runtime.checkpoint.surviving import DEVICES, SurvivingState, keep_part
+from whale.runtime.checkpoint.saving import Saving, save, snapshot
+from whale.runtime.checkpoint.surviving import DEVICES, SurvivingState
 from whale.runtime.execute.roster import Roster
 from whale.runtime.state.engine_state import EngineState, without_averages
 from whale.runtime.state.holdings import Holdings
@@ -101,10 +102,7 @@ def save_state(
     )
 
 
-def keep_state(
-    folder: Path,
-    save_id: str,
-    purpose: str,
+def held_state(
     state: EngineState,
     roster: Roster,
     holdings: Holdings,
@@ -113,37 +111,23 @@ def keep_state(
     *,
     random: Mapping[str, Any],
     devices: Sequence[str],
-    lacks: Sequence[str],
-) -> int:
-    """Writes all that this rank holds into memory of its host, without a word to others, who may be gone.
+    chosen: Mapping[str, Collection[int]] | None = None,
+) -> tuple[list[Piece], dict[str, Any]]:
+    """All that this rank holds, without a word to others, who may be gone: pieces of tensors, and plain data by key.
 
     Args:
-        folder, save_id, purpose, lacks: as `keep_part` takes them.
         module: the user's.
         random: what `random_state` gave when the step was done.
         devices: what there is to plan for.
-
-    Returns:
-        The number of bytes.
-
-    Raises:
-        CheckpointError: there is no room.
+        chosen: the pieces that are wanted, as `find_shares` takes them; None for all.
     """
     rank, shared = roster.world.rank, {**_shared(state, roster, model, module), DEVICES: list(devices)}
     if state.scheduler is not None and state.kept:
         assert state.optimizer is not None
         shared[f"{SCHEDULER}{rank}"] = read_scheduler(state.scheduler, state.optimizer, state.kept)
-    return keep_part(
-        folder,
-        save_id,
-        purpose,
-        tensors=state.lasting,
-        optimizer=state.read_kept(),
-        extras=Extras(shared, {"random": random}),
-        shares=find_shares(holdings, roster.rank, model, writes_all=True),
-        rank=rank,
-        lacks=lacks,
-    )
+    tensors = {name: value for name, value in state.lasting.items() if chosen is None or name in chosen}
+    shares = find_shares(holdings, roster.rank, model, writes_all=True, chosen=chosen)
+    return snapshot(tensors, state.read_kept(), Extras(shared, {"random": random}), dict.fromkeys(tensors, rank), rank, shares)
 
 
 def newest_step(folder: Path) -> tuple[Path | None, int | None]:

@@ -1,0 +1,175 @@
+"""`memory.redundancy`: a host is killed in mid-step, and the others go on from the step before, whatever it alone has held."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.distributed.test_keeping import STEPS, Case, open_engine, train
+from tests.distributed.world import RankFailure, World
+from tests.examples import slow
+from whale.api.engine import Engine
+from whale.errors import RuntimeFault
+from whale.runtime.checkpoint.copies import Copies
+from whale.runtime.state.engine_state import EngineState
+from whale.sharding.second_owners import NUM_STEPS_KEPT, second_owners
+
+MOST_STEPS = 2 * STEPS + 1
+MOMENTS = {
+    "forward": (STEPS,),
+    "copying": (STEPS - 1, STEPS),
+    "sending": (STEPS - 1, STEPS),
+    "update": (STEPS, STEPS + 1),
+    "move": (STEPS,),
+}
+"""Of the step behind `STEPS`: where a host is killed, and the steps that may be gone on from."""
+
+
+@dataclass(frozen=True)
+class Loss:
+    """A run that loses a host.
+
+    Attributes:
+        hosts: of each of its ranks.
+        lost: which host.
+        moment: when.
+        config, split, norm: of the run, as `Case` has them.
+        then: the settings of those who go on.
+    """
+
+    hosts: str
+    lost: str
+    moment: str
+    config: tuple[tuple[str, Any], ...]
+    split: int
+    norm: bool
+    then: tuple[tuple[str, Any], ...]
+
+    @property
+    def case(self) -> Case:
+        return Case("", self.config, len(self.hosts), (), split=self.split, norm=self.norm)
+
+
+def draw(seed: int) -> Loss:
+    """Two hosts of one to three ranks, and plans."""
+    random = Random(seed)
+    size, moment = random.randint(2, 4), [*MOMENTS][seed % len(MOMENTS)]
+    hosts = "".join(random.sample("a" + "ab"[: size - 2] * 2 + "b", size)) if size > 2 else "ab"
+    hosts = hosts if len(set(hosts)) == 2 else hosts[:-1] + ("b" if hosts[0] == "a" else "a")
+    lost, kind = random.choice("ab"), random.choice(("stages", "split", "norm", "zero"))
+    split = 2 if kind == "split" and size % 2 == 0 else 1
+    return Loss(
+        hosts, lost, moment, settings(random, size, kind), split, kind == "norm", settings(random, len(hosts.replace(lost, "")), kind)
+    )
+
+
+def settings(random: Random, size: int, kind: str) -> tuple[tuple[str, Any], ...]:
+    """Of a run of so many ranks."""
+    found: dict[str, Any] = {"memory.redundancy": 1, "memory.zero": random.choice("0123")}
+    if kind in ("stages", "zero") and size > 1 and random.random() < 0.75:
+        found |= {"pipeline.num_stages": 3 if size == 3 else 2, "pipeline.num_micro_batch": 2}
+    return tuple(found.items())
+
+
+def die(*_: Any, **__: Any) -> None:
+    os._exit(9)
+
+
+def lose(rank: int, size: int, loss: Loss, folder: str) -> None:
+    engine, loader = open_engine(loss.case, dict(loss.config), loss.hosts[rank], folder)
+    assert engine.resume(Path(folder) / "none") is None
+    batches = endless(loader)
+    for _ in range(STEPS):
+        engine.step(next(batches))
+    check_bytes(engine, loss, rank)
+    patch = pytest.MonkeyPatch()
+    if loss.hosts[rank] == loss.lost:
+        if loss.moment == "forward":
+            patch.setattr(engine.runtime, "train", die)
+        elif loss.moment == "copying":
+            patch.setattr(Copies, "_copied", die)
+        elif loss.moment == "sending":
+            patch.setattr(Copies, "_travel", after(Copies._travel))
+        elif loss.moment == "update":
+            patch.setattr(EngineState, "advance", after(EngineState.advance))
+        else:
+            patch.setattr("whale.api.engine.move_state", die)
+    with pytest.raises(RuntimeFault):
+        if loss.moment == "move":
+            engine.replan(config={"gradient.clip_norm": 1.0, "memory.zero": "1"})
+        engine.step(next(batches))
+        engine.step(next(batches))
+    engine.close()
+
+
+def check_bytes(engine: Engine, loss: Loss, rank: int) -> None:
+    """What copies take is what the estimate counts."""
+    assert engine._keeping is not None and engine._keeping.copies is not None
+    order = engine.runtime.roster.world_ranks
+    found = second_owners(engine.plan, engine.model_graph, engine.runtime.holdings.shardings, [loss.hosts[each] for each in order])
+    pieces = engine._keeping.copies.steps[0].pieces  # the first are of a step before the optimizer's first
+    size = sum(value.nbytes for key, *_, value in pieces if key.startswith("model.") or (key.startswith("optimizer.") and value.dim()))
+    assert NUM_STEPS_KEPT * size == found.host_bytes(order.index(rank))
+
+
+def endless(loader: Any) -> Iterator[Any]:
+    while True:
+        yield from loader
+
+
+def after(method: Any) -> Any:
+    """Calls a method, and dies."""
+
+    def call(*arguments: Any, **named: Any) -> None:
+        method(*arguments, **named)
+        die()
+
+    return call
+
+
+def go_on(rank: int, size: int, loss: Loss, folder: str) -> tuple[int, list[float], dict[str, Tensor]]:
+    own = loss.hosts.replace(loss.lost, "")[rank]
+    engine, loader = open_engine(replace(loss.case, split=1), dict(loss.then), own, folder)
+    engine.resume(Path(folder) / "none")
+    step, losses = engine.step_number, train(engine, loader, STEPS)
+    state = engine.state_dict()
+    engine.close()
+    assert state is not None
+    return step, losses, state
+
+
+def undisturbed(rank: int, size: int, norm: bool, folder: str) -> list[tuple[float, dict[str, Tensor]]]:
+    engine, loader = open_engine(Case("", (), 1, (), norm=norm), {}, "alone", folder)
+    found = []
+    while len(found) < MOST_STEPS:
+        for batch in loader:
+            found.append((float(engine.step(batch)), engine.state_dict() or {}))
+    return found
+
+
+KNOWN: dict[bool, list[tuple[float, dict[str, Tensor]]]] = {}
+
+
+@pytest.mark.parametrize("seed", [*range(5), *map(slow, range(5, 10))])
+def test_no_step_is_lost_with_a_host(world: World, seed: int, tmp_path: Path) -> None:
+    loss, folder = draw(seed), str(tmp_path)
+    with pytest.raises(RankFailure) as ended:
+        world.run(lose, loss, folder, num_ranks=len(loss.hosts))
+    assert sorted(ended.value.texts) == [rank for rank, host in enumerate(loss.hosts) if host == loss.lost], ended.value
+    results = world.run(go_on, loss, folder, num_ranks=len(loss.hosts.replace(loss.lost, "")))
+    (step,) = {step for step, _, _ in results}
+    assert step in MOMENTS[loss.moment], loss
+    if loss.norm not in KNOWN:
+        (KNOWN[loss.norm],) = world.run(undisturbed, loss.norm, folder, num_ranks=1)
+    wanted = KNOWN[loss.norm]
+    for _, losses, state in results:
+        assert losses == pytest.approx([each for each, _ in wanted[step : step + STEPS]], rel=1e-10)
+        torch.testing.assert_close(state, wanted[step + STEPS - 1][1], rtol=1e-10, atol=1e-12)

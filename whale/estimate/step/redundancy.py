@@ -1,0 +1,94 @@
+"""What the copies of `memory.redundancy` take, beside the step: memory of hosts, and seconds in which nothing is computed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from whale.estimate.costs.compute import copy_seconds
+from whale.estimate.prices.prices import Prices
+from whale.ir.plan import Plan
+from whale.sharding.parameters import parameter_shardings
+from whale.sharding.second_owners import SecondOwners, second_owners
+from whale.units import format_bytes, format_seconds
+
+
+@dataclass(frozen=True)
+class Redundancy:
+    """The copies of a plan's state.
+
+    Attributes:
+        survives: what may be lost: ``host``, or ``device`` where there is one host.
+        every: steps from one copying to the next.
+        seconds: that a copying takes.
+        link: the side of a link that is busy longest; empty where nothing is sent.
+        sent_bytes: of a copying, by the device that sends most, and its name.
+        host_bytes: by host, the memory that copies take.
+    """
+
+    survives: str
+    every: int
+    seconds: float
+    link: str
+    sent_bytes: tuple[str, int]
+    host_bytes: tuple[tuple[str, int], ...]
+
+    def __str__(self) -> str:
+        host, most = max(self.host_bytes, key=lambda each: each[1])
+        when = "each step" if self.every == 1 else f"each {self.every} steps"
+        device, num_bytes = self.sent_bytes
+        sent = f"{device} sends {format_bytes(num_bytes)}, {self.link} is busy longest" if self.link else "nothing is sent"
+        return (
+            f"survives the loss of any one {self.survives}: copies before {when} take {format_seconds(self.seconds)} ({sent}), and "
+            f"{format_bytes(most)} of the memory of {host}"
+        )
+
+
+def redundancy_of(plan: Plan, prices: Prices, every: int) -> Redundancy | None:
+    """What copies before each so many-th step take; None where there is no other device.
+
+    Args:
+        plan: the plan.
+        prices: of its graph on its cluster.
+        every: steps.
+    """
+    cluster = prices.cluster
+    devices = [*plan.devices, *(device.name for device in cluster.devices if device.name not in plan.rank_of)]
+    hosts = [cluster.by_name[name].host for name in devices]
+    if len(devices) < 2:
+        return None
+    shardings = parameter_shardings(plan, prices.graph, prices.axes if plan.is_sharded else None)
+    found = second_owners(plan, prices.graph, shardings, hosts)
+    memory: dict[str, int] = {}
+    for device, host in enumerate(hosts):
+        memory[host] = memory.get(host, 0) + found.host_bytes(device)
+    own = [copy_seconds(cluster.by_name[name], found.copied_bytes[device]) for device, name in enumerate(devices)]
+    busy = dict[str, float]()
+    for side, seconds in _sides(found, devices, prices):
+        busy[side] = busy.get(side, 0.0) + seconds
+    link = max(busy, key=busy.__getitem__, default="")
+    first = max(range(len(devices)), key=found.sent_bytes.__getitem__)
+    return Redundancy(
+        "host" if len(set(hosts)) > 1 else "device",
+        every,
+        max(own) + busy.get(link, 0.0),
+        link,
+        (devices[first], found.sent_bytes[first]),
+        tuple(memory.items()),
+    )
+
+
+def _sides(found: SecondOwners, devices: list[str], prices: Prices) -> Iterator[tuple[str, float]]:
+    """The sides of links that are busy while copies are sent, and for how long, what each device does for its messages among it."""
+    cluster = prices.cluster
+    for source, target in found.targets.items():
+        names, num_bytes = (devices[source], devices[target]), found.sent_bytes[source]
+        link, hosts = cluster.link(*names), tuple(cluster.by_name[name].host for name in names)
+        if hosts[0] == hosts[1] and link.shared:
+            yield f"{hosts[0]} bus", link.seconds(num_bytes)
+        for name, host, side in zip(names, hosts, ("out", "in"), strict=True):
+            handling = cluster.by_name[name].reached_handling
+            if not (hosts[0] == hosts[1] and link.shared):
+                yield f"{name} {side}", max(link.seconds(num_bytes), handling.seconds + handling.per_byte * num_bytes)
+            if hosts[0] != hosts[1] and (card := cluster.card(host)) is not None:
+                yield f"{host} card {side}", num_bytes / card

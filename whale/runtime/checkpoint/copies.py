@@ -1,0 +1,198 @@
+"""Copies of the state in host memory of two ranks on two hosts: what a host alone holds is sent to its second owner (`second_owners`).
+
+    before step 8, on rank 2     copies of step 7   own pieces | pieces of rank 5
+                                 copies of step 6   own pieces | pieces of rank 5
+
+All copies of a step are of one moment. A rank begins to write over those of step 6 when all ranks have come to the beginning of step 9, and
+so have all copies of step 7: whenever a rank is lost, the others have all copies of one of the last two steps.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from whale.comm import World
+from whale.comm.waiting import Launched
+from whale.ir.graph import ModelGraph
+from whale.runtime.checkpoint.boxes import Box
+from whale.runtime.checkpoint.contents import Piece
+from whale.runtime.execute.roster import Roster
+from whale.runtime.state.holdings import Holdings
+from whale.sharding.second_owners import NUM_STEPS_KEPT, second_owners
+
+
+@dataclass(frozen=True)
+class Duty:
+    """What a rank does under a plan for the copies.
+
+    Attributes:
+        chosen: the pieces that it copies, by name, as `find_shares` takes them.
+        sent: the names of which it sends what it copies.
+        target: the rank of the world that it sends to; None where it sends nothing.
+        sources: the ranks whose pieces it keeps.
+    """
+
+    chosen: Mapping[str, tuple[int, ...]]
+    sent: frozenset[str]
+    target: int | None
+    sources: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class StepCopies:
+    """The copies of one step on a rank.
+
+    Attributes:
+        step: steps done.
+        number: of copies that were made before, equal on all ranks.
+        pieces, plain: as `snapshot` gives them.
+    """
+
+    step: int
+    number: int
+    pieces: tuple[Piece, ...]
+    plain: Mapping[str, Any]
+
+
+class Copies:
+    """The copies of the last steps on this rank.
+
+    Args:
+        world: this process among its peers.
+        hosts: of each rank of the world.
+
+    Attributes:
+        steps: those that are whole, the newest first.
+        duty: of this rank, under the plan at work.
+    """
+
+    duty: Duty
+
+    def __init__(self, world: World, hosts: Sequence[str]) -> None:
+        self.steps: tuple[StepCopies, ...] = ()
+        self._world, self._hosts, self._number = world, hosts, 0
+        self._rooms: list[dict[object, Tensor]] = [{} for _ in range(NUM_STEPS_KEPT)]
+
+    def take_up(self, roster: Roster, holdings: Holdings, model: ModelGraph) -> None:
+        """Goes on under a plan; the copies that there are stay."""
+        order = [*roster.world_ranks, *sorted(set(roster.all_ranks) - set(roster.world_ranks))]
+        found = second_owners(roster.plan, model, holdings.shardings, [self._hosts[rank] for rank in order])
+        own = order.index(self._world.rank)
+        target, sources = found.targets.get(own), sorted(order[source] for source in found.sources.get(own, ()))
+        self.duty = Duty(found.copied[own], found.sent[own], None if target is None else order[target], tuple(sources))
+
+    def make(self, step: int, pieces: Sequence[Piece], plain: Mapping[str, Any]) -> None:
+        """Copies what is this rank's duty, in place of the oldest copies; all ranks of the world call it, and have come here together.
+
+        On a GPU the host waits for all that it was asked to do.
+
+        Args:
+            step: steps done.
+            pieces, plain: what this rank copies, as `snapshot` gives it.
+
+        Raises:
+            RuntimeFault: a peer died, or a wait outlasted its limit.
+        """
+        duty = self.duty
+        self._await_device()
+        self.steps = self.steps[: NUM_STEPS_KEPT - 1]
+        rooms = self._rooms[self._number % NUM_STEPS_KEPT]
+        sent = [piece for piece in pieces if _name(piece) not in duty.chosen or _name(piece) in duty.sent]  # the others: of plain data
+        stays = [piece for piece in pieces if _name(piece) in duty.chosen and _name(piece) not in duty.sent]
+        found = [*self._copied(rooms, "sent", sent), *self._copied(rooms, "stays", stays)]
+        self._await_device()
+        known = dict(plain)
+        for table, their_plain, source in self._exchanged(step, rooms, sent, plain, duty):
+            found += _views(rooms[source], table)
+            known = {**their_plain, **known}
+        each_once = {(piece[0], piece[2]): piece for piece in found}  # what is not divided with a parameter, several ranks have
+        self.steps = (StepCopies(step, self._number, tuple(each_once.values()), known), *self.steps)
+        self._number += 1
+
+    def forget(self) -> None:
+        """The state becomes another than that of the next step."""
+        self.steps = ()
+
+    def _await_device(self) -> None:
+        if self._world.device.type == "cuda":
+            torch.cuda.current_stream(self._world.device).synchronize()
+
+    def _copied(self, rooms: dict[object, Tensor], what: str, pieces: list[Piece]) -> list[Piece]:
+        """Copies in memory that is used again; `pieces` are put in the order in which they lie there."""
+        pieces.sort(key=lambda piece: -piece[-1].itemsize)  # so that each lies at a multiple of its item's size
+        room = self._room(rooms, what, sum(value.nbytes for *_, value in pieces))
+        found = _views(room, [_form(piece) for piece in pieces])
+        for (*_, value), (*_, copy) in zip(pieces, found, strict=True):
+            copy.copy_(value, non_blocking=True)
+        return found
+
+    def _room(self, rooms: dict[object, Tensor], what: object, size: int) -> Tensor:
+        """Bytes of host memory."""
+        if what not in rooms or rooms[what].numel() != size:
+            rooms.pop(what, None)
+            rooms[what] = torch.empty(size, dtype=torch.uint8, pin_memory=self._world.device.type == "cuda")
+        return rooms[what]
+
+    def _exchanged(
+        self, step: int, rooms: dict[object, Tensor], pieces: Sequence[Piece], plain: Mapping[str, Any], duty: Duty
+    ) -> list[tuple[list[_Form], Mapping[str, Any], int]]:
+        """Sends to the second owner, and takes what others send: of each its pieces' forms, which lie in its room, and plain data."""
+        for source in [each for each in rooms if isinstance(each, int) and each not in duty.sources]:
+            del rooms[source]  # of another plan
+        told: dict[int, Tensor] = {}
+        given: list[Tensor] = []
+        if duty.target is not None:
+            own = torch.frombuffer(bytearray(pickle.dumps(([_form(piece) for piece in pieces], dict(plain)))), dtype=torch.uint8)
+            given = [torch.tensor([own.numel(), rooms["sent"].numel()]), own, rooms["sent"]]
+        sizes = {source: torch.empty(2, dtype=torch.int64) for source in duty.sources}
+        self._travel(step, duty.target, given[:1], {source: [size] for source, size in sizes.items()})
+        for source, size in sizes.items():
+            told[source] = torch.empty(int(size[0]), dtype=torch.uint8)
+            self._room(rooms, source, int(size[1]))
+        self._travel(step, duty.target, given[1:], {source: [told[source], rooms[source]] for source in duty.sources})
+        return [(*pickle.loads(bytes(told[source].numpy())), source) for source in duty.sources]
+
+    def _travel(self, step: int, target: int | None, given: Sequence[Tensor], taken: Mapping[int, Sequence[Tensor]]) -> None:
+        waits, action = self._world.waits, f"copying the state of step {step} to second owners"
+        peers = [*taken, *([] if target is None else [target])]
+        with waits.speaking(action, peers):
+            works = [dist.irecv(room, source, tag=tag) for source, rooms in taken.items() for tag, room in enumerate(rooms)]
+            works += [dist.isend(tensor, target, tag=tag) for tag, tensor in enumerate(given)]
+        for work in works:
+            assert work is not None
+            waits.wait(Launched(work, blocks_host=True), action, peers)
+
+
+_Form = tuple[str, tuple[int, ...], Box, torch.dtype, tuple[int, ...]]
+"""A piece without its values: key, shape of the whole, rectangle, type, shape."""
+
+
+def _form(piece: Piece) -> _Form:
+    key, shape, box, value = piece
+    return key, tuple(shape), box, value.dtype, tuple(value.shape)
+
+
+def _views(room: Tensor, forms: Sequence[_Form]) -> list[Piece]:
+    """The pieces that lie in bytes, one after the other."""
+    found: list[Piece] = []
+    end = 0
+    for key, shape, box, dtype, form in forms:
+        size = dtype.itemsize
+        for length in form:
+            size *= length
+        found.append((key, shape, box, room[end : end + size].view(dtype).view(form)))
+        end += size
+    return found
+
+
+def _name(piece: Piece) -> str:
+    """The parameter or buffer that a piece is of; of others something that is no name."""
+    section, _, rest = piece[0].partition(".")
+    return rest if section == "model" else rest.rpartition(".")[0] if section == "optimizer" else ""
