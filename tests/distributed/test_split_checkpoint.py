@@ -246,6 +246,7 @@ def start(
 def test_all_plans_start_from_the_same_weights(world: World, device: str) -> None:
     expected, _, _ = world.run(start, "plain", None, device, 0, num_ranks=1)[0]
     for case, cluster, num_ranks in PLANS[:5]:
+        world.prepare(_prepare, case, 7, device)
         for weights, messages, is_untouched in world.run(start, case, cluster, device, 0, num_ranks=num_ranks):
             assert is_untouched and not messages
             assert all(torch.equal(value, expected[name]) for name, value in weights.items())

@@ -128,14 +128,14 @@ def test_the_example_trains_as_the_plain_trainer(world: World, tmp_path: Path) -
 @pytest.mark.slow
 def test_adapters_of_a_frozen_half_precision_model_learn_other_packages(world: World, tmp_path: Path) -> None:
     base, script = str(tmp_path / "base"), "examples/classify_sources.py"
-    printed_by(world, 1, script, "--plain", "--output", base)
-    adapting = (script, "--adapt", f"{base}/checkpoint-100", "--steps", "40")
+    printed_by(world, 1, script, "--plain", "--steps", "40", "--output", base)
+    adapting = (script, "--adapt", f"{base}/checkpoint-40", "--steps", "20")
     plain = printed_by(world, 1, *adapting, "--plain", "--output", str(tmp_path / "plain"))
     ours = printed_by(world, 2, *adapting, "--rows", "16", "--output", str(tmp_path / "whale"))
     found, expected = ([float(each) for each in re.findall(r"'eval_accuracy': '?([\d.]+)", text)] for text in (ours, plain))
     assert found == pytest.approx(expected, abs=0.05), "to the noise of bfloat16"
-    assert found[-1] > 0.6, "of four packages"
-    theirs, saved = (load_file(tmp_path / each / "checkpoint-40/adapter_model.safetensors") for each in ("plain", "whale"))
+    assert found[-1] > 0.35, "a guess has a quarter of four packages"
+    theirs, saved = (load_file(tmp_path / each / "checkpoint-20/adapter_model.safetensors") for each in ("plain", "whale"))
     assert {name: (value.dtype, value.shape) for name, value in saved.items()} == {
         name: (value.dtype, value.shape) for name, value in theirs.items()
     }
