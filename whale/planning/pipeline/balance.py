@@ -7,14 +7,13 @@ that fit in memory, so one partial sort finds it, and every n_i is then the most
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 
 from whale.errors import PlanError
-from whale.estimate import Line
 from whale.estimate.costs.line import Floats
 from whale.units import format_bytes
 
@@ -69,13 +68,6 @@ class Curve:
         return self.most >= self.minimum
 
 
-def device_curve(num_units: int, seconds: Line, memory: Line, capacity: float, place: str, minimum: int = 1) -> Curve:
-    """The curve of one device whose time and memory (bytes) grow in proportion to its units."""
-    units = np.arange(num_units + 1, dtype=np.float64)
-    need = memory.fixed + memory.per_row * units
-    return Curve(seconds.fixed + seconds.per_row * units, np.maximum(need - capacity, 0.0), minimum, place)
-
-
 def combine(num_units: int, curves: Sequence[Curve]) -> Curve:
     """The curve of several workers that divide their units in the best way, for every number of units."""
     if len(curves) == 1:
@@ -108,41 +100,6 @@ def divide_units(num_units: int, curves: Sequence[Curve]) -> tuple[int, ...]:
         place = curves[worst].place or f"worker {worst}"
         raise shortage(f"out of memory: no division fits, {place} is {format_bytes(short)} ({short} bytes) short", short, sizes)
     return _give_out(num_units, [curve.seconds for curve in curves], minimums, bounds)
-
-
-@dataclass(frozen=True, slots=True)
-class MemoryLimit:
-    """Memory of one worker: ``fixed + per_unit x n <= capacity``, in bytes."""
-
-    fixed: float
-    per_unit: float
-    capacity: float
-    place: str = ""
-
-
-def balance(
-    num_units: int, times: Sequence[Callable[[int], float]], limits: Sequence[MemoryLimit | None], minimum: int = 0
-) -> tuple[int, ...]:
-    """Divides units over workers: least time of the slowest, each within its memory; optimal for integers.
-
-    Args:
-        times: per worker, seconds for n units; must not fall with n.
-        limits: per worker, its memory; None where it has no bound.
-        minimum: units that each worker must get.
-
-    Raises:
-        MemoryShortage: no division fits; it says by how many bytes, and where.
-        ValueError: there are fewer units than the minimum of each.
-    """
-    units = np.arange(num_units + 1)
-    curves = []
-    for time, limit in zip(times, limits, strict=True):
-        seconds = np.array([time(int(n)) for n in units], dtype=np.float64)
-        excess = np.zeros(num_units + 1)
-        if limit is not None:
-            excess = np.maximum(limit.fixed + limit.per_unit * units - limit.capacity, 0.0)
-        curves.append(Curve(seconds, excess, minimum, limit.place if limit else ""))
-    return divide_units(num_units, curves)
 
 
 def _candidates(num_units: int, values: Sequence[Floats], minimums: Sequence[int], bounds: Sequence[int]) -> Floats:

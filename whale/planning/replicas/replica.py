@@ -14,7 +14,7 @@ from whale.estimate.prices.prices import Prices
 from whale.ir.graph import ModelGraph
 from whale.ir.plan import BATCH, Edge, Replica, Shard, Stage, VirtualDevice, program_of
 from whale.planning.annotations.scope_tree import Copies
-from whale.planning.pipeline.balance import Curve, MemoryShortage, combine, device_curve, divide_units
+from whale.planning.pipeline.balance import Curve, MemoryShortage, combine, divide_units
 from whale.planning.pipeline.recompute import rank_memory
 from whale.planning.pipeline.scheduling import PipelineShape
 from whale.planning.pricing import DeviceCost
@@ -117,9 +117,10 @@ def _device_curve(
     """
     seconds = Line.sum(cost.seconds for cost in own)
     memory = rank_memory((cost.part, pipeline.alive(stage)) for stage, cost in zip(stages, own, strict=True))
-    curve = device_curve(most, seconds, memory + Line(elsewhere), own[0].capacity, f"{name} (stage {stages[0]})")
     units = np.arange(most + 1, dtype=np.float64)
-    return replace(curve, seconds=curve.seconds + np.sum([cost.waiting(units) for cost in own], axis=0))
+    excess = np.maximum(memory.fixed + elsewhere + memory.per_row * units - own[0].capacity, 0.0)
+    waiting = np.sum([cost.waiting(units) for cost in own], axis=0)
+    return Curve(seconds.fixed + seconds.per_row * units + waiting, excess, 1, f"{name} (stage {stages[0]})")
 
 
 def _group_curve(curves: Sequence[Curve]) -> Curve:

@@ -8,14 +8,15 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from whale.planning import MemoryLimit, MemoryShortage, balance
+from tests.unit.planning.pipeline.test_balance import Limit, curve_of
 from whale.planning.cutting.partition import _least_maximum
 from whale.planning.cutting.stage_tables import Band
+from whale.planning.pipeline.balance import MemoryShortage, divide_units
 
 speeds = st.lists(st.integers(1, 9), min_size=1, max_size=5)
 
 
-def by_ratios(num_rows: int, speeds: list[int], limits: list[MemoryLimit]) -> list[int] | None:
+def by_ratios(num_rows: int, speeds: list[int], limits: list[Limit]) -> list[int] | None:
     """Algorithm 1 of the Whale paper: rows by speed, then shifted from devices that overflow to the least busy; None: no room."""
     exact = [num_rows * speed / sum(speeds) for speed in speeds]
     rows = [int(share) for share in exact]
@@ -23,7 +24,8 @@ def by_ratios(num_rows: int, speeds: list[int], limits: list[MemoryLimit]) -> li
         rows[worker] += 1
 
     def used(worker: int, count: int) -> float:
-        return (limits[worker].fixed + limits[worker].per_unit * count) / limits[worker].capacity
+        fixed, per_unit, capacity = limits[worker]
+        return (fixed + per_unit * count) / capacity
 
     while (peak := max(range(len(rows)), key=lambda worker: used(worker, rows[worker]))) is not None and used(peak, rows[peak]) > 1:
         valleys = [worker for worker in range(len(rows)) if worker != peak and used(worker, rows[worker] + 1) <= 1]
@@ -36,10 +38,12 @@ def by_ratios(num_rows: int, speeds: list[int], limits: list[MemoryLimit]) -> li
 
 @given(st.integers(1, 40), speeds, st.data())
 def test_rows_are_balanced_as_well_as_by_shifting_ratios(num_rows: int, speeds: list[int], data: st.DataObject) -> None:
-    limits = [MemoryLimit(1.0, 1.0, float(data.draw(st.integers(1, 40)))) for _ in speeds]
+    limits = [(1.0, 1.0, float(data.draw(st.integers(1, 40)))) for _ in speeds]
     theirs = by_ratios(num_rows, speeds, limits)
     try:
-        ours = balance(num_rows, [lambda count, speed=speed: count / speed for speed in speeds], limits)
+        ours = divide_units(
+            num_rows, [worker([count / speed for count in range(num_rows + 1)], own) for speed, own in zip(speeds, limits, strict=True)]
+        )
     except MemoryShortage:
         assert theirs is None
         return
