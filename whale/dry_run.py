@@ -350,8 +350,7 @@ def alike_devices(plan: Plan) -> tuple[tuple[str, ...], ...]:
         form = _form(plan, replica)
         if any(state.kept.sharding == "owners" for state in plan.parameter_states):  # each keeps something else
             form = form, replica.index
-        for rank in range(replica.pipeline.num_ranks):
-            stage = replica.stages[replica.pipeline.stage_rank.index(rank)]
+        for rank, stage in enumerate(replica.first_stages):
             for position, device in enumerate(stage.virtual_device.devices):
                 found.setdefault((form, rank, position), []).append(device)
     return tuple(tuple(devices) for devices in found.values())

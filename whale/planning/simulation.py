@@ -19,6 +19,7 @@ from whale.ir.division import divide_evenly
 from whale.ir.graph import ModelGraph
 from whale.ir.plan import BATCH, Plan, Replica, Stage
 from whale.planning.plan import plan_and_estimate
+from whale.planning.strategy import block_of
 from whale.planning.verify.verify import memory_faults
 
 
@@ -66,24 +67,15 @@ def _may_move(plan: Plan, graph: ModelGraph) -> bool:
 
 
 def _block(replica: Replica, config: Config) -> ReplicaBlock:
-    """A replica on its devices with its pipeline and the axes that the user had it cut, and equally many blocks in each stage."""
-    pipeline, policy, first = replica.pipeline, config.recompute.policy, replica.first_stages
-    said = ((name, getattr(pipeline, name)) for name in ("schedule", "num_micro_batch", "num_chunks", "group_size"))
+    """A replica as it is, with the axes that the user had it cut, and equally many blocks in each stage."""
+    pipeline, policy = replica.pipeline, config.recompute.policy
     if pipeline.recomputed_stages:
         policy = tuple((stage.index, _recomputed(replica, stage)) for stage in replica.stages)
     elif policy == "none" and any(stage.recomputed for stage in replica.stages):
         policy = "auto"
-    said_axes = any(block.axes is not None for block in config.replicas)
-    cut = dict.fromkeys(shard.axis for stage in replica.stages for shard in stage.shards if said_axes and shard.axis != BATCH)
-    return ReplicaBlock(
-        devices=tuple(stage.virtual_device.devices for stage in first),
-        split=first[0].split if first[0].split > 1 else None,
-        rows=1,
-        axes=tuple(cut) or None,
-        pipeline=(*((name, value) for name, value in said if value is not None), ("num_stages", pipeline.num_ranks)),
-        blocks="even",
-        recompute=policy,
-    )
+    is_cut_by_user = any(block.axes is not None for block in config.replicas)
+    cut = dict.fromkeys(shard.axis for stage in replica.stages for shard in stage.shards if is_cut_by_user and shard.axis != BATCH)
+    return replace(block_of(replica), rows=1, axes=tuple(cut) or None, blocks="even", recompute=policy)
 
 
 def _recomputed(replica: Replica, stage: Stage) -> str:

@@ -12,8 +12,10 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
 
+from whale.config import ReplicaBlock
 from whale.config.keys import Shares
-from whale.ir.cluster import Device
+from whale.ir.cluster import Cluster, Device
+from whale.ir.plan import Plan, Replica
 from whale.units import counted
 
 Placed = tuple[tuple[str, ...], ...]
@@ -185,3 +187,30 @@ class Strategy:
         chunks = f" of {own.num_chunks} chunks" if order and (own.num_chunks or 1) > 1 else ""
         again = f", recompute {own.recompute}" if own.recompute in ("none", "blocks", "full") else ""
         return f"{who}{f', {order}{chunks}' if order else ''}, {counted(self.num_micro_batch, 'micro-batch')}{again}"
+
+
+def strategy_of(plan: Plan, cluster: Cluster) -> Strategy | None:
+    """The strategy of a plan whose stages are on one device each, or split over all of theirs; None for others."""
+    replicas = []
+    for replica in plan.replicas:
+        own = replica.pipeline
+        if any(stage.split != len(stage.virtual_device.devices) for stage in replica.first_stages):
+            return None
+        names = tuple(stage.virtual_device.devices for stage in replica.first_stages)
+        ranks = tuple(RankSpec(cluster.by_name[each[0]].kind, len(each)) for each in names)
+        replicas.append(ReplicaSpec(ranks, 1, names, own.schedule, own.num_chunks, own.num_micro_batch))
+    return Strategy(tuple(replicas))
+
+
+def block_of(replica: Replica, *, is_cut_by_scopes: bool = False) -> ReplicaBlock:
+    """The settings of a replica that leave its cuts and its rows open, and nothing else.
+
+    Args:
+        is_cut_by_scopes: whether the model's scopes say what its stages are, and which of them are split.
+    """
+    pipeline, widths = replica.pipeline, {stage.split for stage in replica.stages}
+    return ReplicaBlock(
+        devices=tuple(stage.virtual_device.devices for stage in replica.first_stages),
+        split=max(widths) if len(widths) == 1 and max(widths) > 1 and not is_cut_by_scopes else None,
+        pipeline=pipeline.settings if is_cut_by_scopes else (*pipeline.settings, ("num_stages", pipeline.num_ranks)),
+    )

@@ -314,12 +314,10 @@ def written_replicas(plan: Plan, graph: ModelGraph) -> tuple[ReplicaBlock, ...]:
 
 def _block(replica: Replica, calls: Sequence[str], position: Mapping[str, int]) -> ReplicaBlock:
     pipeline = replica.pipeline
-    said = ((name, getattr(pipeline, name)) for name in ("schedule", "num_micro_batch", "num_chunks", "group_size"))
-    again = pipeline.recomputed_stages
     return ReplicaBlock(
         rows=replica.share,
-        pipeline=tuple((name, value) for name, value in said if value is not None),
-        stages=tuple(_stage(stage, calls, position, stage.index in again) for stage in replica.stages),
+        pipeline=pipeline.settings,
+        stages=tuple(_stage(stage, calls, position, stage.index in pipeline.recomputed_stages) for stage in replica.stages),
     )
 
 

@@ -22,7 +22,7 @@ from whale.ir.cluster import Cluster
 from whale.ir.graph import ModelGraph
 from whale.ir.plan import Plan, zero_of
 from whale.planning.realizing import Realizer
-from whale.planning.strategy import RankSpec, ReplicaSpec, Strategy
+from whale.planning.strategy import strategy_of
 from whale.search.deciding import decide
 from whale.search.freedom import freedom_of, pin_of
 from whale.search.open import is_divided
@@ -135,19 +135,6 @@ class Depths:
     def _is_free(self, graph: ModelGraph, config: Config) -> bool:
         """Whether a strategy alone says what a plan is."""
         return pin_of(config) is None and not is_divided(graph, config) and len(self.cluster.devices) > 1
-
-
-def strategy_of(plan: Plan, cluster: Cluster) -> Strategy | None:
-    """The strategy of a plan whose stages are on one device each, or split over all of theirs; None for others."""
-    replicas = []
-    for replica in plan.replicas:
-        own = replica.pipeline
-        if any(stage.split != len(stage.virtual_device.devices) for stage in replica.first_stages):
-            return None
-        names = tuple(stage.virtual_device.devices for stage in replica.first_stages)
-        ranks = tuple(RankSpec(cluster.by_name[each[0]].kind, len(each)) for each in names)
-        replicas.append(ReplicaSpec(ranks, 1, names, own.schedule, own.num_chunks, own.num_micro_batch))
-    return Strategy(tuple(replicas))
 
 
 def open_states(config: Config) -> tuple[tuple[Choice, str], ...]:

@@ -13,11 +13,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from whale.config import Config, ReplicaBlock
+from whale.config import Config
 from whale.estimate import Costs, StepEstimate, estimate
 from whale.ir.cluster import Cluster
 from whale.ir.graph import ModelGraph
-from whale.ir.plan import Plan, Replica
+from whale.ir.plan import Plan
+from whale.planning.strategy import block_of
 from whale.search.deciding import decide
 from whale.search.objective import Objective
 from whale.units import format_duration, format_seconds
@@ -101,7 +102,9 @@ def best_move(
     settings = config.with_values({"planning.batch_rows": None})
     stay = estimate(plan, graph, there, Costs.for_model(settings, graph, there))
     if isinstance(given, Plan) or (given is not None and Path(given).suffix not in (".yaml", ".yml")):
-        settings, given = _with_strategy_of(plan, graph, settings), None
+        is_cut_by_scopes = any(op.scope for op in graph.ops)
+        blocks = tuple(block_of(replica, is_cut_by_scopes=is_cut_by_scopes) for replica in plan.replicas)
+        settings, given = settings.with_values({"replicas": blocks}), None
     other, move = decide(given, graph, there, settings, rows=None if given is not None else plan.planned_rows, tell=tell)
     objective = Objective(config.planning.objective, there, plan.planned_rows)
     gain = 0.0 if other.replicas == plan.replicas else 1 - objective.of(other, move) / objective.of(plan, stay)
@@ -128,22 +131,3 @@ def step_seconds(plan: Plan, graph: ModelGraph, cluster: Cluster, config: Config
 def _moved_bytes(step: StepEstimate) -> float:
     """The most that a device has to be given: all that it holds."""
     return max(sum(each.stage_bytes) for each in step.devices)
-
-
-def _with_strategy_of(plan: Plan, graph: ModelGraph, config: Config) -> Config:
-    """Settings that leave a plan's cuts and rows open, and nothing else."""
-    is_cut_by_scopes = any(op.scope for op in graph.ops)
-    return config.with_values({"replicas": tuple(_strategy_of(replica, is_cut_by_scopes) for replica in plan.replicas)})
-
-
-def _strategy_of(replica: Replica, is_cut_by_scopes: bool) -> ReplicaBlock:
-    pipeline = replica.pipeline
-    said = {name: getattr(pipeline, name) for name in ("schedule", "num_micro_batch", "num_chunks", "group_size")}
-    if not is_cut_by_scopes:
-        said["num_stages"] = pipeline.num_ranks
-    widths = {stage.split for stage in replica.stages}
-    return ReplicaBlock(
-        devices=tuple(stage.virtual_device.devices for stage in replica.first_stages),
-        split=max(widths) if len(widths) == 1 and max(widths) > 1 and not is_cut_by_scopes else None,
-        pipeline=tuple((name, value) for name, value in said.items() if value is not None),
-    )

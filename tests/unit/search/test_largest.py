@@ -13,8 +13,9 @@ from whale.config import Config
 from whale.errors import PlanError
 from whale.hardware import parse_cluster
 from whale.ir.graph import ModelGraph
+from whale.planning.strategy import strategy_of
 from whale.search import decide
-from whale.search.largest import MAX_BLOCKS, Depths, largest, open_states, strategy_of
+from whale.search.largest import MAX_BLOCKS, Depths, largest, open_states
 from whale.workloads import GPT, repeat_blocks
 
 

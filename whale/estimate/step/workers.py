@@ -158,8 +158,7 @@ class Workers:
             if look not in self._known:
                 self._known[look] = tuple(self._found(replica, schedule, number))
             self._same[same] = self._known[look]
-        firsts = (replica.stages[schedule.stages_of(rank)[0]] for rank in range(schedule.num_ranks))
-        return zip((device for stage in firsts for device in stage.virtual_device.devices), self._same[same], strict=True)
+        return zip((device for stage in replica.first_stages for device in stage.virtual_device.devices), self._same[same], strict=True)
 
     def _sizes(self, replica: Replica) -> tuple[int, ...]:
         return tuple(stop - start for start, stop in self._rows[replica.index])

@@ -88,6 +88,12 @@ class Pipeline:
         return tuple(stage for stage, owner in enumerate(self.stage_rank) if owner == rank)
 
     @property
+    def settings(self) -> tuple[tuple[str, str | int], ...]:
+        """Its order, as configurations name it; stages are not among it."""
+        found = ((name, getattr(self, name)) for name in ("schedule", "num_micro_batch", "num_chunks", "group_size"))
+        return tuple((name, value) for name, value in found if value is not None)
+
+    @property
     def order(self) -> str:
         """The schedule and its micro-batches in words: ``1f1b, 4 micro-batches``."""
         again, every = self.recomputed_stages, range(self.num_stages)

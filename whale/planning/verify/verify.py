@@ -11,7 +11,7 @@ from whale.estimate import Costs, StepEstimate, estimate
 from whale.estimate.step.step import DeviceEstimate
 from whale.ir.cluster import Cluster
 from whale.ir.graph import ModelGraph
-from whale.ir.plan import Pipeline, Plan, Replica, Stage
+from whale.ir.plan import Plan, Replica, Stage, devices_of
 from whale.ir.updates import buffer_updates
 from whale.planning.pipeline.segments import find_ground
 from whale.planning.shard.overlapping import overlap_faults
@@ -184,14 +184,18 @@ def _devices(plan: Plan, cluster: Cluster) -> Iterator[WhaleError]:
         idle = sorted(set(plan.idle_devices) & set(plan.devices) | (set(plan.idle_devices) - cluster.by_name.keys()))
         if idle:
             yield PlanError(f"idle devices of the plan are in use or not in cluster {cluster.name}: {', '.join(idle)}")
-    used = [device for replica in plan.replicas for device in _replica_devices(replica)]
+    used = devices_of(plan.replicas)
     twice = sorted({name for name in used if used.count(name) > 1}) if len(set(used)) < len(used) else []
     if twice:
         yield PlanError(f"devices in several virtual devices or replicas of the plan: {', '.join(twice)}")
     if set(used) != set(plan.devices) or len(set(plan.devices)) < len(plan.devices):
         yield PlanError(f"the plan lists {len(plan.devices)} devices, its replicas have {len(set(used))}")
     for replica in plan.replicas:
-        if any(replica.stages[a].virtual_device != replica.stages[b].virtual_device for a, b in _chunk_pairs(replica.pipeline)):
+        firsts = replica.first_stages
+        if any(
+            stage.virtual_device != firsts[rank].virtual_device
+            for stage, rank in zip(replica.stages, replica.pipeline.stage_rank, strict=True)
+        ):
             yield PlanError(f"stages of one rank are on different virtual devices (replica {replica.index})")
 
 
@@ -205,19 +209,6 @@ def _models(plan: Plan, cluster: Cluster) -> Iterator[WhaleError]:
             f"the plan was made for other device types ({said})",
             hint="plan again for this cluster; a plan in YAML (whale plan --output FILE.yaml) works for any device types",
         )
-
-
-def _chunk_pairs(pipeline: Pipeline) -> Iterator[tuple[int, int]]:
-    first: dict[int, int] = {}
-    for stage, rank in enumerate(pipeline.stage_rank):
-        yield first.setdefault(rank, stage), stage
-
-
-def _replica_devices(replica: Replica) -> Iterator[str]:
-    """The devices of a replica, rank by rank."""
-    first = dict(reversed([(rank, stage) for stage, rank in enumerate(replica.pipeline.stage_rank)]))
-    for stage in first.values():
-        yield from replica.stages[stage].virtual_device.devices
 
 
 def _shares(graph: ModelGraph, replica: Replica) -> Iterator[WhaleError]:

@@ -42,7 +42,7 @@ def test_rows_are_balanced_as_well_as_by_shifting_ratios(num_rows: int, speeds: 
     theirs = by_ratios(num_rows, speeds, limits)
     try:
         ours = divide_units(
-            num_rows, [worker([count / speed for count in range(num_rows + 1)], own) for speed, own in zip(speeds, limits, strict=True)]
+            num_rows, [curve_of([count / speed for count in range(num_rows + 1)], own) for speed, own in zip(speeds, limits, strict=True)]
         )
     except MemoryShortage:
         assert theirs is None
