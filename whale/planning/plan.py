@@ -26,10 +26,10 @@ from whale.planning.pipeline.recompute import KEEP_ALL, OPEN_DEPTHS, kept_under,
 from whale.planning.pipeline.scheduling import PipelineShape, shape_pipeline
 from whale.planning.pricing import with_estimate
 from whale.planning.replicas.blocks import Block, count_by_rows, read_replicas
-from whale.planning.replicas.group_size import Outcome, choose_group
+from whale.planning.replicas.group_size import ChosenPlacement, choose_group
 from whale.planning.replicas.joining import join_replicas, needs_joining, why_apart, with_one_program
 from whale.planning.replicas.replica import make_replicas
-from whale.planning.replicas.solve import Solution, Solver, solve_together
+from whale.planning.replicas.solve import PricedPlacement, Solver, solve_together
 from whale.planning.replicas.written import assign_by_blocks, check_written_axes
 from whale.planning.shard.scattering import scatter_all
 from whale.planning.shard.space import check_axes
@@ -41,7 +41,7 @@ from whale.planning.verify.verify import needs_axes, verify
 from whale.planning.written import state_plan
 from whale.units import format_seconds
 
-Solve = Callable[[Placement, Solution | None], Solution]
+Solve = Callable[[Placement, PricedPlacement | None], PricedPlacement]
 """Solves a placement; it may begin with the rows of another solution."""
 
 
@@ -70,10 +70,10 @@ def plan_and_estimate(graph: ModelGraph, cluster: Cluster, config: Config, *, ro
         return state_plan(graph, cluster, config, rows)
     num_rows = graph.num_rows if rows is None else rows
     prices = Prices(graph, cluster, Costs.for_model(config, graph, cluster))
-    return draft_as_set(prices, config, num_rows).finished()
+    return plan_as_set(prices, config, num_rows).finished()
 
 
-def draft_as_set(prices: Prices, config: Config, num_rows: int, pool: DevicePool | None = None) -> Draft:
+def plan_as_set(prices: Prices, config: Config, num_rows: int, pool: DevicePool | None = None) -> EstimatedPlan:
     """The plan of what the scopes and settings say, estimated but not yet explained; the errors are those of `plan_and_estimate`.
 
     Args:
@@ -83,9 +83,9 @@ def draft_as_set(prices: Prices, config: Config, num_rows: int, pool: DevicePool
         pool: where scopes place it; None for all devices, by the rules. Replicas that are written down have devices of their own.
     """
     own = DevicePool(prices.cluster, prices.cluster) if pool is None else pool
-    draft = partial(_draft, config=config, num_rows=num_rows, pool=own)
-    others = [partial(draft, depth=depth) for depth in OPEN_DEPTHS] if _is_depth_open(config) else []
-    return decided_within(prices, draft, *others)
+    planned = partial(_planned, config=config, num_rows=num_rows, pool=own)
+    others = [partial(planned, depth=depth) for depth in OPEN_DEPTHS] if _is_depth_open(config) else []
+    return decided_within(prices, planned, *others)
 
 
 def _is_depth_open(config: Config) -> bool:
@@ -94,7 +94,7 @@ def _is_depth_open(config: Config) -> bool:
     return "auto" in (policies or [config.recompute.policy])
 
 
-def _draft(prices: Prices, config: Config, num_rows: int, pool: DevicePool, depth: str | None = None) -> Draft:
+def _planned(prices: Prices, config: Config, num_rows: int, pool: DevicePool, depth: str | None = None) -> EstimatedPlan:
     """The plan that the passes come to.
 
     Args:
@@ -103,7 +103,7 @@ def _draft(prices: Prices, config: Config, num_rows: int, pool: DevicePool, dept
     graph, cluster, num_devices = prices.graph, prices.cluster, len(pool.taken.devices)
     pricing, gather_rows = StagePricing.of(prices, config.communication.overlap), config.communication.gather_rows
     if config.replicas:
-        return draft_plan(graph, cluster, *_plan_blocks(pricing, config, num_rows, depth=depth), gather_rows=gather_rows)
+        return estimated_plan(graph, cluster, *_plan_blocks(pricing, config, num_rows, depth=depth), gather_rows=gather_rows)
     annotations = read_scopes(graph, config, num_devices)
     pipeline = shape_pipeline(config, annotations, num_devices)
     if annotations is not None:
@@ -111,7 +111,7 @@ def _draft(prices: Prices, config: Config, num_rows: int, pool: DevicePool, dept
     pricing = pricing.kept_by([pipeline], num_devices // pipeline.num_devices)
     solver = _solver(pricing, config, pipeline, annotations, num_rows)
     prefers_intra_node = config.cluster.device_place_prefer_intra_node
-    found = choose_group(
+    chosen = choose_group(
         pipeline,
         config,
         lambda size: _choose_as_needed(
@@ -121,7 +121,7 @@ def _draft(prices: Prices, config: Config, num_rows: int, pool: DevicePool, dept
             depth=depth,
         ),
     )
-    return draft_plan(graph, cluster, [annotations] * len(found.best.replicas), found, gather_rows=gather_rows)
+    return estimated_plan(graph, cluster, [annotations] * len(chosen.best.replicas), chosen, gather_rows=gather_rows)
 
 
 def _solver(
@@ -154,8 +154,10 @@ def _solver(
     return Solver(graph, structure, pricing, pipeline, num_rows, fixed=assignment, policy=policy)
 
 
-def _plan_blocks(pricing: StagePricing, config: Config, num_rows: int, depth: str | None) -> tuple[list[Annotations | None], Outcome]:
-    """Replicas as the blocks of the configuration say; `depth` as for `_draft`."""
+def _plan_blocks(
+    pricing: StagePricing, config: Config, num_rows: int, depth: str | None
+) -> tuple[list[Annotations | None], ChosenPlacement]:
+    """Replicas as the blocks of the configuration say; `depth` as for `_planned`."""
     graph = pricing.prices.graph
     blocks, idle = read_replicas(graph, pricing.prices.cluster, config, num_rows)
     pricing = pricing.kept_by([block.shape.pipeline for block in blocks])
@@ -172,8 +174,8 @@ def _plan_blocks(pricing: StagePricing, config: Config, num_rows: int, depth: st
 
 def _solve_blocks(
     pricing: StagePricing, blocks: Sequence[Block], idle: tuple[str, ...], num_rows: int, weights: Sequence[int], depth: str | None
-) -> Outcome:
-    """The best placement of blocks; equal ones share a solver. `weights` are of the rows, empty: balanced; `depth` as for `_draft`."""
+) -> ChosenPlacement:
+    """The best placement of blocks; equal ones share a solver. `weights` are of the rows, empty: balanced; `depth` as for `_planned`."""
     made: dict[Hashable, Solver] = {}
     solvers = []
     for block in blocks:
@@ -188,7 +190,7 @@ def _solve_blocks(
     own = {solver: _at_depth(solver, depth) for solver in made.values()}
     asked = [own[solver] for solver in solvers]
     best = _best(lambda placement, start: solve_together(placement, asked, num_rows, weights or None, start), candidates)
-    return Outcome(solvers[0], *best)
+    return ChosenPlacement(solvers[0], *best)
 
 
 def _at_depth(solver: Solver, depth: str | None) -> Solver:
@@ -220,15 +222,15 @@ def _demand(pipeline: PipelineShape, solver: Solver) -> tuple[list[float], list[
     return memory, work
 
 
-def _choose_as_needed(solver: Solver, pool: DevicePool, *, prefers_intra_node: bool, depth: str | None) -> Outcome:
-    """The best placement; `depth` as for `_draft`."""
+def _choose_as_needed(solver: Solver, pool: DevicePool, *, prefers_intra_node: bool, depth: str | None) -> ChosenPlacement:
+    """The best placement; `depth` as for `_planned`."""
     own = _at_depth(solver, depth)
     solve = own.solve_if_it_may_fit if own.policy is KEEP_ALL and own is not solver else own.solve
     best, others = _choose(own, solve, pool, prefers_intra_node=prefers_intra_node)
-    return Outcome(solver, best, others)
+    return ChosenPlacement(solver, best, others)
 
 
-def _choose(solver: Solver, solve: Solve, pool: DevicePool, *, prefers_intra_node: bool) -> tuple[Solution, dict[str, str]]:
+def _choose(solver: Solver, solve: Solve, pool: DevicePool, *, prefers_intra_node: bool) -> tuple[PricedPlacement, dict[str, str]]:
     """The fastest placement of replicas grouped as preferred; grouped the other way where only that fits in memory."""
     memory, work = _demand(solver.pipeline, solver)
     preferred = pool.placements(solver.pipeline, memory, work, prefer_intra_node=prefers_intra_node)
@@ -259,9 +261,9 @@ def _price(solve: Solve, placement: Placement) -> str:
         return error.message
 
 
-def _best(solve: Solve, candidates: Sequence[Placement]) -> tuple[Solution, dict[str, str]]:
+def _best(solve: Solve, candidates: Sequence[Placement]) -> tuple[PricedPlacement, dict[str, str]]:
     """The placement with the fastest step, and what is to be said of the others; each begins with the rows that the one before came to."""
-    solutions: list[Solution] = []
+    solutions: list[PricedPlacement] = []
     remarks: dict[str, str] = {}
     first_error: MemoryShortage | None = None
     for candidate in candidates:
@@ -279,101 +281,99 @@ def _best(solve: Solve, candidates: Sequence[Placement]) -> tuple[Solution, dict
     return best, remarks
 
 
-def draft_plan(
-    graph: ModelGraph, cluster: Cluster, annotations: Sequence[Annotations | None], found: Outcome, *, gather_rows: bool
-) -> Draft:
-    """The plan of an outcome, estimated but not yet explained; `annotations` are those of each replica.
+def estimated_plan(
+    graph: ModelGraph, cluster: Cluster, annotations: Sequence[Annotations | None], chosen: ChosenPlacement, *, gather_rows: bool
+) -> EstimatedPlan:
+    """The plan of a placement, estimated but not yet explained; `annotations` are those of each replica.
 
     Raises:
         PlanError: it does not fit in memory, or a tensor cannot travel.
     """
-    solver, best = found.solver, found.best
+    prices, best = chosen.solver.prices, chosen.best
     names = [_stage_names(model.pipeline, own) for model, own in zip(best.replicas, annotations, strict=True)]
-    replicas = make_replicas(solver.prices, best.replicas, names, best.rows)
+    replicas = make_replicas(prices, best.replicas, names, best.rows)
     borders: tuple[Choice, ...] = ()
-    is_split = any(model.pipeline.splits for model in best.replicas)
-    if is_split:
-        replicas, borders = scatter_all(replicas, solver.prices)
-    outcome = _Outcome(graph, cluster, annotations, found, replicas, borders)
-    if not needs_joining(replicas, solver.prices):
-        return outcome.drafted(replicas)
+    if any(model.pipeline.splits for model in best.replicas):
+        replicas, borders = scatter_all(replicas, prices)
+    estimated = partial(_estimated, graph, cluster, annotations[0], chosen)
+    if not needs_joining(replicas, prices):
+        return estimated(replicas, borders)
     alike = with_one_program(replicas)
     reason = why_apart(alike) if gather_rows else "communication.gather_rows is false"
     if not reason:
         try:
-            return dataclasses.replace(outcome, apart=alike).drafted(join_replicas(alike, solver.prices))
+            return estimated(join_replicas(alike, prices), borders, joined=alike)
         except PlanError as error:  # what is gathered may not fit in memory
             reason = error.message
-    return outcome.drafted(replicas, (explain_apart(reason),))
+    return estimated(replicas, borders, not_joined=(explain_apart(reason),))
+
+
+def _estimated(
+    graph: ModelGraph,
+    cluster: Cluster,
+    annotations: Annotations | None,
+    chosen: ChosenPlacement,
+    replicas: tuple[Replica, ...],
+    borders: tuple[Choice, ...],
+    *,
+    joined: tuple[Replica, ...] = (),
+    not_joined: tuple[Choice, ...] = (),
+) -> EstimatedPlan:
+    """The plan with these replicas; the arguments are the attributes of `EstimatedPlan`."""
+    prices, best = chosen.solver.prices, chosen.best
+    axes = find_batch_axes(graph, replicas, prices)
+    raise_faults(crossing_faults(graph, replicas, dict(axes)))
+    plan = Plan(
+        model=graph.fingerprint,
+        cluster=cluster.name,
+        devices=devices_of(replicas),
+        idle_devices=best.placement.idle,
+        task_graphs=task_graphs(graph, annotations, best.replicas[0].assignment.stage_of),
+        replicas=replicas,
+        batch_axes=axes,
+        planned_rows=chosen.solver.num_rows,
+        parameter_states=prices.states,
+        device_models=cluster.models_of(devices_of(replicas)),
+    )
+    plan, step = with_estimate(plan, prices)
+    refuse_overfull(step, cluster)
+    return EstimatedPlan(graph, cluster, annotations, chosen, plan, step, borders, joined, not_joined)
 
 
 @dataclasses.dataclass(frozen=True)
-class _Outcome:
-    """What is decided of a plan but for how its replicas divide the rows.
+class EstimatedPlan:
+    """A plan without reasons.
 
     Attributes:
-        annotations: of each replica.
-        found: the outcome of the search.
-        apart: the replicas by themselves.
+        graph, cluster: what it is for.
+        annotations: the scopes of its first replica.
+        chosen: the placement that it was made of.
+        plan: with the figures of its estimate.
+        step: the estimate.
         borders: choices about what crosses stages.
+        joined: the replicas that were joined, as they would be by themselves; empty where none were.
+        not_joined: why they were not, where that was to be asked.
     """
 
     graph: ModelGraph
     cluster: Cluster
-    annotations: Sequence[Annotations | None]
-    found: Outcome
-    apart: tuple[Replica, ...]
-    borders: tuple[Choice, ...]
-
-    def drafted(self, replicas: tuple[Replica, ...], reasons: tuple[Choice, ...] = ()) -> Draft:
-        """The plan with these replicas; `reasons` say why they were not joined."""
-        graph, solver, best = self.graph, self.found.solver, self.found.best
-        axes = find_batch_axes(graph, replicas, solver.prices)
-        raise_faults(crossing_faults(graph, replicas, dict(axes)))
-        plan = Plan(
-            model=graph.fingerprint,
-            cluster=self.cluster.name,
-            devices=devices_of(replicas),
-            idle_devices=best.placement.idle,
-            task_graphs=task_graphs(graph, self.annotations[0], best.replicas[0].assignment.stage_of),
-            replicas=replicas,
-            batch_axes=axes,
-            planned_rows=solver.num_rows,
-            parameter_states=solver.pricing.prices.states,
-            device_models=self.cluster.models_of(devices_of(replicas)),
-        )
-        plan, step = with_estimate(plan, solver.prices)
-        refuse_overfull(step, self.cluster)
-        return Draft(self, plan, step, reasons, is_joined=replicas != self.apart)
-
-
-@dataclasses.dataclass(frozen=True)
-class Draft:
-    """A plan without reasons.
-
-    Attributes:
-        outcome: what it was made of.
-        plan: with its estimate.
-        step: the estimate.
-        reasons: why its replicas were not joined, where that was to be asked.
-        is_joined: whether they were.
-    """
-
-    outcome: _Outcome
+    annotations: Annotations | None
+    chosen: ChosenPlacement
     plan: Plan
     step: StepEstimate
-    reasons: tuple[Choice, ...]
-    is_joined: bool
+    borders: tuple[Choice, ...]
+    joined: tuple[Replica, ...]
+    not_joined: tuple[Choice, ...]
 
     def finished(self) -> tuple[Plan, StepEstimate]:
         """The plan with what led to it, verified, and the estimate of its step."""
-        own, plan = self.outcome, self.plan
-        graph, prices = own.graph, own.found.solver.prices
-        choices = explain_choices(own.annotations[0], own.found, own.apart if self.is_joined else plan.replicas)
-        mixed = mixed_apart(plan, graph, prices.axes) if keeps_apart(plan) else ()
-        rows = (*explain_joining(own.apart, plan, prices), *self.reasons, *own.borders, *explain_mixing(mixed))
+        plan, prices = self.plan, self.chosen.solver.prices
+        choices = explain_choices(self.annotations, self.chosen, self.joined or plan.replicas)
+        joining = explain_joining(self.joined, plan, prices) if self.joined else ()
+        mixed = mixed_apart(plan, self.graph, prices.axes) if keeps_apart(plan) else ()
+        rows = (*joining, *self.not_joined, *self.borders, *explain_mixing(mixed))
         plan = dataclasses.replace(plan, choices=(*choices, *rows, *explain_step(self.step)))
-        verify(plan, graph, own.cluster, prices.axes if needs_axes(plan) else None, step=self.step)
+        verify(plan, self.graph, self.cluster, prices.axes if needs_axes(plan) else None, step=self.step)
         return plan, self.step
 
 

@@ -18,8 +18,8 @@ from whale.planning.pipeline.cut_points import CutPoints, find_cut_points
 from whale.planning.pipeline.placement import SEARCHED, Placement
 from whale.planning.pipeline.recompute import KEEP_ALL, OPEN_DEPTHS, kept_under, read_policy
 from whale.planning.pipeline.scheduling import PipelineShape, Split, shape_pipeline
-from whale.planning.plan import Draft, draft_plan
-from whale.planning.replicas.group_size import Outcome
+from whale.planning.plan import EstimatedPlan, estimated_plan
+from whale.planning.replicas.group_size import ChosenPlacement
 from whale.planning.replicas.solve import Solver, check_room, solve_together
 from whale.planning.shard.stage_price import StagePricing, kept_by
 from whale.planning.strategy import ReplicaSpec, Strategy
@@ -66,7 +66,7 @@ class Realizer:
         """What pieces of the model take on each kind of device."""
         return Pieces(self.prices, self.structure, self.points, self.num_rows)
 
-    def realize(self, strategy: Strategy) -> Draft:
+    def realize(self, strategy: Strategy) -> EstimatedPlan:
         """The plan, estimated; where the estimate finds too little memory, made again with less.
 
         Raises:
@@ -75,17 +75,17 @@ class Realizer:
         """
         replicas = strategy.replicas
 
-        def draft(prices: Prices, policy: str | Shares) -> Draft:
-            return self._at(kept_by(prices, pipelines))._draft(replicas, policy, keeps=is_open and policy == KEEP_ALL.kind)
+        def planned(prices: Prices, policy: str | Shares) -> EstimatedPlan:
+            return self._at(kept_by(prices, pipelines))._planned(replicas, policy, keeps=is_open and policy == KEEP_ALL.kind)
 
         asked = replicas[0].recompute or self.config.recompute.policy
         first = KEEP_ALL.kind if asked == "auto" else asked
         pipelines = [self.solver(replica, first).pipeline for replica in replicas]
         is_open = asked == "auto" and not any(any(pipeline.recomputed) for pipeline in pipelines)
-        others = [partial(draft, policy=policy) for policy in OPEN_DEPTHS] if is_open else []
-        return decided_within(self.prices, partial(draft, policy=asked), *others)
+        others = [partial(planned, policy=policy) for policy in OPEN_DEPTHS] if is_open else []
+        return decided_within(self.prices, partial(planned, policy=asked), *others)
 
-    def _draft(self, replicas: Sequence[ReplicaSpec], policy: str | Shares, *, keeps: bool) -> Draft:
+    def _planned(self, replicas: Sequence[ReplicaSpec], policy: str | Shares, *, keeps: bool) -> EstimatedPlan:
         placed = [replica.names or () for replica in replicas]
         used = {name for each in placed for names in each for name in names}
         idle = tuple(device.name for device in self.cluster.devices if device.name not in used)
@@ -93,8 +93,8 @@ class Realizer:
         solvers = [self.solver(replica, policy) for replica in replicas]
         if keeps:
             check_room(placement, solvers, self.num_rows)
-        found = Outcome(solvers[0], solve_together(placement, solvers, self.num_rows), {})
-        return draft_plan(self.graph, self.cluster, [None] * len(replicas), found, gather_rows=self.config.communication.gather_rows)
+        chosen = ChosenPlacement(solvers[0], solve_together(placement, solvers, self.num_rows), {})
+        return estimated_plan(self.graph, self.cluster, [None] * len(replicas), chosen, gather_rows=self.config.communication.gather_rows)
 
     def _at(self, prices: Prices) -> Realizer:
         """The same with other prices, which differ in the memory that is spared."""

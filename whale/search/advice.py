@@ -200,7 +200,7 @@ class _Adviser:
             return self._fewer(found, name, subject)
         text = found.objective.text
         try:
-            known = [each for each in found.others if not self._uses(each.draft.plan, kind)][:1]
+            known = [each for each in found.others if not self._uses(each.estimated.plan, kind)][:1]
             without = self.searched(f"without the {name}", self.cluster.only(others), known).value
         except (PlanError, AnnotationError):  # nothing fits, or scopes ask for more devices
             return Advice(
@@ -250,7 +250,7 @@ class _Adviser:
         return next(self._with(found.others, kind), None)  # around scopes a plan need not take all that it may
 
     def _with(self, candidates: Sequence[Candidate], kind: Device) -> Iterator[tuple[float, StepEstimate]]:
-        return ((each.value, each.draft.step) for each in candidates if self._uses(each.draft.plan, kind))
+        return ((each.value, each.estimated.step) for each in candidates if self._uses(each.estimated.plan, kind))
 
     @staticmethod
     def _numbers(found: SearchResult, value: float, without: float) -> str:
@@ -270,7 +270,7 @@ class _Adviser:
         first, last = (format_bytes(replica.stages[end].estimates[0].activation_bytes) for end in (0, -1))
         says = f"the {name} takes the front of the pipeline: beside parameters the first stage keeps {first}, the last {last}; "
         for other in found.others:
-            mixed = self._mixed(other.draft.plan)
+            mixed = self._mixed(other.estimated.plan)
             if mixed is not None and self._front(mixed) != kind:
                 says += f"with the {self.names[self._front(mixed)]} in front {text(other.value)} ({text(found.value)} so)"
                 yield Advice("front", name, says, found.value, other.value)

@@ -30,7 +30,7 @@ from whale.ir.graph import ModelGraph
 from whale.planning.annotations.taskgraphs import assign_by_scopes, place_sizes, read_scopes
 from whale.planning.pipeline.placement import DevicePool, every_placement, placements
 from whale.planning.pipeline.scheduling import PipelineShape, shape_pipeline
-from whale.planning.plan import Draft, draft_as_set
+from whale.planning.plan import EstimatedPlan, plan_as_set
 from whale.planning.strategy import Placed, ReplicaSpec, Strategy
 from whale.planning.structure.stages import Assignment
 from whale.search.form import ClosedForms
@@ -61,7 +61,7 @@ class OpenSpace:
     objective: Objective
     config: Config
     num_strategies: int = field(default=0, init=False)
-    takes_apart: bool = field(default=False, init=False)
+    takes_ungathered: bool = field(default=False, init=False)
     _stages: dict[tuple[int, Order], tuple[PipelineShape, Assignment]] = field(default_factory=dict, init=False)
     _placements: dict[tuple[tuple[Device, ...], Order], tuple[tuple[Placed, ...], ...]] = field(default_factory=dict, init=False)
     _speeds: dict[tuple[int, Order, int, Device, int, int], float] = field(default_factory=dict, init=False)
@@ -77,19 +77,19 @@ class OpenSpace:
             self.prices.cluster.devices, self.freedom.orders[0], self.freedom.micro_batches or 1, self.freedom.policies[0]
         )
 
-    def realize(self, strategy: Strategy, prices: Prices | None = None) -> Draft:
+    def realize(self, strategy: Strategy, prices: Prices | None = None) -> EstimatedPlan:
         """Its plan, by these prices or those of the space."""
         prices = prices or self.prices
         if strategy == self.first:
-            draft = draft_as_set(prices, self.config, self.forms.num_rows)
-            self.takes_apart = bool(draft.reasons)
-            return draft
+            estimated = plan_as_set(prices, self.config, self.forms.num_rows)
+            self.takes_ungathered = bool(estimated.not_joined)
+            return estimated
         own = strategy.replicas[0]
         order: dict[str, Any] = {"pipeline.schedule": own.schedule, "pipeline.num_chunks": own.num_chunks} if self._has_order else {}
         config = self.config.with_values({"pipeline.num_micro_batch": own.num_micro_batch, "recompute.policy": own.recompute} | order)
         placed = tuple(replica.names for replica in strategy.replicas if replica.names is not None)
         taken = prices.cluster.only([device.name for device in strategy.devices or ()])
-        return draft_as_set(prices, config, self.forms.num_rows, DevicePool(prices.cluster, taken, in_any_order=True, stated=placed))
+        return plan_as_set(prices, config, self.forms.num_rows, DevicePool(prices.cluster, taken, in_any_order=True, stated=placed))
 
     def known(self, start: Sequence[Strategy]) -> Iterator[Ranked]:
         """The plan without a search: none that is found is worse."""

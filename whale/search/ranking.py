@@ -17,7 +17,7 @@ import numpy as np
 from whale.config.keys import Shares
 from whale.estimate.costs.line import Floats
 from whale.ir.cluster import Device
-from whale.planning.plan import Draft
+from whale.planning.plan import EstimatedPlan
 from whale.planning.strategy import ReplicaSpec, Strategy
 from whale.search.form import ClosedForms
 from whale.search.freedom import Freedom, Order
@@ -99,8 +99,8 @@ class FreeSpace:
     num_strategies: int = field(default=0, init=False)
 
     @property
-    def takes_apart(self) -> bool:
-        """Whether what is set keeps samples apart in any case."""
+    def takes_ungathered(self) -> bool:
+        """Whether what is set gathers no rows in any case."""
         return (self.freedom.micro_batches or 1) > 1 or not self.freedom.config.communication.gather_rows
 
     @cached_property
@@ -109,7 +109,7 @@ class FreeSpace:
         planner = self.forms.planner
         return Space(planner.cluster, self.freedom, planner.num_rows, planner.points.num_units, planner.pieces.can_split)
 
-    def realize(self, strategy: Strategy) -> Draft:
+    def realize(self, strategy: Strategy) -> EstimatedPlan:
         """Its plan."""
         return self.forms.planner.realize(self.forms.places.named(strategy))
 

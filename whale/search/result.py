@@ -8,7 +8,7 @@ from functools import cached_property
 from whale.errors import ConfigError
 from whale.estimate import StepEstimate
 from whale.ir.plan import Choice, Plan
-from whale.planning.plan import Draft
+from whale.planning.plan import EstimatedPlan
 from whale.planning.strategy import Strategy
 from whale.search.objective import Objective
 from whale.units import counted
@@ -23,23 +23,23 @@ class Candidate:
 
     Attributes:
         strategy: what it is, whichever devices of a kind it has.
-        draft: its plan, without reasons: `Draft.finished` has them.
+        estimated: its plan, without reasons: `EstimatedPlan.finished` has them.
         objective: that it is judged by.
     """
 
     strategy: Strategy
-    draft: Draft
+    estimated: EstimatedPlan
     objective: Objective
 
     @property
     def seconds(self) -> float:
         """Of a step, estimated."""
-        return self.draft.plan.step_seconds
+        return self.estimated.plan.step_seconds
 
     @cached_property
     def value(self) -> float:
         """What the objective says of it."""
-        return self.objective.of(self.draft.plan, self.draft.step)
+        return self.objective.of(self.estimated.plan, self.estimated.step)
 
     @property
     def rank(self) -> tuple[float, float]:
@@ -108,7 +108,7 @@ class SearchResult:
         if not 1 <= number <= len(self.others):
             raise ConfigError(f"there is no runner-up {number}; the search has {len(self.others)}")
         own = self.others[number - 1]
-        plan, step = own.draft.finished()
+        plan, step = own.estimated.finished()
         said = Choice("search", f"runner-up {number}", str(own), bound=f"the best is {self.best}")
         return replace(plan, choices=(said, *plan.choices)), step
 

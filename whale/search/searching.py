@@ -21,7 +21,7 @@ from whale.ir.cluster import Cluster, Device
 from whale.ir.graph import ModelGraph
 from whale.planning.collecting import without_collecting
 from whale.planning.pipeline.balance import MemoryShortage
-from whale.planning.plan import Draft
+from whale.planning.plan import EstimatedPlan
 from whale.planning.realizing import Realizer
 from whale.planning.replicas.joining import mixes_samples
 from whale.planning.strategy import Strategy
@@ -92,11 +92,11 @@ def search(
     free = FreeSpace(forms, freedom, objective, effort)
     space = OpenSpace(forms, freedom, objective, config) if is_divided(graph, config) else free
     run = Run(objective, effort, space.realize, tell, tries)
-    run.takes_apart = space.takes_apart
+    run.takes_ungathered = space.takes_ungathered
     with run.kept():
         run.look_at(space.known(start), is_must=True)
         run.look_at(space.ranked(), count=lambda: space.num_strategies)
-    run.settle()
+    run.conclude()
     if run.best is None:
         raise failure(run.faults, run.short, space, free)
     return run.result(space.num_strategies)
@@ -115,9 +115,9 @@ class Run:
 
     Attributes:
         best: the best plan so far.
-        drafts: the best plan of each strategy.
-        apart: likewise of plans that keep samples apart which the model mixes: they are taken only where no other is found.
-        takes_apart: whether what is set keeps them apart in any case, so that these are plans like others.
+        candidates: the best plan of each strategy.
+        ungathered: likewise of plans that do not gather rows which an op needs together: they are taken only where no other is found.
+        takes_ungathered: whether what is set gathers none in any case, so that these are plans like others.
         faults: why others have none.
         short: of strategies whose plans do not fit, why.
         num_planned: plans that were made and estimated.
@@ -126,13 +126,13 @@ class Run:
 
     objective: Objective
     effort: float
-    realize: Callable[[Strategy], Draft]
+    realize: Callable[[Strategy], EstimatedPlan]
     tell: Callable[[str], None] | None
     tries: int = TRIES
     best: Candidate | None = field(default=None, init=False)
-    drafts: dict[Strategy, Candidate] = field(default_factory=dict, init=False)
-    apart: dict[Strategy, Candidate] = field(default_factory=dict, init=False)
-    takes_apart: bool = field(default=False, init=False)
+    candidates: dict[Strategy, Candidate] = field(default_factory=dict, init=False)
+    ungathered: dict[Strategy, Candidate] = field(default_factory=dict, init=False)
+    takes_ungathered: bool = field(default=False, init=False)
     faults: list[WhaleError] = field(default_factory=list, init=False)
     short: list[tuple[Strategy, MemoryShortage]] = field(default_factory=list, init=False)
     num_planned: int = field(default=0, init=False)
@@ -170,10 +170,10 @@ class Run:
             self._num_tries += each.effort > self.effort
             return True if self._num_tries <= self.tries else None
         least = 1 + each.strategy.num_devices / PER_PLAN
-        beside = self.effort / RUNNERS_UP_SHARE if len(self.drafts) <= NUM_RUNNERS_UP else 0.0
-        if each.effort <= max(beside, self.effort * each.comes_near(self._reach(each.effort, count))):
+        spare = self.effort / RUNNERS_UP_SHARE if len(self.candidates) <= NUM_RUNNERS_UP else 0.0
+        if each.effort <= max(spare, self.effort * each.comes_near(self._reach(each.effort, count))):
             return True
-        return False if least <= max(beside, self.effort * each.comes_near(self._reach(least, count))) else None
+        return False if least <= max(spare, self.effort * each.comes_near(self._reach(least, count))) else None
 
     def _reach(self, needed: float, count: int) -> float:
         """What takes so much effort and promises more than this is not planned."""
@@ -183,25 +183,25 @@ class Run:
     def _plan(self, strategy: Strategy) -> None:
         self._seen.add(strategy)
         try:
-            draft = self.realize(strategy)
+            estimated = self.realize(strategy)
         except WhaleError as fault:
             self.faults.append(fault)
             if isinstance(fault, MemoryShortage):
                 self.short.append((strategy, fault))
             return
         self.num_planned += 1
-        own = Candidate(strategy.unnamed, draft, self.objective)
-        is_apart = bool(draft.reasons) and not self.takes_apart
-        found = self.apart if is_apart else self.drafts
+        own = Candidate(strategy.unnamed, estimated, self.objective)
+        is_ungathered = bool(estimated.not_joined) and not self.takes_ungathered
+        found = self.ungathered if is_ungathered else self.candidates
         found[own.strategy] = min(own, found.get(own.strategy, own), key=lambda each: each.rank)
-        if not is_apart:
+        if not is_ungathered:
             self.best = own if self.best is None else min(self.best, own, key=lambda each: each.rank)
 
-    def settle(self) -> None:
-        """Takes plans that keep samples apart, where there is no other: the plan says so."""
-        if self.best is None and self.apart:
-            self.drafts |= self.apart
-            self.best = min(self.apart.values(), key=lambda each: each.rank)
+    def conclude(self) -> None:
+        """Takes plans that do not gather rows, where there is no other: the plan says so."""
+        if self.best is None and self.ungathered:
+            self.candidates |= self.ungathered
+            self.best = min(self.ungathered.values(), key=lambda each: each.rank)
 
     def _tell(self, count: int) -> None:
         if self.tell is not None:
@@ -214,7 +214,7 @@ class Run:
         try:
             yield
         except KeyboardInterrupt:
-            self.settle()
+            self.conclude()
             if self.best is None:
                 raise
             self.was_interrupted = True
@@ -223,11 +223,11 @@ class Run:
         """The outcome, once there is a plan: Ctrl-C makes its last part begin anew, a second one ends all."""
         best = self.best
         assert best is not None
-        others = sorted((each for each in self.drafts.values() if each.strategy != best.strategy), key=lambda each: each.rank)
+        others = sorted((each for each in self.candidates.values() if each.strategy != best.strategy), key=lambda each: each.rank)
         try:
-            plan, step = best.draft.finished()
+            plan, step = best.estimated.finished()
         except KeyboardInterrupt:
             self.was_interrupted = True
-            plan, step = best.draft.finished()
+            plan, step = best.estimated.finished()
         found = SearchResult(plan, step, best, tuple(others), num_strategies, self.num_planned, self.was_interrupted)
         return replace(found, plan=replace(plan, choices=(found.choice, *plan.choices)))

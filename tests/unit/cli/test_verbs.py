@@ -19,7 +19,7 @@ from whale.cli import main
 from whale.ir.graph import ModelGraph
 from whale.ir.plan import Plan
 from whale.ir.serialization import from_json
-from whale.planning.plan import Draft
+from whale.planning.plan import EstimatedPlan
 from whale.planning.realizing import Realizer
 from whale.planning.strategy import Strategy
 
@@ -280,7 +280,7 @@ def test_ctrl_c_keeps_the_best_plan_so_far(
 ) -> None:
     realized, left = Realizer.realize, [1]
 
-    def interrupted(self: Realizer, strategy: Strategy) -> Draft:
+    def interrupted(self: Realizer, strategy: Strategy) -> EstimatedPlan:
         left[0] -= 1
         if left[0] < 0:
             raise KeyboardInterrupt

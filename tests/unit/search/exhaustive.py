@@ -15,7 +15,7 @@ from whale.ir.cluster import Cluster
 from whale.ir.graph import ModelGraph
 from whale.planning.annotations.taskgraphs import place_sizes
 from whale.planning.pipeline.placement import DevicePool
-from whale.planning.plan import Draft, draft_as_set
+from whale.planning.plan import EstimatedPlan, plan_as_set
 from whale.planning.realizing import Realizer
 from whale.planning.strategy import Placed, RankSpec, ReplicaSpec, Strategy
 from whale.search.form import ClosedForms
@@ -26,7 +26,12 @@ from whale.search.space import micro_batch_counts, powers_of_two
 
 
 def least(
-    graph: ModelGraph, cluster: Cluster, config: Config, num_rows: int, judge: Callable[[Draft], float], policies: Sequence[str] = ("auto",)
+    graph: ModelGraph,
+    cluster: Cluster,
+    config: Config,
+    num_rows: int,
+    judge: Callable[[EstimatedPlan], float],
+    policies: Sequence[str] = ("auto",),
 ) -> float | None:
     """The least that `judge` says of any plan; None where there is none.
 
@@ -123,7 +128,7 @@ def every_plan_divided(graph: ModelGraph, cluster: Cluster, config: Config, num_
         own = freedom.config.with_values(of_order(order) | {"pipeline.num_micro_batch": num_micro_batch})
         with contextlib.suppress(WhaleError):
             pool = DevicePool(cluster, cluster.only(devices), stated=placed)
-            seconds = draft_as_set(prices, own, num_rows, pool).plan.step_seconds
+            seconds = plan_as_set(prices, own, num_rows, pool).plan.step_seconds
             replicas = (
                 ReplicaSpec(names=own, schedule=order.schedule, num_chunks=order.num_chunks, num_micro_batch=num_micro_batch)
                 for own in placed

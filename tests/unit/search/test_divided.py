@@ -207,7 +207,7 @@ def test_samples_that_depend_on_one_another_stay_together() -> None:
 
 
 def test_an_interrupt_keeps_the_best_so_far(monkeypatch: pytest.MonkeyPatch) -> None:
-    drafted, calls = whale.search.open.draft_as_set, list[object]()
+    drafted, calls = whale.search.open.plan_as_set, list[object]()
 
     def interrupted(*args: object) -> object:
         calls.append(args)
@@ -215,7 +215,7 @@ def test_an_interrupt_keeps_the_best_so_far(monkeypatch: pytest.MonkeyPatch) -> 
             raise KeyboardInterrupt
         return drafted(*args)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(whale.search.open, "draft_as_set", interrupted)
+    monkeypatch.setattr(whale.search.open, "plan_as_set", interrupted)
     found = found_for(scoped([64] * 4), made([[(1e9, GIB)] * 2], network=1e9))
     assert found.was_interrupted and found.num_planned == 1
     assert found.plan.choices[0].bound == "the search was interrupted: the best of 1 plan so far"

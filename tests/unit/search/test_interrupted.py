@@ -9,7 +9,7 @@ import pytest
 
 from tests.unit.search.test_search import GIB, layers, made
 from whale.config import Config
-from whale.planning.plan import Draft
+from whale.planning.plan import EstimatedPlan
 from whale.planning.realizing import Realizer
 from whale.planning.strategy import Strategy
 from whale.search import decide, search
@@ -41,7 +41,7 @@ def once(place: Callable[..., Any]) -> Callable[..., Any]:
 def test_among_the_plans(monkeypatch: pytest.MonkeyPatch) -> None:
     realized, seen = Realizer.realize, list[Strategy]()
 
-    def interrupted(self: Realizer, strategy: Strategy) -> Draft:
+    def interrupted(self: Realizer, strategy: Strategy) -> EstimatedPlan:
         seen.append(strategy)
         if len(seen) > 1:
             raise KeyboardInterrupt
@@ -53,7 +53,7 @@ def test_among_the_plans(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found.plan.choices[0].bound == "the search was interrupted: the best of 1 plan so far"
 
 
-PLACES = [(Run, "_reach"), (Draft, "finished")]
+PLACES = [(Run, "_reach"), (EstimatedPlan, "finished")]
 
 
 @pytest.mark.parametrize(("home", "place"), [pytest.param(*each, id=each[1]) for each in PLACES])
@@ -83,9 +83,9 @@ def test_the_plan_without_a_search_is_kept(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_second_one_ends_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(self: Draft) -> None:
+    def interrupted(self: EstimatedPlan) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Draft, "finished", interrupted)
+    monkeypatch.setattr(EstimatedPlan, "finished", interrupted)
     with pytest.raises(KeyboardInterrupt):
         found_on_two()

@@ -17,7 +17,7 @@ from whale.config import Config
 from whale.errors import ClusterError, ConfigError, WhaleError
 from whale.ir.cluster import Cluster
 from whale.ir.graph import ModelGraph
-from whale.planning.plan import Draft
+from whale.planning.plan import EstimatedPlan
 from whale.search import SearchResult, decide, search
 from whale.search.freedom import FOR_MEMORY, freedom_of
 
@@ -45,7 +45,7 @@ def priced_clusters(num_devices: int) -> st.SearchStrategy[Cluster]:
     return st.builds(priced, clusters(num_devices), prices, prices)
 
 
-def is_least(graph: ModelGraph, cluster: Cluster, rows: int, objective: str, judge: Callable[[Draft], float]) -> None:
+def is_least(graph: ModelGraph, cluster: Cluster, rows: int, objective: str, judge: Callable[[EstimatedPlan], float]) -> None:
     config = Config({"planning.objective": objective})
     freedom = freedom_of(config, mixes_samples=False)
     best = least(graph, cluster, freedom.config, rows, judge, FOR_MEMORY if objective == "memory" else ("auto",))
@@ -58,10 +58,10 @@ def is_least(graph: ModelGraph, cluster: Cluster, rows: int, objective: str, jud
         assert found.value == pytest.approx(best, rel=1e-9)
 
 
-def hourly(cluster: Cluster, rows: int) -> Callable[[Draft], float]:
+def hourly(cluster: Cluster, rows: int) -> Callable[[EstimatedPlan], float]:
     """What a sample costs, from the prices of devices and hosts in use."""
 
-    def judge(draft: Draft) -> float:
+    def judge(draft: EstimatedPlan) -> float:
         used = [cluster.by_name[name] for name in draft.plan.devices]
         hosts = {cluster.host_by_name[device.host] for device in used}
         total = sum(device.price_per_hour or 0 for device in used) + sum(host.price_per_hour or 0 for host in hosts)
@@ -70,7 +70,7 @@ def hourly(cluster: Cluster, rows: int) -> Callable[[Draft], float]:
     return judge
 
 
-def fullest(draft: Draft) -> float:
+def fullest(draft: EstimatedPlan) -> float:
     return max(each.peak.total for each in draft.step.devices)
 
 

@@ -10,7 +10,7 @@ from tests.unit.search.test_search import layers, made
 from whale.config import Config
 from whale.errors import ConfigError, WhaleError
 from whale.planning import write_plan
-from whale.planning.plan import Draft
+from whale.planning.plan import EstimatedPlan
 from whale.planning.realizing import Realizer
 from whale.planning.strategy import Strategy
 from whale.search import decide
@@ -57,7 +57,7 @@ def test_what_names_the_setting_itself_is_not_said_twice() -> None:
 def test_few_plans_are_made_to_find_the_setting_whatever_the_effort(monkeypatch: pytest.MonkeyPatch) -> None:
     realized, seen, told = Realizer.realize, list[Strategy](), list[str]()
 
-    def counted(self: Realizer, strategy: Strategy) -> Draft:
+    def counted(self: Realizer, strategy: Strategy) -> EstimatedPlan:
         seen.append(strategy)
         return realized(self, strategy)
 

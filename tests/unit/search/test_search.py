@@ -19,7 +19,7 @@ from whale.ir.cluster import Cluster, Host, Link
 from whale.ir.graph import ModelGraph
 from whale.planning import MemoryShortage, make_plan
 from whale.planning.pipeline.balance import shortage
-from whale.planning.plan import Draft
+from whale.planning.plan import EstimatedPlan
 from whale.planning.realizing import Realizer
 from whale.planning.replicas.joining import mixes_samples
 from whale.planning.shard.space import NothingToCut
@@ -257,7 +257,7 @@ def test_a_pipeline_over_two_kinds_is_as_deep_as_the_model_allows() -> None:
 def test_effort_is_a_limit_where_nothing_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = list[Strategy]()
 
-    def refused(self: Realizer, strategy: Strategy) -> Draft:
+    def refused(self: Realizer, strategy: Strategy) -> EstimatedPlan:
         seen.append(strategy)
         raise shortage("out of memory", 1, ())
 

@@ -13,9 +13,9 @@ from whale.ir.plan import Choice, Pipeline, Replica, Stage, describe_shards
 from whale.planning.annotations.taskgraphs import Annotations
 from whale.planning.pipeline.placement import SEARCHED
 from whale.planning.pipeline.scheduling import explain_schedule
-from whale.planning.replicas.group_size import Outcome
+from whale.planning.replicas.group_size import ChosenPlacement
 from whale.planning.replicas.replica import ReplicaModel
-from whale.planning.replicas.solve import Solution, Solver
+from whale.planning.replicas.solve import PricedPlacement, Solver
 from whale.planning.shard.overlapping import explain_overlap
 from whale.planning.shard.sharding import StageSharding
 from whale.planning.shard.stage_price import make_scene
@@ -26,13 +26,13 @@ _CLOSED_FORM = "a closed form without sums of gradients and the optimizer"
 """By which rows are divided; the estimate has both, and is told by itself."""
 
 
-def explain_choices(annotations: Annotations | None, found: Outcome, replicas: Sequence[Replica]) -> Iterator[Choice]:
+def explain_choices(annotations: Annotations | None, chosen: ChosenPlacement, replicas: Sequence[Replica]) -> Iterator[Choice]:
     """The choices of all passes, in order."""
-    best = found.best
+    best = chosen.best
     yield from _schedules(best)
-    if found.group is not None:
-        yield found.group
-    yield _placement(best, found.others)
+    if chosen.group is not None:
+        yield chosen.group
+    yield _placement(best, chosen.others)
     if best.placement.idle:
         yield _idle(best)
     yield from _cuts(best)
@@ -44,17 +44,17 @@ def explain_choices(annotations: Annotations | None, found: Outcome, replicas: S
             bound="the scopes",
         )
     yield from explain_sharding(best, replicas)
-    yield from explain_bridges(found.solver, best, replicas)
+    yield from explain_bridges(chosen.solver, best, replicas)
     yield from explain_overlap([model.overlappings for model in best.replicas])
     if len(replicas) > 1:  # one takes all
         yield _rows(best)
     for replica in replicas:
         if any(len(stage.shares) > 1 and stage.estimates for stage in replica.stages):  # of joined replicas, joining tells
             yield _inner_rows(replica)
-    yield from explain_recompute(found.solver, best, replicas)
+    yield from explain_recompute(chosen.solver, best, replicas)
 
 
-def _schedules(best: Solution) -> Iterator[Choice]:
+def _schedules(best: PricedPlacement) -> Iterator[Choice]:
     """One choice per pipeline, with the replicas that have it where they are unlike."""
     found: dict[Pipeline, list[int]] = {}
     for index, model in enumerate(best.replicas):
@@ -65,7 +65,7 @@ def _schedules(best: Solution) -> Iterator[Choice]:
         yield replace(choice, subject=choice.subject + copies)
 
 
-def _placement(best: Solution, others: Mapping[str, str]) -> Choice:
+def _placement(best: PricedPlacement, others: Mapping[str, str]) -> Choice:
     counts = [model.pipeline.num_devices for model in best.replicas]
     used, sizes = sum(counts), each_counted(counts if len(set(counts)) > 1 else counts[:1], "device")
     return Choice(
@@ -78,7 +78,7 @@ def _placement(best: Solution, others: Mapping[str, str]) -> Choice:
     )
 
 
-def _idle(best: Solution) -> Choice:
+def _idle(best: PricedPlacement) -> Choice:
     counts = {model.pipeline.num_devices for model in best.replicas}
     why = f"a replica takes {counted(counts.pop(), 'device')}" if len(counts) == 1 else "the blocks of replicas leave them out"
     return Choice(
@@ -90,7 +90,7 @@ def _idle(best: Solution) -> Choice:
     )
 
 
-def _cuts(best: Solution) -> Iterator[Choice]:
+def _cuts(best: PricedPlacement) -> Iterator[Choice]:
     seen: dict[tuple[int, ...], list[int]] = {}
     for index, partition in enumerate(best.partitions):
         if partition is not None and len(partition.bounds) > 2:
@@ -108,7 +108,7 @@ def _cuts(best: Solution) -> Iterator[Choice]:
         )
 
 
-def _rows(best: Solution) -> Choice:
+def _rows(best: PricedPlacement) -> Choice:
     times = [float(model.curve.seconds[share]) for model, share in zip(best.replicas, best.rows, strict=True)]
     slowest = max(range(len(times)), key=lambda index: times[index])
     model = best.replicas[slowest]
@@ -153,7 +153,7 @@ def _sizes(sizes: Sequence[int]) -> str:
     return ":".join(str(size) for size in sizes)
 
 
-def explain_sharding(best: Solution, replicas: Sequence[Replica]) -> Iterator[Choice]:
+def explain_sharding(best: PricedPlacement, replicas: Sequence[Replica]) -> Iterator[Choice]:
     """One choice per split stage, replicas that cut alike together."""
     found: dict[tuple[int, StageSharding], list[int]] = {}
     for index, model in enumerate(best.replicas):
@@ -207,7 +207,7 @@ Bytes = tuple[int, int]
 """Received by the device that receives most, per micro-batch, forward and backward."""
 
 
-def explain_bridges(solver: Solver, best: Solution, replicas: Sequence[Replica]) -> Iterator[Choice]:
+def explain_bridges(solver: Solver, best: PricedPlacement, replicas: Sequence[Replica]) -> Iterator[Choice]:
     """A choice per bridge of each split stage, alike ones together, and one for the stage; equal replicas once, others by number."""
     are_alike = len({replica.pipeline for replica in replicas}) == 1
     seen: dict[object, None] = {}
@@ -292,7 +292,7 @@ def _moved(forward: str, backward: str, moved: Bytes) -> str:
     return f"forward {there}, backward {back}"
 
 
-def explain_recompute(solver: Solver, best: Solution, replicas: Sequence[Replica]) -> Iterator[Choice]:
+def explain_recompute(solver: Solver, best: PricedPlacement, replicas: Sequence[Replica]) -> Iterator[Choice]:
     """A choice per stage that recomputes, replicas that do the same together; nothing where nobody asked for any."""
     seen: dict[tuple[int, object], list[int]] = {}
     for index, model in enumerate(best.replicas):
@@ -305,7 +305,7 @@ def explain_recompute(solver: Solver, best: Solution, replicas: Sequence[Replica
         yield Choice("recompute", "activations", "nothing recomputed", bound="everything fits in memory")
 
 
-def _recomputed(solver: Solver, best: Solution, replicas: Sequence[Replica], stage: int, members: list[int]) -> Choice:
+def _recomputed(solver: Solver, best: PricedPlacement, replicas: Sequence[Replica], stage: int, members: list[int]) -> Choice:
     model = best.replicas[members[0]]
     planned, recompute, part = replicas[members[0]].stages[stage], model.recomputes[stage], model.assignment.parts[stage]
     costs, rows = model.costs[stage], planned.shares

@@ -25,11 +25,14 @@ def reason_apart(plan: Plan) -> str:
     return next((choice.bound for choice in plan.choices if choice.pass_name == "joining" and choice.decision == APART), "")
 
 
-def explain_joining(apart: Sequence[Replica], plan: Plan, prices: Prices) -> Iterator[Choice]:
-    """One choice per stage whose rows are divided over a split group since some op needs them all; none where nothing is joined."""
-    if plan.replicas == tuple(apart) or len(plan.replicas) > 1:
-        return
-    for stage, before in zip(plan.replicas[0].stages, apart[0].stages, strict=True):
+def explain_joining(joined: Sequence[Replica], plan: Plan, prices: Prices) -> Iterator[Choice]:
+    """One choice per stage whose rows are divided over a split group since some op needs them all.
+
+    Args:
+        joined: the replicas by themselves.
+        plan: in which they are one.
+    """
+    for stage, before in zip(plan.replicas[0].stages, joined[0].stages, strict=True):
         if stage.row_shard is None or before.shards:
             continue
         shard, axes = stage.shards[0], prices.axes
@@ -43,7 +46,7 @@ def explain_joining(apart: Sequence[Replica], plan: Plan, prices: Prices) -> Ite
             f"divided over one group of {stage.split} devices, {shard}",
             cost=f"{counted(len(bridges), 'bridge')}, {format_bytes(num_bytes)} per device",
             bound="; ".join(map(str, mixing)) or "another stage needs the batch whole",
-            runner_up=f"{counted(len(apart), 'replica')} by themselves: other numbers than those of one device",
+            runner_up=f"{counted(len(joined), 'replica')} by themselves: other numbers than those of one device",
         )
 
 

@@ -12,13 +12,13 @@ from whale.ir.plan import Choice
 from whale.planning.pipeline.balance import MemoryShortage
 from whale.planning.pipeline.scheduling import PipelineShape
 from whale.planning.replicas.end_of_step import shortest_backward
-from whale.planning.replicas.solve import Solution, Solver
+from whale.planning.replicas.solve import PricedPlacement, Solver
 from whale.units import format_seconds
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """What the search for a plan ends in.
+class ChosenPlacement:
+    """The placement that is taken.
 
     Attributes:
         solver: what priced it; it has the pipeline's shape.
@@ -28,12 +28,12 @@ class Outcome:
     """
 
     solver: Solver
-    best: Solution
+    best: PricedPlacement
     others: dict[str, str]
     group: Choice | None = None
 
 
-def choose_group(pipeline: PipelineShape, config: Config, search: Callable[[int | None], Outcome]) -> Outcome:
+def choose_group(pipeline: PipelineShape, config: Config, search: Callable[[int | None], ChosenPlacement]) -> ChosenPlacement:
     """Searches with the smallest group, then with that which exposes least, and if it does not fit with smaller ones.
 
     Args:
@@ -68,12 +68,12 @@ def group_sizes(num_ranks: int, num_micro_batch: int) -> list[int]:
     return [size for size in range(smallest, num_micro_batch + 1) if size == smallest or num_micro_batch % size == 0]
 
 
-def _exposed(pipeline: PipelineShape, best: Solution, size: int) -> float:
+def _exposed(pipeline: PipelineShape, best: PricedPlacement, size: int) -> float:
     backward = shortest_backward(best.replicas, best.rows)
     return exposed_sync(pipeline.schedule, best.end.sync, backward, pipeline.num_micro_batch, pipeline.num_chunks, size)
 
 
-def _explain(size: int, wanted: int, exposed: dict[int, float], best: Solution, remarks: list[str]) -> Choice:
+def _explain(size: int, wanted: int, exposed: dict[int, float], best: PricedPlacement, remarks: list[str]) -> Choice:
     if size == wanted:
         bound = "gradient synchronisation" if size > min(exposed) else "the pipeline's depth"
     else:

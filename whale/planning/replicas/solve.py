@@ -73,7 +73,7 @@ MARGIN_STEP = 0.93
 
 
 @dataclass(frozen=True)
-class Solution:
+class PricedPlacement:
     """A priced placement.
 
     Attributes:
@@ -134,11 +134,11 @@ class Solver:
         """Prices of the graph on the cluster."""
         return self.pricing.prices
 
-    def solve(self, placement: Placement, start: Solution | None = None) -> Solution:
+    def solve(self, placement: Placement, start: PricedPlacement | None = None) -> PricedPlacement:
         """`solve_together` with this pipeline shape for every replica."""
         return solve_together(placement, [self] * len(placement.replicas), self.num_rows, start=start)
 
-    def solve_if_it_may_fit(self, placement: Placement, start: Solution | None = None) -> Solution:
+    def solve_if_it_may_fit(self, placement: Placement, start: PricedPlacement | None = None) -> PricedPlacement:
         """`solve` without recomputation, which gives up at once where the rows surely do not fit.
 
         Raises:
@@ -234,8 +234,12 @@ def check_room(placement: Placement, solvers: Sequence[Solver], num_rows: int) -
 
 
 def solve_together(
-    placement: Placement, solvers: Sequence[Solver], num_rows: int, weights: Sequence[int] | None = None, start: Solution | None = None
-) -> Solution:
+    placement: Placement,
+    solvers: Sequence[Solver],
+    num_rows: int,
+    weights: Sequence[int] | None = None,
+    start: PricedPlacement | None = None,
+) -> PricedPlacement:
     """The best division of the rows, and with it of the ops, for a placement.
 
     Args:
@@ -250,7 +254,7 @@ def solve_together(
     """
     _check_rows(solvers, num_rows)
     rows = _first_rows(placement, solvers, num_rows, start)
-    best: Solution | None = None
+    best: PricedPlacement | None = None
     lack: MemoryShortage | None = None
     margin = 1.0
     for round_number in range(1, MAX_ROUNDS + 1):
@@ -284,7 +288,7 @@ def solve_together(
     return best
 
 
-def _first_rows(placement: Placement, solvers: Sequence[Solver], num_rows: int, start: Solution | None) -> tuple[int, ...]:
+def _first_rows(placement: Placement, solvers: Sequence[Solver], num_rows: int, start: PricedPlacement | None) -> tuple[int, ...]:
     """The rows of each replica that are tried first: equal ones, or as fast as they are, where the model is still to be cut."""
     if start is not None:
         known = {_devices(placed): share for placed, share in zip(start.placement.replicas, start.rows, strict=True)}
@@ -384,7 +388,7 @@ def _solution(
     rows: tuple[int, ...],
     partitions: tuple[Partition | None, ...],
     handled: Sequence[float],
-) -> Solution:
+) -> PricedPlacement:
     end = end_of_step(prices, models, rows, max(handled))
     slowest = max(float(model.curve.seconds[share]) + own for model, share, own in zip(models, rows, handled, strict=True))
-    return Solution(placement, models, rows, end, slowest + end.exposed + end.optimizer, partitions)
+    return PricedPlacement(placement, models, rows, end, slowest + end.exposed + end.optimizer, partitions)

@@ -15,7 +15,7 @@ from whale.hardware import parse_cluster
 from whale.ir.graph import ModelGraph
 from whale.planning.pipeline.balance import MemoryShortage
 from whale.planning.pipeline.recompute import rank_memory
-from whale.planning.plan import Draft
+from whale.planning.plan import EstimatedPlan
 from whale.planning.realizing import Realizer
 from whale.planning.strategy import Strategy
 from whale.search.freedom import Order
@@ -31,7 +31,7 @@ def graph() -> ModelGraph:
     return GPT(layers=4, hidden=128, heads=4, sequence=256, vocabulary=256).graph()
 
 
-def drafted(policy: str, memory: str = WHOLE_MEMORY, *, schedule: str = "1f1b", width: int = 2) -> Draft:
+def drafted(policy: str, memory: str = WHOLE_MEMORY, *, schedule: str = "1f1b", width: int = 2) -> EstimatedPlan:
     """Two ranks, each split over some devices of one host, with 8 micro-batches."""
     cluster = parse_cluster(f"hosts: [{{devices: {{model: A100-80GB, count: {2 * width}, memory: {memory}}}}}]\n")
     names = [device.name for device in cluster.devices]
@@ -42,7 +42,7 @@ def drafted(policy: str, memory: str = WHOLE_MEMORY, *, schedule: str = "1f1b", 
     return seater.realize(recomputing(Strategy((replica,)), policy))
 
 
-def fullest(draft: Draft) -> float:
+def fullest(draft: EstimatedPlan) -> float:
     return max(device.peak.total for device in draft.step.devices)
 
 
@@ -50,7 +50,7 @@ def fullest(draft: Draft) -> float:
 @pytest.mark.parametrize("policy", ["none", "selective", "blocks", "full"])
 def test_cuts_are_chosen_by_the_bytes_that_the_estimate_tells(policy: str, schedule: str) -> None:
     draft = drafted(policy, schedule=schedule)
-    model = draft.outcome.found.best.replicas[0]
+    model = draft.chosen.best.replicas[0]
     for stage, (costs, sharding) in enumerate(zip(model.costs, model.shardings, strict=True)):
         assert sharding is not None
         cut = sharding.cut
