@@ -6,7 +6,6 @@ Of the user's settings, and their division of the model, each is taken out in tu
 from __future__ import annotations
 
 import math
-import re
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -73,15 +72,10 @@ def failure(
 
 
 def commonest(faults: Sequence[WhaleError]) -> WhaleError:
-    """The first fault that breaks the rule which most of them break; splits, which the search tries by itself, come last."""
+    """The first fault of the type and the line that most of them have; splits, which the search tries by itself, come last."""
     own = [fault for fault in faults if not isinstance(fault, NothingToCut)] or faults
-    rules = Counter(_rule(fault) for fault in own)
-    return max(own, key=lambda fault: rules[_rule(fault)])
-
-
-def _rule(fault: WhaleError) -> str:
-    """A message without its values."""
-    return re.sub(r"\d+", "#", re.split(r" \(|: | on ", fault.message)[0])
+    counts = Counter((type(fault), str(fault.where)) for fault in own)
+    return max(own, key=lambda fault: counts[type(fault), str(fault.where)])
 
 
 def _missing(strategy: Strategy, nearest: MemoryShortage, space: OpenSpace) -> int:
