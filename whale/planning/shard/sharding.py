@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import combinations
 
 import numpy as np
 
@@ -23,10 +22,10 @@ from whale.errors import AnnotationError, raise_faults
 from whale.estimate.costs.line import Floats
 from whale.estimate.prices.collective_costs import StagePlace
 from whale.estimate.prices.prices import Prices
-from whale.ir.cluster import Device, Link
 from whale.ir.plan import Shard
 from whale.ir.scope import Scope
 from whale.planning.pipeline.balance import Curve, MemoryShortage, divide_units
+from whale.planning.pipeline.placement import Likeness, likeness_of
 from whale.planning.pipeline.scheduling import AskedAxes
 from whale.planning.shard.classes import Classes
 from whale.planning.shard.costs import Sizes, SplitCosts
@@ -76,25 +75,6 @@ class StageSharding:
 
 
 @dataclass(frozen=True, slots=True)
-class SplitGroup:
-    """A split group but for names: of equal groups each is cut in one way.
-
-    Attributes:
-        kinds: of its devices.
-        links: between every two of them.
-    """
-
-    kinds: tuple[Device, ...]
-    links: tuple[Link, ...]
-
-
-def group_of(devices: Sequence[str], prices: Prices) -> SplitGroup:
-    """A split group of these devices."""
-    kinds = tuple(prices.cluster.by_name[name].kind for name in devices)
-    return SplitGroup(kinds, tuple(prices.link(a, b) for a, b in combinations(devices, 2)))
-
-
-@dataclass(frozen=True, slots=True)
 class Question:
     """What the choice of cuts depends on, memory and what is insisted on apart.
 
@@ -107,7 +87,7 @@ class Question:
     """
 
     outline: int
-    groups: tuple[SplitGroup, ...]
+    groups: tuple[Likeness, ...]
     num_rows: float
     num_micro_batch: int
     only: frozenset[int] | None
@@ -193,7 +173,7 @@ class Sharder:
         names = None if asked is None else written_axes((*asked.axes, *asked.more), scene)
         insisted = self._insisted(scene, site, scopes, asked, names)
         only = None if names is None else frozenset(number for number, axis in enumerate(outline.axes) if axis in names)
-        groups = tuple(group_of(group, self.prices) for group in site.groups)
+        groups = tuple(likeness_of((group,), self.prices.cluster) for group in site.groups)
         number = self._numbers.setdefault(outline.signature, len(self._numbers))
         question = Question(number, groups, site.num_rows, site.num_micro_batch, only)
         if question not in self._costs:

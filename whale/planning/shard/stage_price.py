@@ -14,11 +14,12 @@ from whale.estimate.prices.part import Part, Recompute
 from whale.estimate.prices.prices import PartCost, Prices
 from whale.ir.cluster import Device
 from whale.ir.plan import BATCH, Shard
+from whale.planning.pipeline.placement import Likeness, likeness_of
 from whale.planning.pipeline.scheduling import PipelineShape
 from whale.planning.pricing import DeviceCost, cost_alone, received_line, stage_costs
 from whale.planning.shard.memory import Load, repeated_of
 from whale.planning.shard.overlapping import Overlapper, Overlapping
-from whale.planning.shard.sharding import Sharder, SplitGroup, StageSharding, group_of
+from whale.planning.shard.sharding import Sharder, StageSharding
 from whale.planning.shard.space import Scene
 from whale.planning.strategy import Placed
 from whale.planning.structure.stages import Assignment
@@ -169,9 +170,9 @@ class StagePricing:
 
 def unlike_groups(groups: Iterable[tuple[str, ...]], prices: Prices) -> tuple[tuple[str, ...], ...]:
     """Of every kind of groups the first."""
-    found: dict[SplitGroup, tuple[str, ...]] = {}
+    found: dict[Likeness, tuple[str, ...]] = {}
     for group in groups:
-        found.setdefault(group_of(group, prices), group)
+        found.setdefault(likeness_of((group,), prices.cluster), group)
     return tuple(found.values())
 
 
