@@ -14,7 +14,6 @@ from whale.estimate.prices.part import NOTHING, Part, Recompute
 from whale.estimate.prices.prices import PartCost, Prices
 from whale.ir.graph import DTYPE_BYTES
 from whale.ir.plan import Estimate, Plan, Replica, Stage, brought_back
-from whale.planning.structure.stages import Assignment
 from whale.sharding.parameters import parameter_shardings
 
 MAX_ROUNDS = 3
@@ -166,35 +165,13 @@ class DeviceCost:
         return found
 
 
-def stage_costs(
-    prices: Prices, assignment: Assignment, stage: int, devices: Sequence[Sequence[str]], num_rows: float, recompute: Recompute = NOTHING
-) -> tuple[DeviceCost, ...]:
-    """What a stage costs each device of its virtual device.
+def cost_alone(prices: Prices, part: Part, name: str, num_rows: float, recompute: Recompute = NOTHING) -> DeviceCost:
+    """What a part costs a device, without what it waits for.
 
     Args:
-        devices: per stage, the devices that run it.
-        num_rows: rows of a micro-batch on one device, about which the lines are taken.
+        num_rows: of a micro-batch on the device, about which the lines are taken.
         recompute: what it computes again.
     """
-    return tuple(device_cost(prices, assignment, stage, devices, index, num_rows, recompute) for index in range(len(devices[stage])))
-
-
-def device_cost(
-    prices: Prices,
-    assignment: Assignment,
-    stage: int,
-    devices: Sequence[Sequence[str]],
-    index: int,
-    num_rows: float,
-    recompute: Recompute = NOTHING,
-) -> DeviceCost:
-    """What a stage costs one device of its virtual device; the arguments are those of `stage_costs`, and its index among them."""
-    own = cost_alone(prices, assignment.parts[stage], devices[stage][index], num_rows, recompute)
-    return replace(own, receive=received_line(prices, own.part, devices, stage, index))
-
-
-def cost_alone(prices: Prices, part: Part, name: str, num_rows: float, recompute: Recompute = NOTHING) -> DeviceCost:
-    """What a part costs a device, without what it waits for."""
     device = prices.cluster.by_name[name]
     forward, backward = prices.started(part, device, num_rows)
     again = prices.again(part, recompute, device, num_rows)

@@ -107,12 +107,13 @@ def _device(numbers: Sequence[int], gathered: Gathered, program: Program, found:
     members, times = sorted(index for each in numbers for index in program.members[each]), found.tasks[number]
     worker, order = gathered.workers[members[0]], program.computations[number]
     memory = memory_over_time(worker, order, times, *waiting(number, gathered, program, found))
+    messages, syncs = carried.by(number)
     return DeviceEstimate(
         devices=tuple(gathered.devices[index] for index in members),
         stages=worker.stages,
         compute=tuple(Span(each.action, start, end) for each, (start, end) in zip(order, times, strict=True)),
-        messages=tuple(carried.messages(number)),
-        syncs=tuple(carried.syncs(number)),
+        messages=messages,
+        syncs=syncs,
         exposed=sum(_exposed(program.tasks[number], times, found)) + sum(end - start for start, end in found.paused[number]),
         memory=memory.points,
         peak=memory.peak,
@@ -131,38 +132,27 @@ class _Carried:
 
     def __init__(self, gathered: Gathered, program: Program, found: EventTimes) -> None:
         self._gathered, self._program, self._found = gathered, program, found
-        self._messages: dict[tuple[int, int], Message] = {}
-        self._syncs: dict[tuple[int, int], Sync] = {}
+        self._known: dict[tuple[int, int], Message | Sync] = {}
 
-    def messages(self, number: int) -> Iterator[Message]:
-        """Those that the devices of a class send and receive."""
-        for transfer, wires in self._program.at[number].items():
-            kind = self._gathered.wires[wires[0]].kind
-            if isinstance(kind, Crosses):
-                for place in ((transfer, wire) for wire in wires):
-                    if place not in self._messages:
-                        self._messages[place] = self._message(kind, *place)
-                    yield self._messages[place]
+    def by(self, number: int) -> tuple[tuple[Message, ...], tuple[Sync, ...]]:
+        """The messages and the sums that the devices of a class have a part in."""
+        found = []
+        for place in ((transfer, wire) for transfer, wires in self._program.at[number].items() for wire in wires):
+            if place not in self._known:
+                self._known[place] = self._value(*place)
+            found.append(self._known[place])
+        return tuple(each for each in found if isinstance(each, Message)), tuple(each for each in found if isinstance(each, Sync))
 
-    def syncs(self, number: int) -> Iterator[Sync]:
-        """Those that the devices of a class take part in."""
-        for transfer, wires in self._program.at[number].items():
-            kind = self._gathered.wires[wires[0]].kind
-            if isinstance(kind, Sums):
-                for place in ((transfer, wire) for wire in wires):
-                    if place not in self._syncs:
-                        self._syncs[place] = self._sync(kind, *place)
-                    yield self._syncs[place]
-
-    def _message(self, kind: Crosses, transfer: int, wire: int) -> Message:
-        source, target = (self._gathered.devices[party] for party in self._gathered.wires[wire].parties)
-        name = f"{kind.source} -> {kind.target} {'B' if kind.is_backward else 'F'}{self._program.sent[transfer].micro_batch}"
-        return Message(name, source, target, kind.num_bytes, *self._found.transfers[transfer])
-
-    def _sync(self, kind: Sums, transfer: int, wire: int) -> Sync:
-        num_owners = len(self._gathered.wires[wire].parties)
-        start, end = self._found.transfers[transfer]
-        return Sync(self._gathered.summed_stages[wire], num_owners, kind.num_bytes, start, end, "weights" if kind.gives else "gradients")
+    def _value(self, transfer: int, number: int) -> Message | Sync:
+        wire, times = self._gathered.wires[number], self._found.transfers[transfer]
+        if isinstance(wire.kind, Sums):
+            what = "weights" if wire.kind.gives else "gradients"
+            return Sync(self._gathered.summed_stages[number], len(wire.parties), wire.kind.num_bytes, *times, what)
+        assert isinstance(wire.kind, Crosses)
+        source, target = (self._gathered.devices[party] for party in wire.parties)
+        way = "B" if wire.kind.is_backward else "F"
+        name = f"{wire.kind.source} -> {wire.kind.target} {way}{self._program.sent[transfer].micro_batch}"
+        return Message(name, source, target, wire.kind.num_bytes, *times)
 
 
 def _exposed(tasks: Sequence[Task], times: Sequence[tuple[float, float]], found: EventTimes) -> Iterator[float]:

@@ -16,7 +16,7 @@ from whale.ir.cluster import Device
 from whale.ir.plan import BATCH, Shard
 from whale.planning.pipeline.placement import Likeness, likeness_of
 from whale.planning.pipeline.scheduling import PipelineShape
-from whale.planning.pricing import DeviceCost, cost_alone, received_line, stage_costs
+from whale.planning.pricing import DeviceCost, cost_alone, received_line
 from whale.planning.shard.memory import Load, repeated_of
 from whale.planning.shard.overlapping import Overlapper, Overlapping
 from whale.planning.shard.sharding import Sharder, StageSharding
@@ -96,20 +96,22 @@ class StagePricing:
         groups = groups_of(devices[stage], pipeline.width(stage))
         rows = max(1.0, num_rows / len(groups))
         if pipeline.width(stage) == 1:
-            return PricedStage(stage_costs(self.prices, assignment, stage, devices, rows, recompute))
+            alone = (cost_alone(self.prices, assignment.parts[stage], name, rows, recompute) for name in devices[stage])
+            costs = (replace(own, receive=received_line(self.prices, own.part, devices, stage, index)) for index, own in enumerate(alone))
+            return PricedStage(tuple(costs))
         scene = make_scene(self.prices, assignment, stage, pipeline)
         site = StagePlace(unlike_groups(groups, self.prices), rows, pipeline.in_flight[stage], pipeline.num_micro_batch)
         split = pipeline.splits[stage]
         load = self._load(pipeline, assignment, stage, num_rows, recomputes)
         sharding = self.sharder.choose(scene, site, load, split.scopes, split.asked)
         known, overlapping = self._parts(assignment.parts[stage], scene, site, sharding, recompute)
-        costs = []
+        together = []
         for index, name in enumerate(devices[stage]):
-            alone = known[index % site.width, self.prices.cluster.by_name[name].kind]
-            receive = received_line(self.prices, alone.part, devices, stage, index)
+            own = known[index % site.width, self.prices.cluster.by_name[name].kind]
+            receive = received_line(self.prices, own.part, devices, stage, index)
             receive = receive + _from_own_devices(self.prices, pipeline, assignment, stage, devices, index, scene.rows_arriving)
-            costs.append(replace(alone, receive=receive))
-        return PricedStage(tuple(costs), sharding, overlapping)
+            together.append(replace(own, receive=receive))
+        return PricedStage(tuple(together), sharding, overlapping)
 
     def parts(
         self, pipeline: PipelineShape, assignment: Assignment, stage: int, placed: Placed, num_rows: float, recomputes: Sequence[Recompute]
