@@ -25,25 +25,14 @@ class Split:
     Attributes:
         width: devices of a split group; 1 where nothing is split.
         scopes: the `split` scopes in it.
-        asked: what a written plan says of its axes.
+        axes: that a written plan cuts, by names or ends of names: all ops work along them that may; None where it leaves them open.
+        more_axes: that may be cut too.
     """
 
     width: int = 1
     scopes: tuple[Scope, ...] = ()
-    asked: AskedAxes | None = None
-
-
-@dataclass(frozen=True)
-class AskedAxes:
-    """The axes that a written plan cuts, by names or ends of names.
-
-    Attributes:
-        axes: along which all ops work that may.
-        more: that may be cut too.
-    """
-
-    axes: tuple[str, ...]
-    more: tuple[str, ...] = ()
+    axes: tuple[str, ...] | None = None
+    more_axes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,7 @@ from whale.ir.cluster import Cluster
 from whale.ir.graph import ModelGraph
 from whale.planning.annotations.taskgraphs import Annotations, read_scopes
 from whale.planning.pipeline.placement import Placement, device_groups, placements
-from whale.planning.pipeline.scheduling import AskedAxes, PipelineShape, Split, shape_pipeline
+from whale.planning.pipeline.scheduling import PipelineShape, Split, shape_pipeline
 
 
 @dataclass(frozen=True)
@@ -63,8 +63,8 @@ def shape_of(graph: ModelGraph, config: Config, asked: ReplicaBlock, stated: int
     if asked.axes is not None:
         if not pipeline.splits:
             raise ConfigError(f"axes of {name} are given, but no stage is split", where=asked.at("axes"), hint="split: 2, for instance")
-        axes = AskedAxes(asked.axes, asked.more_axes)
-        pipeline = dataclasses.replace(pipeline, splits=tuple(dataclasses.replace(split, asked=axes) for split in pipeline.splits))
+        splits = (dataclasses.replace(split, axes=asked.axes, more_axes=asked.more_axes) for split in pipeline.splits)
+        pipeline = dataclasses.replace(pipeline, splits=tuple(splits))
     _check_devices(asked, pipeline, stated, name)
     return Shape(own, annotations, pipeline)
 

@@ -26,7 +26,7 @@ from whale.ir.plan import Shard
 from whale.ir.scope import Scope
 from whale.planning.pipeline.balance import Curve, MemoryShortage, divide_units
 from whale.planning.pipeline.placement import Likeness, likeness_of
-from whale.planning.pipeline.scheduling import AskedAxes
+from whale.planning.pipeline.scheduling import Split
 from whale.planning.shard.classes import Classes
 from whale.planning.shard.costs import Sizes, SplitCosts
 from whale.planning.shard.memory import Load
@@ -40,6 +40,8 @@ Products of other widths take a sixth longer on a CPU (1,175 columns as long as 
 
 GRAINS_PER_DEVICE = 8
 """An axis with fewer grains is divided to the unit: what balance loses by whole grains must be less than they bring."""
+
+NOT_ASKED = Split()
 
 MAX_ROUNDS = 3
 """Where memory is short, labels and sizes are settled in turn at most so often."""
@@ -151,27 +153,24 @@ class Sharder:
     _outlines: dict[Scene, Outline] = field(default_factory=dict, init=False)
     _numbers: dict[Hashable, int] = field(default_factory=dict, init=False)
     _costs: dict[Question, SplitCosts] = field(default_factory=dict, init=False)
-    _roomy: dict[tuple[Question, tuple[int, ...]], Cut | None] = field(default_factory=dict, init=False)
+    _unbounded: dict[tuple[Question, tuple[int, ...]], Cut | None] = field(default_factory=dict, init=False)
     _cuts: dict[tuple[Question, tuple[int, ...], Load], tuple[Cut, bool]] = field(default_factory=dict, init=False)
 
-    def choose(
-        self, scene: Scene, site: StagePlace, load: Load, scopes: tuple[Scope, ...] = (), asked: AskedAxes | None = None
-    ) -> StageSharding:
+    def choose(self, scene: Scene, site: StagePlace, load: Load, split: Split = NOT_ASKED) -> StageSharding:
         """Chooses the axes of one stage, the ops that work along them, and the sizes.
 
         Args:
             scene: the stage.
             site: the devices, and the rows they take.
             load: what one device of the stage holds.
-            scopes: the `split` scopes of the stage; their `axis` must be among the axes.
-            asked: the axes that a written plan cuts; None where it leaves them open.
+            split: what scopes and a written plan ask for; the `axis` of a scope must be among the axes.
 
         Raises:
             AnnotationError: no axis can be cut, or one that is asked for cannot.
         """
         outline = self.outline(scene)
-        names = None if asked is None else written_axes((*asked.axes, *asked.more), scene)
-        insisted = self._insisted(scene, site, scopes, asked, names)
+        names = None if split.axes is None else written_axes((*split.axes, *split.more_axes), scene)
+        insisted = self._insisted(scene, site, split, names)
         only = None if names is None else frozenset(number for number, axis in enumerate(outline.axes) if axis in names)
         groups = tuple(likeness_of((group,), self.prices.cluster) for group in site.groups)
         number = self._numbers.setdefault(outline.signature, len(self._numbers))
@@ -180,11 +179,11 @@ class Sharder:
             classes = Classes(scene, find_shard_space(scene, site.width, names), self.prices.kept)
             self._costs[question] = SplitCosts(classes, self.prices, site)
         key = question, insisted
-        if key not in self._roomy:
-            self._roomy[key] = _settle(outline, self._costs[question], insisted, scopes)
-        first = self._roomy[key]
+        if key not in self._unbounded:
+            self._unbounded[key] = _fastest(outline, self._costs[question], insisted, split.scopes)
+        first = self._unbounded[key]
         if first is None:
-            raise no_axis_fault(scene, find_shard_space(scene, site.width, names), scopes, site.width)
+            raise no_axis_fault(scene, find_shard_space(scene, site.width, names), split.scopes, site.width)
         if (*key, load) not in self._cuts:
             self._cuts[*key, load] = _within_memory(first, load)
         cut, bound_by_memory = self._cuts[*key, load]
@@ -198,21 +197,18 @@ class Sharder:
             self._outlines[scene] = outline_of(scene, self.prices)
         return self._outlines[scene]
 
-    def _insisted(
-        self, scene: Scene, site: StagePlace, scopes: tuple[Scope, ...], asked: AskedAxes | None, names: Sequence[str] | None
-    ) -> tuple[int, ...]:
+    def _insisted(self, scene: Scene, site: StagePlace, split: Split, names: Sequence[str] | None) -> tuple[int, ...]:
         """The kinds of axes along which all ops work that may."""
-        if asked is None and not any(scope.axis for scope in scopes):
+        if split.axes is None and not any(scope.axis for scope in split.scopes):
             return ()
         space = find_shard_space(scene, site.width, names)
-        insisted, faults = find_insisted(scene, space, scopes, site.width)
+        insisted, faults = find_insisted(scene, space, split.scopes, site.width)
         raise_faults(faults)
-        written = written_axes(asked.axes, scene) if asked else ()
-        own = {space.kind_of[axis] for axis in written if axis in space.kind_of}
+        own = {space.kind_of[axis] for axis in written_axes(split.axes or (), scene) if axis in space.kind_of}
         return tuple(dict.fromkeys((*insisted, *sorted(own))))
 
 
-def _settle(outline: Outline, costs: SplitCosts, insisted: tuple[int, ...], scopes: Sequence[Scope]) -> Cut | None:
+def _fastest(outline: Outline, costs: SplitCosts, insisted: tuple[int, ...], scopes: Sequence[Scope]) -> Cut | None:
     """The best labels as if memory were boundless, at sizes of the ops that work; None where nothing can be cut."""
     cut: Cut | None = None
     sizes = tuple(_by_speed(costs, kind) for kind in costs.kinds)
@@ -224,14 +220,14 @@ def _settle(outline: Outline, costs: SplitCosts, insisted: tuple[int, ...], scop
             raise _clash(costs.classes.space, insisted, scopes)
         if cut is None or found.seconds < cut.chosen.seconds:
             cut = Cut(outline, costs, insisted, None, sizes, found)
-        again = tuple(_by_speed(costs, kind, cut.working(kind)) for kind in costs.kinds)
-        if again == sizes:
+        new_sizes = tuple(_by_speed(costs, kind, cut.working(kind)) for kind in costs.kinds)
+        if new_sizes == sizes:
             break
-        sizes = again
-    return cut and _beside_messages(cut)
+        sizes = new_sizes
+    return cut and _with_time_of_messages(cut)
 
 
-def _beside_messages(cut: Cut) -> Cut:
+def _with_time_of_messages(cut: Cut) -> Cut:
     """The cut at sizes that leave devices the time that messages take of them, which falls to the kinds as work does."""
     costs, taken = cut.costs, cut.costs.handled(cut.shards)
     if not taken.any():
@@ -246,16 +242,16 @@ def _beside_messages(cut: Cut) -> Cut:
     return replace(cut, sizes=tuple(sizes))
 
 
-def _within_memory(roomy: Cut, load: Load) -> tuple[Cut, bool]:
+def _within_memory(unbounded: Cut, load: Load) -> tuple[Cut, bool]:
     """The best choice that fits; where none does, the one that overflows least. And whether memory changed anything.
 
     Args:
-        roomy: the choice if memory were boundless.
+        unbounded: the choice if memory were boundless.
     """
-    costs, insisted = roomy.costs, roomy.insisted
-    placed = costs.problem(roomy.sizes, insisted, load).evaluate(roomy.chosen.labels)
+    costs, insisted = unbounded.costs, unbounded.insisted
+    placed = costs.problem(unbounded.sizes, insisted, load).evaluate(unbounded.chosen.labels)
     assert placed is not None
-    first = replace(roomy, load=load, chosen=replace(placed, gap=roomy.chosen.gap))
+    first = replace(unbounded, load=load, chosen=replace(placed, gap=unbounded.chosen.gap))
     if placed.excess <= 0:
         return first, False
     best, sizes = first, first.sizes
@@ -266,10 +262,10 @@ def _within_memory(roomy: Cut, load: Load) -> tuple[Cut, bool]:
         if sizes != first.sizes and best.chosen.excess <= 0:
             break
         lacking = costs.lacking_by_units(best.chosen.labels, load)
-        again = tuple(_in_free_memory(best, lacking, kind) for kind in costs.kinds)
-        if again == sizes:
+        new_sizes = tuple(_in_free_memory(best, lacking, kind) for kind in costs.kinds)
+        if new_sizes == sizes:
             break
-        sizes = again
+        sizes = new_sizes
     return best, True
 
 

@@ -101,9 +101,8 @@ class StagePricing:
             return PricedStage(tuple(costs))
         scene = make_scene(self.prices, assignment, stage, pipeline)
         site = StagePlace(unlike_groups(groups, self.prices), rows, pipeline.in_flight[stage], pipeline.num_micro_batch)
-        split = pipeline.splits[stage]
         load = self._load(pipeline, assignment, stage, num_rows, recomputes)
-        sharding = self.sharder.choose(scene, site, load, split.scopes, split.asked)
+        sharding = self.sharder.choose(scene, site, load, pipeline.splits[stage])
         known, overlapping = self._parts(assignment.parts[stage], scene, site, sharding, recompute)
         together = []
         for index, name in enumerate(devices[stage]):
