@@ -25,12 +25,11 @@ from whale.planning.pipeline.placement import DevicePool, Placement
 from whale.planning.pipeline.recompute import KEEP_ALL, OPEN_DEPTHS, kept_under, read_policy
 from whale.planning.pipeline.scheduling import PipelineShape, shape_pipeline
 from whale.planning.pricing import with_estimate
-from whale.planning.replicas.blocks import Block, count_by_rows, read_replicas
+from whale.planning.replicas.blocks import Block, assign_by_blocks, check_written_axes, count_by_rows, read_replicas
 from whale.planning.replicas.group_size import ChosenPlacement, choose_group
 from whale.planning.replicas.joining import join_replicas, needs_joining, why_apart, with_one_program
 from whale.planning.replicas.replica import make_replicas
 from whale.planning.replicas.solve import PricedPlacement, Solver, solve_together
-from whale.planning.replicas.written import assign_by_blocks, check_written_axes
 from whale.planning.shard.scattering import scatter_all
 from whale.planning.shard.space import check_axes
 from whale.planning.shard.stage_price import StagePricing, make_scene

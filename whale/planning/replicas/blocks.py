@@ -1,4 +1,7 @@
-"""The blocks of ``replicas:``: settings, scopes and pipeline of each replica, its number of micro-batches, and which devices it has."""
+"""The blocks of ``replicas:``: settings, scopes and pipeline of each replica, its number of micro-batches, and which devices it has.
+
+And what a block says of the model itself: its stages in repeated blocks, and the axes that are cut.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +9,21 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from whale.config import Config, ReplicaBlock, did_you_mean
 from whale.errors import ConfigError, WhaleError, raise_faults
+from whale.estimate.prices.prices import Prices
+from whale.ir.blocks import RepeatedBlocks, find_repeated_blocks
 from whale.ir.cluster import Cluster
+from whale.ir.division import divide_evenly
 from whale.ir.graph import ModelGraph
 from whale.planning.annotations.taskgraphs import Annotations, read_scopes
 from whale.planning.pipeline.placement import Placement, device_groups, placements
 from whale.planning.pipeline.scheduling import PipelineShape, Split, shape_pipeline
+from whale.planning.shard.space import matches
+from whale.planning.structure.stages import Assignment, Wish, assign
+from whale.planning.structure.structure import Structure, analyse, floating_ops
 
 
 @dataclass(frozen=True)
@@ -250,7 +261,7 @@ def read_replicas(graph: ModelGraph, cluster: Cluster, config: Config, num_rows:
             faults.append(fault)
     raise_faults(faults)
     shapes = with_micro_batches(graph, config, [asked for asked, _, _ in found], [shape for _, shape, _ in found], num_rows)
-    blocks = (Block(_part_of(cluster, names), asked, shape) for (asked, _, names), shape in zip(found, shapes, strict=True))
+    blocks = (Block(cluster.only(frozenset(names)), asked, shape) for (asked, _, names), shape in zip(found, shapes, strict=True))
     return tuple(blocks), tuple(free)
 
 
@@ -284,19 +295,89 @@ def _read(
         raise ConfigError(
             f"the cluster has too few devices for the replicas ({each} {count * wanted}, left: {len(free)})", where=asked.at("count")
         )
-    taken = _part_of(cluster, free[: count * wanted])
+    taken = cluster.only(frozenset(free[: count * wanted]))
     groups, _ = device_groups(taken, wanted, prefer_intra_node=config.cluster.device_place_prefer_intra_node)
     for group in groups:
         yield shape, tuple(device.name for device in group)
 
 
-def _part_of(cluster: Cluster, names: Sequence[str]) -> Cluster:
-    """The cluster with these devices alone."""
-    own = frozenset(names)
-    hosts = {cluster.by_name[name].host for name in names}
-    kept = (
-        dataclasses.replace(host, devices=tuple(each for each in host.devices if each.name in own))
-        for host in cluster.hosts
-        if host.name in hosts
+def assign_by_blocks(
+    graph: ModelGraph, asked: ReplicaBlock, num_stages: int, annotations: Annotations | None
+) -> tuple[Assignment, Structure]:
+    """Assigns ops to stages of so many blocks each; what is before the blocks runs on the first stage, what is behind them on the last.
+
+    Raises:
+        ConfigError: the model has no blocks, or other numbers of blocks or stages.
+    """
+    run = find_repeated_blocks(graph)
+    raise_faults(list(_faults(run, asked, num_stages, annotations)))
+    assert run is not None and asked.blocks is not None
+    counts = divide_evenly(run.count, num_stages) if isinstance(asked.blocks, str) else asked.blocks
+    ends = run.start + run.length * np.cumsum(counts)
+    ends[-1] = len(run.calls)
+    stages = np.searchsorted(ends, np.arange(len(run.calls)), side="right")
+    structure = analyse(graph)
+    floating = floating_ops(graph, structure)
+    wishes = {
+        op.name: Wish((int(stage),), firm=True)
+        for op, stage in zip(run.calls, stages, strict=True)
+        if op.name in structure.atom_of and op.name not in floating
+    }
+    assignment, late = assign(graph, structure, wishes, num_stages)
+    raise_faults(
+        [
+            ConfigError(
+                f"{each.op} of stage {each.stage} needs {each.needs} of the later stage {each.needed_stage}",
+                where=asked.at("blocks"),
+            )
+            for each in late
+        ]
     )
-    return dataclasses.replace(cluster, hosts=tuple(kept))
+    return assignment, structure
+
+
+def _faults(run: RepeatedBlocks | None, asked: ReplicaBlock, num_stages: int, annotations: Annotations | None) -> Iterator[WhaleError]:
+    if annotations is not None:
+        yield ConfigError(
+            f"stages are given twice: by blocks ({_shown(asked)}) and by scopes (the first at {annotations.scopes[0].where})",
+            where=asked.at("blocks"),
+            hint="remove the key or the scopes",
+        )
+    elif run is None:
+        yield ConfigError("stages are given in blocks, but no blocks repeat in the model", where=asked.at("blocks"))
+    elif isinstance(asked.blocks, tuple) and (len(asked.blocks), sum(asked.blocks)) != (num_stages, run.count):
+        yield ConfigError(
+            f"blocks of the stages do not match the model (stages: {num_stages}, in blocks: {len(asked.blocks)}; "
+            f"blocks of the model: {run.count}, of the stages: {sum(asked.blocks)})",
+            where=asked.at("blocks"),
+        )
+
+
+def _shown(asked: ReplicaBlock) -> str:
+    return asked.blocks if isinstance(asked.blocks, str) else str(list(asked.blocks or ()))
+
+
+def check_written_axes(asked: ReplicaBlock, prices: Prices) -> None:
+    """Checks that the model has the axes that a written plan cuts.
+
+    Raises:
+        ConfigError: it has not; all of them at once.
+    """
+    wanted = (*(asked.axes or ()), *asked.more_axes)
+    if not wanted:
+        return
+    axes = prices.axes
+    names = [axis.name for axis in axes.axes]
+    places = {holder for axis in names for holder in axes.held_by[axis]}
+    last = {name.rpartition(".")[2]: None for name in names}
+    raise_faults(
+        [
+            ConfigError(
+                f"the plan cuts axis {name!r}, which the model does not have",
+                where=asked.at("axes" if name in (asked.axes or ()) else "more_axes"),
+                hint=did_you_mean(name, last),
+            )
+            for name in wanted
+            if not matches(name, names) and name not in places
+        ]
+    )
