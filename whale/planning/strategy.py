@@ -144,6 +144,19 @@ class Strategy:
         """Whether scopes, or what is written down, say what the replicas are."""
         return any(replica.ranks is None for replica in self.replicas)
 
+    @cached_property
+    def taken(self) -> Mapping[Device, int]:
+        """Devices of each kind that it takes."""
+        taken: Counter[Device] = Counter()
+        for replica in self.replicas:
+            taken.update(replica.taken)
+        return taken
+
+    @property
+    def names(self) -> list[str]:
+        """Of its devices, where they are named."""
+        return [name for replica in self.replicas for names in replica.names or () for name in names]
+
     @property
     def num_replicas(self) -> int:
         return sum(replica.count for replica in self.replicas)

@@ -66,14 +66,10 @@ class Objective:
 
     def _per_hour(self, strategy: Strategy) -> float:
         """What the devices cost, or the cheapest that it can take."""
-        named = [name for replica in strategy.replicas for names in replica.names or () for name in names]
-        named = named or [device.name for device in strategy.devices or ()]
+        named = strategy.names or [device.name for device in strategy.devices or ()]
         if named:
             return self.cluster.price_per_hour(named) or 0.0
-        taken: Counter[Device] = Counter()
-        for replica in strategy.replicas:
-            taken.update(replica.taken)
-        return sum(self._cheapest[kind][number] for kind, number in taken.items())
+        return sum(self._cheapest[kind][number] for kind, number in strategy.taken.items())
 
     @cached_property
     def _cheapest(self) -> Mapping[Device, tuple[float, ...]]:

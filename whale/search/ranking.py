@@ -5,7 +5,6 @@ it comes first; then with its cuts.
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -16,7 +15,6 @@ import numpy as np
 
 from whale.config.keys import Shares
 from whale.estimate.costs.line import Floats
-from whale.ir.cluster import Device
 from whale.planning.plan import EstimatedPlan
 from whale.planning.strategy import ReplicaSpec, Strategy
 from whale.search.form import ClosedForms
@@ -117,13 +115,9 @@ class FreeSpace:
         """Strategies that are good elsewhere, and that there are devices for; they need not be in the space."""
         counts, by_name = self.space.counts, self.forms.planner.cluster.by_name
         for each in start:
-            taken: Counter[Device] = Counter()
-            for replica in each.replicas:
-                taken.update(replica.taken)
-            if each.is_open or any(counts.get(kind, 0) < number for kind, number in taken.items()):
+            if each.is_open or any(counts.get(kind, 0) < number for kind, number in each.taken.items()):
                 continue
-            names = [name for replica in each.replicas for own in replica.names or () for name in own]
-            if names and all(name in by_name for name in names):
+            if each.names and all(name in by_name for name in each.names):
                 yield Ranked(each, 0.0, effort_of(each))
             yield from (Ranked(replace(each.unnamed, near=near), 0.0, effort_of(each)) for near in (True, False))
 

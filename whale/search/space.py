@@ -73,10 +73,7 @@ class Space:
         """
         found = self._every() if self.is_small else self._in_a_row(seconds)
         for strategy in dict.fromkeys(found):
-            taken = Counter[Device]()
-            for replica in strategy.replicas:
-                taken.update(replica.taken)
-            if self._is_allowed(strategy) and (self.freedom.using is None or taken[self.freedom.using]):
+            if self._is_allowed(strategy) and (self.freedom.using is None or strategy.taken.get(self.freedom.using)):
                 yield from (Strategy(strategy.replicas, near=near) for near in self._rules(strategy))
 
     def turns(self, strategy: Strategy) -> tuple[Sequence[Order], Sequence[int]]:
