@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
+from typing import TypeVar
 
 from whale.errors import ClusterError
 from whale.estimate import StepEstimate
@@ -15,6 +16,8 @@ from whale.ir.cluster import Cluster, Device
 from whale.ir.plan import Plan
 from whale.planning.strategy import Strategy
 from whale.units import format_bytes, format_seconds
+
+Value = TypeVar("Value", float, Floats)
 
 SECONDS_PER_HOUR = 3600.0
 MILLION = 1_000_000
@@ -44,7 +47,7 @@ class Objective:
         assert per_hour is not None, "checked before the search"
         return self._sample(per_hour) * step.step_seconds
 
-    def likely(self, strategy: Strategy, seconds: Floats, held: Floats) -> Floats:
+    def likely(self, strategy: Strategy, seconds: Value, held: Value) -> Value:
         """Of a strategy, in closed form: from seconds of a step, and bytes on the fullest device."""
         if self.name == "memory":
             return held

@@ -20,6 +20,8 @@ from functools import cached_property
 from itertools import product
 from typing import Any
 
+import numpy as np
+
 from whale.config import Config
 from whale.config.keys import Shares
 from whale.errors import AnnotationError, WhaleError
@@ -222,33 +224,30 @@ class OpenSpace:
 
     def _likely(self, strategy: Strategy) -> float:
         """What the objective roughly says of a strategy, with its devices in the best order."""
-        if self._is_written:
-            own, order = strategy.num_micro_batch, self._order_of(strategy)
-            seconds = float(pipeline_seconds(order.schedule, [self._all_rows(own) / own] * 2, own, order.num_chunks))
-            return float(self.objective.likely(strategy, seconds, seconds))  # type: ignore[arg-type]
-        named = tuple(replica.names for replica in strategy.replicas if replica.names is not None)
         try:
-            found = [self._seconds(strategy, placed) for placed in ((named,) if named else self._placed(strategy))]
+            seconds = self._of_written(strategy) if self._is_written else self._of_scopes(strategy)
         except WhaleError:
             return math.inf
-        seconds = min(found, default=math.inf)
-        return float(self.objective.likely(strategy, seconds, seconds))  # type: ignore[arg-type]
+        return self.objective.likely(strategy, seconds, seconds)
 
-    def _all_rows(self, num_micro_batch: int) -> float:
-        """Seconds of the whole model for all rows, in so many micro-batches, on the first device."""
-        rows = self.forms.num_rows / num_micro_batch
-        sums = self.forms.planner.pieces.sums(self.prices.cluster.devices[0].kind, 1, rows)
-        device = sums.forward[:, -1] + sums.backward[:, -1]
-        return num_micro_batch * max(float(device[0] + rows * device[1]), float(sums.started_forward[-1] + sums.started_backward[-1]))
+    def _of_written(self, strategy: Strategy) -> float:
+        """Seconds of two ranks that each do the whole model on the first device: of written replicas no more is known before a plan."""
+        order, m = self._order_of(strategy), strategy.num_micro_batch
+        rows = np.array([self.forms.num_rows / m])
+        rank = float(self.forms.totals(self.prices.cluster.devices[0].kind, 1, rows)[0])
+        return float(pipeline_seconds(order.schedule, [rank, rank], m, order.num_chunks))
 
-    def _seconds(self, strategy: Strategy, placed: Sequence[Placed]) -> float:
-        """Seconds that a step roughly takes on these devices of each rank of each replica."""
-        return 1 / sum(1 / self._with_all_rows(strategy, replica) for replica in placed)
+    def _of_scopes(self, strategy: Strategy) -> float:
+        """Seconds that a step roughly takes on the devices that are named, or on those that are best."""
+        named = tuple(replica.names for replica in strategy.replicas if replica.names is not None)
+        every = (named,) if named else self._placed(strategy)
+        return min((1 / sum(1 / self._with_all_rows(strategy, replica) for replica in placed) for placed in every), default=math.inf)
 
     def _with_all_rows(self, strategy: Strategy, placed: Placed) -> float:
+        """Seconds of a replica that does all rows on these devices of each rank."""
         order, m, ranks = self._order_of(strategy), strategy.num_micro_batch, list[float]()
         for rank, names in enumerate(placed):
-            kinds = [self.prices.cluster.by_name[name].kind for name in names]
+            kinds = [self.prices.kinds[name] for name in names]
             ranks.append(1 / m / sum(self._speed(strategy, order, rank, kind, len(names)) for kind in kinds))
         return float(pipeline_seconds(order.schedule, ranks, m, order.num_chunks))
 

@@ -151,13 +151,13 @@ class FreeSpace:
                 first = counts[0] == 1 and orders[0] == self.freedom.orders[0]
                 self.num_strategies += (len(orders) * len(counts) - first * (len(orders) - 1)) * len(self.freedom.policies)
             seconds, held = self.forms.least(strategy)
-            yield float(self.objective.likely(strategy, np.array(seconds), np.array(held))), _Family(strategy, orders, counts)
+            yield self.objective.likely(strategy, seconds, held), _Family(strategy, orders, counts)
 
     def _relaxed(self, family: _Family) -> Floats:
         """The values of a family, if the model could be cut anywhere."""
         strategy, orders, counts = family.strategy, family.orders, family.counts
         seconds, held = self.forms.relaxed(strategy, orders, counts)
-        values = np.array(self.objective.likely(strategy, seconds, np.broadcast_to(held, seconds.shape)))
+        values = np.array(self.objective.likely(strategy, seconds, np.broadcast_to(held, seconds.shape)))  # a copy
         if counts[0] == 1 and orders[0] == self.freedom.orders[0]:
             values[1:, 0] = math.inf
         tasks = np.array([[order.num_chunks] for order in orders]) * np.array(counts) * sum(each.num_ranks for each in strategy.replicas)
@@ -186,7 +186,7 @@ class FreeSpace:
         for policy in self.freedom.policies:
             strategy = ordered(family.strategy, family.orders[order], self.freedom.orders[0], family.counts[place], policy)
             form = self.forms.of(strategy)
-            value = float(self.objective.likely(strategy, np.array(form.seconds), np.array(form.held)))
+            value = self.objective.likely(strategy, form.seconds, form.held)
             yield Ranked(strategy, value, effort_of(strategy, self.forms.places.num_looks(strategy)), form.lack)
 
 
