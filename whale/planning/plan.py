@@ -18,7 +18,7 @@ from whale.planning.annotations.taskgraphs import Annotations, assign_by_scopes,
 from whale.planning.collecting import without_collecting
 from whale.planning.cutting.pieces import Pieces
 from whale.planning.explain.choices import explain_choices, explain_step
-from whale.planning.explain.mixing import explain_apart, explain_joining, explain_mixing, keeps_apart, mixed_apart
+from whale.planning.explain.mixing import explain_joining, explain_mixing, explain_not_joined, keeps_apart, mixed_apart
 from whale.planning.pipeline.balance import MemoryShortage
 from whale.planning.pipeline.cut_points import find_cut_points
 from whale.planning.pipeline.placement import DevicePool, Placement
@@ -27,7 +27,7 @@ from whale.planning.pipeline.scheduling import PipelineShape, shape_pipeline
 from whale.planning.pricing import with_estimate
 from whale.planning.replicas.blocks import Block, assign_by_blocks, check_written_axes, count_by_rows, read_replicas
 from whale.planning.replicas.group_size import ChosenPlacement, choose_group
-from whale.planning.replicas.joining import join_replicas, needs_joining, why_apart, with_one_program
+from whale.planning.replicas.joining import join_replicas, needs_joining, why_not_joined, with_one_program
 from whale.planning.replicas.replica import make_replicas
 from whale.planning.replicas.solve import PricedPlacement, Solver, solve_together
 from whale.planning.shard.scattering import scatter_all
@@ -35,7 +35,7 @@ from whale.planning.shard.space import check_axes
 from whale.planning.shard.stage_price import StagePricing, make_scene
 from whale.planning.structure.stages import crossing_faults, find_batch_axes
 from whale.planning.structure.structure import analyse
-from whale.planning.verify.refused import decided_within, refuse_overfull
+from whale.planning.verify.refused import decide_in_memory, refuse_overfull
 from whale.planning.verify.verify import needs_axes, verify
 from whale.planning.written import state_plan
 from whale.units import format_seconds
@@ -84,7 +84,7 @@ def plan_as_set(prices: Prices, config: Config, num_rows: int, pool: DevicePool 
     own = DevicePool(prices.cluster, prices.cluster) if pool is None else pool
     planned = partial(_planned, config=config, num_rows=num_rows, pool=own)
     others = [partial(planned, depth=depth) for depth in OPEN_DEPTHS] if _is_depth_open(config) else []
-    return decided_within(prices, planned, *others)
+    return decide_in_memory(prices, planned, *others)
 
 
 def _is_depth_open(config: Config) -> bool:
@@ -298,13 +298,13 @@ def estimated_plan(
     if not needs_joining(replicas, prices):
         return estimated(replicas, borders)
     alike = with_one_program(replicas)
-    reason = why_apart(alike) if gather_rows else "communication.gather_rows is false"
+    reason = why_not_joined(alike) if gather_rows else "communication.gather_rows is false"
     if not reason:
         try:
             return estimated(join_replicas(alike, prices), borders, joined=alike)
         except PlanError as error:  # what is gathered may not fit in memory
             reason = error.message
-    return estimated(replicas, borders, not_joined=(explain_apart(reason),))
+    return estimated(replicas, borders, not_joined=(explain_not_joined(reason),))
 
 
 def _estimated(

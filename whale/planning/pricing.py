@@ -174,11 +174,11 @@ def cost_alone(prices: Prices, part: Part, name: str, num_rows: float, recompute
     """
     device = prices.cluster.by_name[name]
     forward, backward = prices.started(part, device, num_rows)
-    again = prices.again(part, recompute, device, num_rows)
+    repeated = prices.recomputing(part, recompute, device, num_rows)
     if prices.costs.offloads_activations and prices.training and not recompute.num_alive:
         copies = prices.copying(device, prices.away(part, recompute.segments))
         forward, backward = forward + copies, backward + copies
-    return DeviceCost(forward, backward + again, Line(), prices.part(part, recompute), prices.capacity(name))
+    return DeviceCost(forward, backward + repeated, Line(), prices.part(part, recompute), prices.capacity(name))
 
 
 def received_line(prices: Prices, part: PartCost, devices: Sequence[Sequence[str]], stage: int, index: int) -> Line:

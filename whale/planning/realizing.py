@@ -24,7 +24,7 @@ from whale.planning.replicas.solve import Solver, check_room, solve_together
 from whale.planning.shard.stage_price import StagePricing, kept_by
 from whale.planning.strategy import ReplicaSpec, Strategy
 from whale.planning.structure.structure import Structure, analyse
-from whale.planning.verify.refused import decided_within
+from whale.planning.verify.refused import decide_in_memory
 
 
 @dataclass(eq=False)
@@ -83,7 +83,7 @@ class Realizer:
         pipelines = [self.solver(replica, first).pipeline for replica in replicas]
         is_open = asked == "auto" and not any(any(pipeline.recomputed) for pipeline in pipelines)
         others = [partial(planned, policy=policy) for policy in OPEN_DEPTHS] if is_open else []
-        return decided_within(self.prices, partial(planned, policy=asked), *others)
+        return decide_in_memory(self.prices, partial(planned, policy=asked), *others)
 
     def _planned(self, replicas: Sequence[ReplicaSpec], policy: str | Shares, *, keeps: bool) -> EstimatedPlan:
         placed = [replica.names or () for replica in replicas]
@@ -119,9 +119,9 @@ class Realizer:
         return self._solvers[key]
 
     def _shape(self, replica: ReplicaSpec, widths: tuple[int, ...]) -> PipelineShape:
-        said = {"schedule": replica.schedule, "num_chunks": replica.num_chunks, "num_micro_batch": replica.num_micro_batch}
+        settings = {"schedule": replica.schedule, "num_chunks": replica.num_chunks, "num_micro_batch": replica.num_micro_batch}
         config = self.config.with_values(
-            {f"pipeline.{name}": value for name, value in said.items() if value is not None} | {"pipeline.num_stages": len(widths)}
+            {f"pipeline.{name}": value for name, value in settings.items() if value is not None} | {"pipeline.num_stages": len(widths)}
         )
         pipeline = shape_pipeline(config, None, len(widths))
         if max(widths) == 1:

@@ -147,7 +147,7 @@ class Simulation:
     def as_data(self) -> dict[str, Any]:
         """The figures as plain data; times in seconds, sizes in bytes."""
         step, even = self.step, self.even
-        told = {} if even is None else {"even": {"step_seconds": even.step_seconds, "speedup": self.speedup, "reason": even.reason}}
+        figures = {} if even is None else {"even": {"step_seconds": even.step_seconds, "speedup": self.speedup, "reason": even.reason}}
         return {
             "step_seconds": step.step_seconds,
             "samples_per_second": self.samples_per_second,
@@ -155,14 +155,14 @@ class Simulation:
             "exposed_communication": step.straggler.exposed,
             "devices": list(self._devices()),
             "bounds": dict(self.bounds),
-            **told,
+            **figures,
         }
 
     def _devices(self) -> Iterator[dict[str, Any]]:
         """Each device in use, by rank."""
-        told = {id(each): _figures(each, self.step.step_seconds) for each in self.step.devices}
+        figures = {id(each): _figures(each, self.step.step_seconds) for each in self.step.devices}
         for name in self.plan.devices:
-            yield {"name": name} | told[id(self.step.of(name))]
+            yield {"name": name} | figures[id(self.step.of(name))]
 
 
 def _figures(each: DeviceEstimate, step_seconds: float) -> dict[str, Any]:

@@ -108,12 +108,12 @@ class ReplicaSpec:
         widths = {rank.width for rank, _ in runs}
         if len(widths) == 1:
             split = f", each split over {max(widths)}" if self.is_split else ""
-            return f"{self.count} x ({' -> '.join(_said(rank.kind, number) for rank, number in runs)}{split})"
-        said = (_said(rank.kind, number) + (f" split over {rank.width}" if rank.width > 1 else "") for rank, number in runs)
-        return f"{self.count} x ({' -> '.join(said)})"
+            return f"{self.count} x ({' -> '.join(_counted_model(rank.kind, number) for rank, number in runs)}{split})"
+        texts = (_counted_model(rank.kind, number) + (f" split over {rank.width}" if rank.width > 1 else "") for rank, number in runs)
+        return f"{self.count} x ({' -> '.join(texts)})"
 
 
-def _said(kind: Device, number: int) -> str:
+def _counted_model(kind: Device, number: int) -> str:
     return f"{number} x {kind.model}" if number > 1 else kind.model
 
 
@@ -198,8 +198,8 @@ class Strategy:
             who = " + ".join(map(str, self.unnamed.replicas))
         order = own.schedule if own.num_ranks > 1 or (self.is_open and own.schedule) else None
         chunks = f" of {own.num_chunks} chunks" if order and (own.num_chunks or 1) > 1 else ""
-        again = f", recompute {own.recompute}" if own.recompute in ("none", "blocks", "full") else ""
-        return f"{who}{f', {order}{chunks}' if order else ''}, {counted(self.num_micro_batch, 'micro-batch')}{again}"
+        recompute = f", recompute {own.recompute}" if own.recompute in ("none", "blocks", "full") else ""
+        return f"{who}{f', {order}{chunks}' if order else ''}, {counted(self.num_micro_batch, 'micro-batch')}{recompute}"
 
 
 def strategy_of(plan: Plan, cluster: Cluster) -> Strategy | None:

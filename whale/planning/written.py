@@ -91,10 +91,10 @@ def state_plan(graph: ModelGraph, cluster: Cluster, config: Config, rows: int | 
 def _other_models(graph: ModelGraph, config: Config) -> Iterator[WhaleError]:
     """The models that the plan was written for and that are others than this, each once."""
     own = model_fingerprint(graph)
-    for said, block in {block.model: block for block in reversed(config.replicas)}.items():
-        if said not in (None, own):
+    for model, block in {block.model: block for block in reversed(config.replicas)}.items():
+        if model not in (None, own):
             yield ConfigError(
-                f"the plan was written for another model ({MODEL}: {said}, this model: {own})",
+                f"the plan was written for another model ({MODEL}: {model}, this model: {own})",
                 where=block.at(MODEL),
                 hint=f"write it again: whale plan ... --output FILE.yaml; without the line '{MODEL}' it works for any model with ops of "
                 "these names",

@@ -224,12 +224,12 @@ class _Adviser:
 
     def _unused(self, found: SearchResult, kind: Device) -> Advice:
         name, text = self.names[kind], found.objective.text
-        beside = next(self._with(found.others, kind), None) or self._best_with(kind)
-        if beside is None:
+        other = next(self._with(found.others, kind), None) or self._best_with(kind)
+        if other is None:
             return Advice(
                 "devices", name, f"leave the {name} out: no plan with them was found ({text(found.value)} without)", found.value, None
             )
-        value, step = beside
+        value, step = other
         numbers, ratio = self._numbers(found, value, found.value), value / found.value
         if ratio < 1 / WORTH:
             says = f"use the {name}: {1 / ratio:.2f}x, as a search of plans with them alone finds ({numbers})"

@@ -219,8 +219,8 @@ def _because(planned: Planned, zero: str, offload: str, reason: str) -> Planned:
         "activations": f" (of {sum(stages)} of {counted(len(stages), 'stage')})",
         "optimizer+parameters": f"{there}, {reads.count('host')} as ops read them)",
     }.get(offload, "")
-    said = Choice("memory", "state", f"memory.zero: {zero}, memory.offload: {offload}{part}", bound=reason)
-    return replace(plan, choices=(said, *plan.choices)), step
+    choice = Choice("memory", "state", f"memory.zero: {zero}, memory.offload: {offload}{part}", bound=reason)
+    return replace(plan, choices=(choice, *plan.choices)), step
 
 
 def _computes_again(plan: Plan, config: Config) -> bool:
@@ -272,21 +272,16 @@ def _with_figures_of(plan: Plan, step: StepEstimate) -> Plan:
     """The plan with what its step takes now: a cluster with other figures, or a profile, makes that another than it was."""
     if step.step_seconds == plan.step_seconds:
         return plan
-    said = Choice(
+    anew = Choice(
         "plan",
         "figures",
         f"{format_seconds(step.step_seconds)} per step",
         bound=f"what is known of the devices now; it was made, and its other reasons were told, at {format_seconds(plan.step_seconds)}",
     )
-    return _explained_anew(plan, step, said)
-
-
-def _explained_anew(plan: Plan, step: StepEstimate, *said: Choice) -> Plan:
-    """The plan with the figures of this estimate, and what they say."""
-    now = tuple(explain_step(step))
-    names = {choice.pass_name for choice in now}
-    kept = (choice for choice in plan.choices if choice.pass_name not in names)
-    return replace(with_figures(plan, step), choices=(*said, *kept, *now))
+    figures = tuple(explain_step(step))
+    passes = {choice.pass_name for choice in figures}
+    kept = (choice for choice in plan.choices if choice.pass_name not in passes)
+    return replace(with_figures(plan, step), choices=(anew, *kept, *figures))
 
 
 @contextmanager

@@ -94,15 +94,15 @@ class ClosedForms:
             kept, lanes = self._with(strategy, firsts, "none")
             if all(np.all(lane.held <= lane.rooms) for lane in lanes):
                 return kept
-            again, others = self._with(strategy, firsts, "auto")
+            recomputed, others = self._with(strategy, firsts, "auto")
         except WhaleError:  # it cannot be cut so
             return ClosedForm(math.inf, math.inf, math.inf)
         share = 0.0
         for lane, other in zip(lanes, others, strict=True):
             over, freed = lane.held - lane.rooms, np.maximum(lane.held - other.held, 1.0)
             share = max(share, float(np.max(np.minimum(over / freed, over / lane.rooms / self.unsure(strategy)))))
-        seconds = kept.seconds + min(1.0, share) * max(0.0, again.seconds - kept.seconds)
-        return ClosedForm(seconds, min(kept.lack, again.lack), again.held)
+        seconds = kept.seconds + min(1.0, share) * max(0.0, recomputed.seconds - kept.seconds)
+        return ClosedForm(seconds, min(kept.lack, recomputed.lack), recomputed.held)
 
     def unsure(self, strategy: Strategy) -> float:
         """On few devices a strategy is planned though it holds more than there is room for, by the closed form, by up to this share."""
@@ -142,11 +142,11 @@ class ClosedForms:
             rows = taken / m
             rank = 1 / sum(number / self.totals(each.kind, each.width, rows) for each, number in replica.numbers.items())
             idle, alive = self._turns(tuple(orders), tuple(counts), p)
-            kept, again = points.kept_fixed[-1] + points.kept_per_row[-1] * rows, np.ones_like(speeds)
+            kept, recomputed = points.kept_fixed[-1] + points.kept_per_row[-1] * rows, np.ones_like(speeds)
             overflows = points.parameters[0, -1] + alive * kept > self.room(replica)
-            again[overflows | np.array([[order.recomputes] for order in orders])] += self._shares[0]
+            recomputed[overflows | np.array([[order.recomputes] for order in orders])] += self._shares[0]
             uneven = 1 + p * np.array([[order.num_chunks] for order in orders]) / (2 * points.num_units)
-            passes = (m + idle) * rank * again * uneven
+            passes = (m + idle) * rank * recomputed * uneven
             narrowest = min(each.width for each in replica.numbers)
             if p > 1:
                 hops = self.places.hops(own)
@@ -286,13 +286,13 @@ class ClosedForms:
             start, stop = units[stage], units[stage + 1]
             sums = pieces.sums(ranks[rank].kind, ranks[rank].width, float(about), where[rank])
             own = np.stack([each[:, stop] - each[:, start] for each in (sums.forward, sums.backward, sums.weights)])
-            again = 1.0 if pipeline.recomputed[stage] else solver.policy.share(stage)
+            recomputed = 1.0 if pipeline.recomputed[stage] else solver.policy.share(stage)
             away = sums.away[:, stop] - sums.away[:, start]
-            own[:2] -= min(1.0, again) * away  # what is computed again does not go there
-            own[1] += again * own[0]
+            own[:2] -= min(1.0, recomputed) * away  # what is computed again does not go there
+            own[1] += recomputed * own[0]
             repeated[rank] = float(pipeline.recomputed[stage] > 0)
             host = np.array([each[stop] - each[start] for each in (sums.started_forward, sums.started_backward)])
-            host[1] += again * host[0]
+            host[1] += recomputed * host[0]
             if defers:
                 waiting = self.planner.prices.waiting(self.planner.prices.cluster.by_name[placed[rank][0]], about)
                 count = sums.waiting[stop] - sums.waiting[start]

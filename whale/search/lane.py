@@ -28,7 +28,7 @@ class Lane:
         pipeline: its shape.
         times: of the ranks, about a number of rows of a micro-batch: F, B, W as lines, ``[3, 2, ranks]``.
         hosts: likewise of the host that starts F and B, ``[2, ranks]``.
-        again: of each rank the share of F that B has again, by itself.
+        recomputed: of each rank the share of F that B has again, by itself.
         hops: seconds of what crosses from each rank to the next, one way, in the mean of all chunks, and of the link where all devices
             send, for all chunks: as lines, ``[2, 2, ranks]``.
         places: the rank of each stage, and its pieces.
@@ -40,7 +40,7 @@ class Lane:
     pipeline: PipelineShape
     times: Floats
     hosts: Floats
-    again: Floats
+    recomputed: Floats
     hops: Floats
     places: tuple[tuple[int, int, int], ...]
     about: int
@@ -71,8 +71,8 @@ class Lane:
         m, v = pipeline.num_micro_batch, pipeline.num_chunks
         hops = self.hops[0, 0, :, None] + self.hops[0, 1, :, None] * (rows / m)
         alive = np.array(pipeline.in_flight[: pipeline.num_ranks], dtype=np.float64)[:, None]
-        again = self.again[:, None] * forward
-        return idle_seconds(pipeline.schedule, forward, backward, weights, m, v, again=again, hops=hops, alive=alive)
+        recomputed = self.recomputed[:, None] * forward
+        return idle_seconds(pipeline.schedule, forward, backward, weights, m, v, recomputed=recomputed, hops=hops, alive=alive)
 
     def ends(self, rows: float) -> tuple[float, Floats]:
         """Seconds of all micro-batches of a step of so many rows, and when each rank ends its last backward pass, or weight gradients."""

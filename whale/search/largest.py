@@ -162,10 +162,10 @@ def largest(depths: Depths, config: Config, tell: Callable[[str], None]) -> Iter
         settings = config.with_values({"memory.zero": zero, "memory.offload": offload})
         settings = settings.with_values({"planning.effort": min(config.planning.effort, _EFFORT)})
 
-        def said(depth: int, state: str = f"memory.zero {choice_text(zero)}, memory.offload {offload}") -> None:
+        def tell_depth(depth: int, state: str = f"memory.zero {choice_text(zero)}, memory.offload {offload}") -> None:
             tell(f"{depth} blocks, {state}")
 
-        own = _State(depths, settings, said, known)
+        own = _State(depths, settings, tell_depth, known)
         try:
             least = own.deepest(least)
         except PlanError as error:

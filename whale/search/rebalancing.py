@@ -66,8 +66,8 @@ class PlanMove:
         return not self.against
 
     def __str__(self) -> str:
-        said = f"predicted {format_seconds(self.stay_seconds)} per step as it is, {format_seconds(self.move_seconds)} under another plan"
-        return f"{said}, and {format_duration(self.cost_seconds)} to move"
+        text = f"predicted {format_seconds(self.stay_seconds)} per step as it is, {format_seconds(self.move_seconds)} under another plan"
+        return f"{text}, and {format_duration(self.cost_seconds)} to move"
 
 
 def best_move(

@@ -109,8 +109,8 @@ class SearchResult:
             raise ConfigError(f"there is no runner-up {number}; the search has {len(self.others)}")
         own = self.others[number - 1]
         plan, step = own.estimated.finished()
-        said = Choice("search", f"runner-up {number}", str(own), bound=f"the best is {self.best}")
-        return replace(plan, choices=(said, *plan.choices)), step
+        choice = Choice("search", f"runner-up {number}", str(own), bound=f"the best is {self.best}")
+        return replace(plan, choices=(choice, *plan.choices)), step
 
     def __str__(self) -> str:
         return str(self.best)

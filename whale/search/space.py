@@ -263,10 +263,10 @@ def _rows(names: Sequence[str]) -> Iterator[tuple[tuple[str, ...], ...]]:
     first, others = names[0], names[1:]
     yield from _rows(others)  # the first stays idle
     for size in range(len(others) + 1):
-        for beside in permutations(others, size):
-            rest = [name for name in others if name not in beside]
+        for chosen in permutations(others, size):
+            rest = [name for name in others if name not in chosen]
             for place in range(size + 1):
-                own = (*beside[:place], first, *beside[place:])
+                own = (*chosen[:place], first, *chosen[place:])
                 yield from ((own, *more) for more in _rows(rest))
 
 

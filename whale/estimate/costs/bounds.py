@@ -32,8 +32,14 @@ RECOMPUTED_SHARE = 3 / 4
 
 def bubble_share(schedule: str, num_chunks: int = 1) -> float:
     """The part of the time per micro-batch of the ranks before it that passes while a rank cannot compute."""
-    again = dict.fromkeys(("recompute_early", "last_no_recompute", "shifted_critical_path"), RECOMPUTED_SHARE)
-    shares = again | {"zb_h1": FORWARD_SHARE, "zb_h2": FORWARD_SHARE, "zb_v": 0.0, "interleaved": 1 / num_chunks, "aiao": 1 / num_chunks}
+    recomputed = dict.fromkeys(("recompute_early", "last_no_recompute", "shifted_critical_path"), RECOMPUTED_SHARE)
+    shares = recomputed | {
+        "zb_h1": FORWARD_SHARE,
+        "zb_h2": FORWARD_SHARE,
+        "zb_v": 0.0,
+        "interleaved": 1 / num_chunks,
+        "aiao": 1 / num_chunks,
+    }
     shares["aiao_early_loss"] = shares["aiao"]
     return shares.get(schedule, 1.0)
 
@@ -46,7 +52,7 @@ def idle_seconds(
     num_micro_batch: Floats | int,
     num_chunks: int = 1,
     *,
-    again: Floats | float = 0.0,
+    recomputed: Floats | float = 0.0,
     hops: Floats | float = 0.0,
     alive: Floats | None = None,
     num_ranks: int | None = None,
@@ -66,7 +72,7 @@ def idle_seconds(
         forward, backward, weights: seconds of one micro-batch over all chunks, ``[ranks, cases]``; `weights` is the part of `backward` that
             is weight gradients.
         num_micro_batch: of a step; one for all cases, or of each.
-        again: the part of `backward` that is computed again by itself.
+        recomputed: the part of `backward` that is computed again by itself.
         hops: seconds of a message from each rank to the next.
         alive: per rank, micro-batches that are in flight at most, ``[ranks, 1]``; None where nothing waits for them.
         num_ranks: where several ranks stand in one row, added up.
@@ -94,7 +100,7 @@ def idle_seconds(
         found = np.maximum(before(np.maximum(forward, inputs)) / 2, slack) + 4 * hops.sum(axis=0) + UNEVEN * p * mean(own)
         return found
     sooner = {"recompute_early": 0, "last_no_recompute": 2, "shifted_critical_path": 3}.get(schedule)
-    there = own if sooner is None else own - again
+    there = own if sooner is None else own - recomputed
     spare, filling = backward, np.zeros_like(forward)
     if schedule == "zb_h1":
         found, there, filling = (
@@ -114,7 +120,7 @@ def idle_seconds(
         full = np.maximum(0.0, after - (alive - 1) * forward) + np.maximum(0.0, after - (alive - 1) * spare)
         back = np.where(m > alive, full, np.maximum(0.0, after - (np.minimum(m, alive) - 1) * filling))
         found = found + back + np.maximum(0, m - alive) * np.maximum(0.0, (there + after) / alive - own)
-    return found if sooner is None else np.maximum(0.0, found - sooner * again)
+    return found if sooner is None else np.maximum(0.0, found - sooner * recomputed)
 
 
 def exposed_sync(

@@ -292,7 +292,7 @@ class _Links:
         for link, count in self._transfers[number].links:
             self._loads[link] += count
             self._on[link][number] = None
-        return self._settle(number, now)
+        return self._new_ends(number, now)
 
     def remove(self, number: int, now: float) -> list[tuple[int, float]]:
         """Ends a transfer; returns when others that became faster would end."""
@@ -300,9 +300,10 @@ class _Links:
         for link, count in self._transfers[number].links:
             self._loads[link] -= count
             del self._on[link][number]
-        return self._settle(number, now)
+        return self._new_ends(number, now)
 
-    def _settle(self, number: int, now: float) -> list[tuple[int, float]]:
+    def _new_ends(self, number: int, now: float) -> list[tuple[int, float]]:
+        """The transfers on the links of one whose rates change, with the times at which they now end."""
         touched = {other: None for link, _ in self._transfers[number].links for other in self._on[link]}
         ends = []
         for other in touched:

@@ -151,8 +151,8 @@ def kept_names(
         segments: the runs, which do not overlap.
     """
     runs = [frozenset(segment) for segment in segments]
-    again = frozenset().union(*runs)
-    left = dict.fromkeys(name for op in ops if op not in again for name in kept.get(op, ()))
+    repeated = frozenset().union(*runs)
+    left = dict.fromkeys(name for op in ops if op not in repeated for name in kept.get(op, ()))
     for run in runs:
         read = (graph.storage[source] for op in run for source in graph.by_name[op].inputs if source not in run)
         left |= dict.fromkeys(name for name in read if graph.by_name[name].kind == "call")

@@ -148,11 +148,11 @@ class Prices:
 
     def away(self, part: Part, segments: Sequence[tuple[str, ...]]) -> Line:
         """Bytes of what a stage keeps for one micro-batch where that waits on the host; what arrives stays on the device."""
-        graph, again = self.graph, frozenset(name for segment in segments for name in segment)
+        graph, repeated = self.graph, frozenset(name for segment in segments for name in segment)
         arriving = {graph.storage[name] for name in part.arriving}
         names = kept_names(graph, part.ops, self.kept, segments)[0]
         own = size_line(self.outputs, (name for name in names if name not in arriving))
-        return own + places_line(graph, self.outputs, (name for name in part.ops if name not in again))
+        return own + places_line(graph, self.outputs, (name for name in part.ops if name not in repeated))
 
     def copying(self, device: Device, num_bytes: Line) -> Started:
         """Seconds of bringing so many bytes to the memory of a device's host, or back."""
@@ -396,19 +396,19 @@ class Prices:
     def _price_part(self, part: Part, recompute: Recompute) -> PartCost:
         names, inside = self.kept_names(part.ops, recompute.segments, recompute.num_alive)
         crossing = dict.fromkeys(part.crossing(self.graph)) if self.training else {}
-        activation, again = (
+        activation, repeated = (
             size_line(self.outputs, names | crossing) + self._places(part, recompute),
             largest_line(self.outputs, inside),
         )
         if recompute.num_alive:
-            activation, again = size_line(self.outputs, crossing), activation * recompute.num_alive
-        apart = kept_for_weights(self.graph, part.ops) if self.training and not recompute.num_alive else ()
+            activation, repeated = size_line(self.outputs, crossing), activation * recompute.num_alive
+        deferred = kept_for_weights(self.graph, part.ops) if self.training and not recompute.num_alive else ()
         return PartCost(
             parameter_bytes=sum(self.parameter_bytes(name) for name in part.parameters)
             - (self.let_go(sum(self.held(name).gradient for name in part.parameters)) if self.sums_at_once else 0),
             activation=activation,
-            for_weights=size_line(self.outputs, apart),
-            working=working_line(self.outputs, part.ops) + again + self._on_the_way(part),
+            for_weights=size_line(self.outputs, deferred),
+            working=working_line(self.outputs, part.ops) + repeated + self._on_the_way(part),
             sends=tuple((source, *self._both_ways(tensors)) for source, tensors in part.received),
         )
 
@@ -462,7 +462,7 @@ class Prices:
             known = self._links[hosts] = self.cluster.link(a, b)
         return known
 
-    def again(self, part: Part, recompute: Recompute, device: Device, num_rows: float) -> Started:
+    def recomputing(self, part: Part, recompute: Recompute, device: Device, num_rows: float) -> Started:
         """What a part computes a second time, by rows about a number of them."""
         if recompute.num_alive:
             return self.started(part, device, num_rows)[0]

@@ -129,7 +129,7 @@ class _Changes:
 
     def over(self, times: Sequence[tuple[float, float]]) -> None:
         """Writes down all of them, the computations being at these times."""
-        again = {(each.action.stage, each.action.micro_batch) for each in self.order if each.action.kind is Kind.RECOMPUTE}
+        recomputed = {(each.action.stage, each.action.micro_batch) for each in self.order if each.action.kind is Kind.RECOMPUTE}
         goes_back = {each.action.stage for each in self.order if each.action.kind in _BACKWARD}
         found, rows = self.found, self.worker.rows
         self._sums(times)
@@ -140,13 +140,13 @@ class _Changes:
                     found.waits("gradients", [Waiting(self.worker.stages[0], self.worker.casts, *ends)])
                 continue
             assert micro_batch is not None
-            is_again = (stage, micro_batch) in again
-            key = stage, kind, rows[micro_batch], is_again
+            is_recomputed = (stage, micro_batch) in recomputed
+            key = stage, kind, rows[micro_batch], is_recomputed
             own = self._known.get(key)
             if own is None:
                 is_first = (stage, kind) not in self._passed
                 work = work_of(self.worker, each.action)
-                made = self._of(kind, stage, work, is_again=is_again, is_first=is_first, goes_back=stage in goes_back)
+                made = self._of(kind, stage, work, is_recomputed=is_recomputed, is_first=is_first, goes_back=stage in goes_back)
                 changes = [each for each in made if each[1]]
                 own = [end for end, *_ in changes], [change for _, change, _ in changes], [found.numbered(what) for *_, what in changes]
                 self._passed.add((stage, kind))
@@ -172,28 +172,28 @@ class _Changes:
             found.adds(last.get(stage, step)[1 if stage in last else 0], -num_bytes, ("gradients", stage))
         found.adds(step[0], -worker.freed_last, ("gradients", first))
 
-    def _of(self, kind: Kind, stage: int, work: Work, *, is_again: bool, is_first: bool, goes_back: bool) -> Iterator[_Change]:
+    def _of(self, kind: Kind, stage: int, work: Work, *, is_recomputed: bool, is_first: bool, goes_back: bool) -> Iterator[_Change]:
         """The changes of one computation."""
         if kind is Kind.FORWARD:
-            yield from _during("working", stage, work.beside.forward)
+            yield from _during("working", stage, work.memory.forward)
             if goes_back:
-                yield _START, work.left if is_again else work.kept, ("activations", stage)
+                yield _START, work.left if is_recomputed else work.kept, ("activations", stage)
         elif kind is Kind.RECOMPUTE:
-            yield from _during("working", stage, work.beside.again)
+            yield from _during("working", stage, work.memory.recompute)
             yield _START, work.kept - work.left, ("recomputed", stage)
         elif kind is Kind.BACKWARD_WEIGHT:
             yield from self._weights(stage, work, is_first=is_first)
         else:
-            yield from self._backward(stage, work, kind, is_again=is_again, is_first=is_first)
+            yield from self._backward(stage, work, kind, is_recomputed=is_recomputed, is_first=is_first)
 
-    def _backward(self, stage: int, work: Work, kind: Kind, *, is_again: bool, is_first: bool) -> Iterator[_Change]:
+    def _backward(self, stage: int, work: Work, kind: Kind, *, is_recomputed: bool, is_first: bool) -> Iterator[_Change]:
         """A B or I, all the time as it is when it has most."""
-        fullest, own = work.beside.first if is_first else work.beside.later, _let_go(is_again)
+        fullest, own = work.memory.first if is_first else work.memory.later, _let_go(is_recomputed)
         yield _START, -fullest.freed, (own, stage)
         yield from _during("working", stage, fullest.working)
         yield from _during("recomputed", stage, fullest.recomputed)
-        yield _END, -(work.kept - (work.left if is_again else 0.0) - fullest.freed), (own, stage)
-        if is_again:
+        yield _END, -(work.kept - (work.left if is_recomputed else 0.0) - fullest.freed), (own, stage)
+        if is_recomputed:
             yield _END, -work.left, ("activations", stage)
         if kind is Kind.BACKWARD_INPUT:
             yield from _during("gradients", stage, fullest.gradients)
@@ -206,21 +206,21 @@ class _Changes:
     def _weights(self, stage: int, work: Work, *, is_first: bool) -> Iterator[_Change]:
         """A W: all that it waited with is there to its end."""
         if not is_first:
-            yield from _during("working", stage, work.beside.weight)
+            yield from _during("working", stage, work.memory.weight)
         else:
             yield _START, self._make(work), ("gradients", stage)
         yield _END, -work.for_weights, ("activations", stage)
 
     def _make(self, work: Work) -> float:
         """The gradients that a stage makes first: of a parameter that several stages of the device hold, one of them does."""
-        made = min(work.beside.gradients, self.worker.apart - self._given)
+        made = min(work.memory.gradients, self.worker.apart - self._given)
         self._given += made
         return made
 
 
-def _let_go(is_again: bool) -> What:
+def _let_go(is_recomputed: bool) -> What:
     """What a backward pass lets go as it goes on."""
-    return "recomputed" if is_again else "activations"
+    return "recomputed" if is_recomputed else "activations"
 
 
 def _during(what: What, stage: int, num_bytes: float) -> Iterator[_Change]:

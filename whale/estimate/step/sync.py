@@ -202,25 +202,25 @@ class Brought:
 
     Attributes:
         forward, backward: seconds.
-        beside: seconds over the link of the host, while ops compute.
+        overlapped: seconds over the link of the host, while ops compute.
         num_bytes: at most: weights that are there, and those on their way.
     """
 
     forward: float = 0.0
     backward: float = 0.0
-    beside: float = 0.0
+    overlapped: float = 0.0
     num_bytes: float = 0.0
 
     def __call__(self, work: Work) -> Work:
         """The work of the stage with it."""
         if not self.num_bytes:
             return work
-        beside, more = work.beside, self.num_bytes
-        first, later = (replace(each, working=each.working + more) for each in (beside.first, beside.later))
-        again = beside.again + more if beside.again else 0.0
-        beside = replace(beside, forward=beside.forward + more, again=again, first=first, later=later)
-        backward = work.backward_input + max(0.0, self.beside - work.backward_input - work.backward_weight) + self.backward
-        return replace(work, forward=max(work.forward, self.beside) + self.forward, backward_input=backward, beside=beside)
+        memory, more = work.memory, self.num_bytes
+        first, later = (replace(each, working=each.working + more) for each in (memory.first, memory.later))
+        recompute = memory.recompute + more if memory.recompute else 0.0
+        memory = replace(memory, forward=memory.forward + more, recompute=recompute, first=first, later=later)
+        backward = work.backward_input + max(0.0, self.overlapped - work.backward_input - work.backward_weight) + self.backward
+        return replace(work, forward=max(work.forward, self.overlapped) + self.forward, backward_input=backward, memory=memory)
 
 
 class Gathering:
@@ -250,9 +250,9 @@ class Gathering:
             return Brought()
         forward, backward = (self._exposed(device, own.get(stage, ())) for own in (visits.forward, visits.backward))
         order = visits.forward.get(stage, ())
-        beside = sum(self._seconds[number][device] for number in order) - forward
+        overlapped = sum(self._seconds[number][device] for number in order) - forward
         there = sum(self._buckets[number].num_bytes for number in visits.throughout)
-        return Brought(forward, backward, beside, there + self._most(order))
+        return Brought(forward, backward, overlapped, there + self._most(order))
 
     def _exposed(self, device: str, order: Sequence[int]) -> float:
         """Seconds that nothing hides: of the first bucket, and of those that do not come over a link of the device alone."""

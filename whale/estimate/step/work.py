@@ -13,10 +13,10 @@ from whale.estimate.costs.line import Line, Started
 from whale.estimate.memory.forms import BridgedTensor
 from whale.estimate.memory.memory import kept_for_weights, kept_names, places_line, size_line, state_bytes
 from whale.estimate.memory.passes import Fullest, Passes
-from whale.estimate.prices.again import Again
 from whale.estimate.prices.collective_costs import CollectiveCosts, StagePlace, halved, messages_of
 from whale.estimate.prices.part import Part
 from whale.estimate.prices.prices import Prices
+from whale.estimate.prices.repeated import RepeatedBridges
 from whale.ir.cluster import Device, Link
 from whale.ir.graph import ModelGraph
 from whale.ir.plan import ParameterState, Shard
@@ -63,14 +63,14 @@ class PassMemory:
     Attributes:
         gradients: of parameters whose gradients are in no bucket, from the first backward pass of a step on.
         forward: that F has at most beyond what it leaves.
-        again: likewise of R.
+        recompute: likewise of R.
         first, later: B (or I) when it has most, in the first of a step and in others.
         weight: of the largest weight gradient, where W makes it.
     """
 
     gradients: float = 0.0
     forward: float = 0.0
-    again: float = 0.0
+    recompute: float = 0.0
     first: Fullest = _NOTHING
     later: Fullest = _NOTHING
     weight: float = 0.0
@@ -86,7 +86,7 @@ class Work:
         kept: bytes from F to B (or I): activations, and what was received and handed on.
         left: bytes from F to R where the whole stage is computed again.
         for_weights: bytes from I to W.
-        beside: what its passes have beside these.
+        memory: what its passes have beside these.
         own_forward, own_backward: seconds of F (and of R), and of B or I and W together, of its own ops alone: without what is exchanged
             in a split group, and without waiting for it.
         away: bytes from F to B (or I) in the memory of the host.
@@ -100,7 +100,7 @@ class Work:
     kept: float
     left: float
     for_weights: float
-    beside: PassMemory
+    memory: PassMemory
     away: float = 0.0
 
 
@@ -133,7 +133,7 @@ class Works:
     _known: dict[tuple[StageKey, tuple[Device, ...], tuple[Link, ...], int, int, float], Work] = field(default_factory=dict, init=False)
     _memory: dict[tuple[StageKey, int, int, float], tuple[float, float, float, PassMemory, float]] = field(default_factory=dict, init=False)
     _groups: dict[tuple[StageKey, tuple[Device, ...], tuple[Link, ...], int], _InGroup] = field(default_factory=dict, init=False)
-    _agains: dict[StageKey, Again] = field(default_factory=dict, init=False)
+    _repeats: dict[StageKey, RepeatedBridges] = field(default_factory=dict, init=False)
 
     def of(self, key: StageKey, group: Sequence[str], position: int, num_rows: int, spared: float = 0.0) -> Work:
         """The work of one device.
@@ -166,18 +166,18 @@ class Works:
         return Work(forward, inputs, weights, own[0], own[1] + own[2], *self._memory[there])
 
     def _in_memory(self, key: StageKey, position: int, num_rows: int, spared: float) -> tuple[float, float, float, PassMemory, float]:
-        """Bytes of `Work`: kept, left, for_weights, beside, away."""
+        """Bytes of `Work`: kept, left, for_weights, memory, away."""
         prices = self._prices(key, position)
         copies, forms = Line(), tuple[BridgedTensor, ...]()
         if key.shards:
-            again = self._again(key)
-            copies, forms = again.copies(position), again.forms(position, num_rows)
+            repeated = self._repeating(key)
+            copies, forms = repeated.copies(position), repeated.forms(position, num_rows)
         names = frozenset(kept_names(prices.graph, key.part.ops, prices.kept, key.segments)[0]) if prices.training else None
         away = 0.0
         if names is not None and key.offloads:
             away = self._away(prices, key, position).at(num_rows)
             names, copies, forms = frozenset(), Line(), tuple(replace(form, is_kept=False) for form in forms)
-        return *_kept(prices, key, num_rows, names, copies), self._beside(prices, key, num_rows, names, forms, spared), away
+        return *_kept(prices, key, num_rows, names, copies), self._pass_memory(prices, key, num_rows, names, forms, spared), away
 
     def _in_group(self, key: StageKey, group: Sequence[str], num_rows: int) -> _InGroup:
         """`_together`, once for all positions of equal groups."""
@@ -197,7 +197,7 @@ class Works:
 
     def _away(self, prices: Prices, key: StageKey, position: int) -> Line:
         """Bytes that a device keeps on the host for one micro-batch, by rows; `prices` are of its own part of the ops."""
-        return prices.away(key.part, key.segments) + (self._again(key).copies(position) if key.shards else Line())
+        return prices.away(key.part, key.segments) + (self._repeating(key).copies(position) if key.shards else Line())
 
     def _alone(self, prices: Prices, key: StageKey, device: str, num_rows: int, position: int = 0) -> tuple[Started, Started, Started]:
         """F, I and W of the ops alone."""
@@ -213,12 +213,12 @@ class Works:
         return forward, inputs, found.started_backward(index, weights) + waiting
 
     def _together(self, key: StageKey, group: Sequence[str], num_rows: int) -> _InGroup:
-        bridges, again = self._bridges(key), tuple(self._again(key).exchanged())
+        bridges, repeated_bridges = self._bridges(key), tuple(self._repeating(key).exchanged())
         collective_costs = CollectiveCosts(self.prices, StagePlace((tuple(group),), num_rows, 1, 1))
         passes, own = [], []
         for place, name in enumerate(group):
             device = self.prices.cluster.by_name[name]
-            (there, back), (repeated, _) = collective_costs.started(bridges, device), collective_costs.started(again, device)
+            (there, back), (repeated, _) = collective_costs.started(bridges, device), collective_costs.started(repeated_bridges, device)
             alone = self._alone(self._prices(key, place), key, name, num_rows, place)
             own.append(_at(alone, num_rows))
             passes.append((alone[0] + there, alone[1] + (back + repeated), alone[2]))
@@ -231,7 +231,7 @@ class Works:
         there_seconds, back_seconds, late = _at((forward, both, weights), num_rows)
         return _InGroup((there_seconds, back_seconds - late, late), tuple(own))
 
-    def _beside(
+    def _pass_memory(
         self, prices: Prices, key: StageKey, num_rows: int, names: frozenset[str] | None, forms: tuple[BridgedTensor, ...], spared: float
     ) -> PassMemory:
         """What passes have beside what is kept.
@@ -263,8 +263,8 @@ class Works:
         later = passes.backward(is_first=False, defers_weights=key.defers_weights)
         first = passes.backward(is_first=True, defers_weights=key.defers_weights, spared=spared) if passes.gradients else later
         forward = passes.forward(crossing if key.recomputes else kept)
-        again = passes.forward(kept) if key.recomputes else 0.0
-        return PassMemory(passes.gradients, forward, again, first, later, passes.largest_gradient if key.defers_weights else 0.0)
+        recompute = passes.forward(kept) if key.recomputes else 0.0
+        return PassMemory(passes.gradients, forward, recompute, first, later, passes.largest_gradient if key.defers_weights else 0.0)
 
     def _divided(self, key: StageKey) -> frozenset[str]:
         """The losses that have parts of their classes."""
@@ -282,11 +282,11 @@ class Works:
     def _bridges(self, key: StageKey) -> tuple[Bridge, ...]:
         return self.prices.bridges(key.part.ops, key.shards, key.part.returned(self.prices.graph))
 
-    def _again(self, key: StageKey) -> Again:
-        if key not in self._agains:
+    def _repeating(self, key: StageKey) -> RepeatedBridges:
+        if key not in self._repeats:
             labels = self.prices.labels(key.part.ops, key.shards)
-            self._agains[key] = Again(self.prices, labels, self._bridges(key), key.segments)
-        return self._agains[key]
+            self._repeats[key] = RepeatedBridges(self.prices, labels, self._bridges(key), key.segments)
+        return self._repeats[key]
 
 
 def first_alike(shards: Sequence[Shard], position: int, kinds: Sequence[Device] = ()) -> int:
@@ -316,7 +316,7 @@ def _kept(prices: Prices, key: StageKey, num_rows: int, names: frozenset[str] | 
         return 0.0, 0.0, 0.0
     graph, sizes = prices.graph, prices.outputs
     crossing = key.part.crossing(graph)
-    again = frozenset(name for run in key.segments for name in run)
-    places = places_line(graph, sizes, (name for name in key.part.ops if name not in again and not key.offloads))
+    repeated = frozenset(name for run in key.segments for name in run)
+    places = places_line(graph, sizes, (name for name in key.part.ops if name not in repeated and not key.offloads))
     kept, left = size_line(sizes, names.union(crossing)) + places + copies, size_line(sizes, crossing)
     return kept.at(num_rows), left.at(num_rows), size_line(sizes, kept_for_weights(graph, key.part.ops)).at(num_rows)

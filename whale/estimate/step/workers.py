@@ -132,7 +132,7 @@ class Workers:
                     self._published.setdefault(owner, []).append(bucket.num_bytes)
         let_go = frozenset(name for bucket in buckets.summed if bucket.form.sharding == "owners" for name in bucket.names)
         self._works = Works(prices, plan.state_of, bucketed)
-        self._held = _Held(prices, plan, bucketed, let_go)
+        self._held = _ParameterMemory(prices, plan, bucketed, let_go)
         self._rows = plan.all_micro_batch_rows(plan.planned_rows)
         self._of_kind: dict[int, set[tuple[int | None, Kind]]] = {}
         self._in_flight: dict[int, tuple[int, ...]] = {}
@@ -282,7 +282,7 @@ class _State:
     on_host: float
 
 
-class _Held:
+class _ParameterMemory:
     """Bytes of parameters on a device, with what training keeps beside them."""
 
     def __init__(self, prices: Prices, plan: Plan, bucketed: frozenset[str], let_go: frozenset[str]) -> None:

@@ -145,19 +145,19 @@ def _host_beside_layers(graph: ModelGraph, by_path: Mapping[tuple[str, ...], Sco
 
     What has no parameters (a residual between two scopes) joins its neighbours and makes no such case.
     """
-    beside: dict[tuple[str, ...], Op] = {}
+    layers: dict[tuple[str, ...], Op] = {}
     for op in graph.ops:
         if op.kind == "call" and op.scope and any(graph.by_name[source].kind == "parameter" for source in op.inputs):
-            beside.setdefault(_keys(effective_path(op.scope)), op)
+            layers.setdefault(_keys(effective_path(op.scope)), op)
     for keys in sorted(by_path, key=len, reverse=True):
         node = by_path[keys]
-        if not node.inner or keys not in beside:
+        if not node.inner or keys not in layers:
             continue
         inside = [by_path[below] for below in by_path if len(below) > len(keys) and below[: len(keys)] == keys]
         stated = node.scope.device_count or next((each.scope.device_count for each in inside if each.scope.device_count), None)
         for each in inside:
             if each.scope.device_count not in (None, stated):
-                yield _two_readings(node.scope, each.scope, beside[keys])
+                yield _two_readings(node.scope, each.scope, layers[keys])
         node.hosted = [leaf for child in node.inner.values() for leaf in child.leaves]
         for leaf in node.hosted:
             leaf.hosted = []

@@ -236,16 +236,16 @@ def _sums(tables: StageTables, stage: int, placed: Placed, num_rows: int, places
 def _least(sums: Sequence[Sums], num_units: int, fits: Callable[[int, int, int], bool] | None) -> list[int] | None:
     totals = [own[-1] for own in sums]
     most = max(totals)
-    found = _within(sums, num_units, most, fits)
+    found = _bounds_below(sums, num_units, most, fits)
     if found is None:
         return None
     low, high = 0.0, 1 / sum(1 / max(total, 1e-30) for total in totals)
-    while (nearer := _within(sums, num_units, high, fits)) is None:
+    while (nearer := _bounds_below(sums, num_units, high, fits)) is None:
         low, high = high, min(1.5 * high, most)
     found = nearer
     while high - low > TIME_TOLERANCE * high:
         middle = (low + high) / 2
-        nearer = _within(sums, num_units, middle, fits)
+        nearer = _bounds_below(sums, num_units, middle, fits)
         if nearer is None:
             low = middle
         else:
@@ -253,7 +253,7 @@ def _least(sums: Sequence[Sums], num_units: int, fits: Callable[[int, int, int],
     return found
 
 
-def _within(sums: Sequence[Sums], num_units: int, limit: float, fits: Callable[[int, int, int], bool] | None) -> list[int] | None:
+def _bounds_below(sums: Sequence[Sums], num_units: int, limit: float, fits: Callable[[int, int, int], bool] | None) -> list[int] | None:
     """The bounds of a cut with no stage above a time, each with a unit at least; None where there is none."""
     bounds = [0]
     for stage, own in enumerate(sums):

@@ -19,14 +19,14 @@ from whale.errors import WhaleError
 from whale.estimate import OpTable, op_seconds, size_line
 from whale.estimate.costs.compute import copy_seconds
 from whale.estimate.costs.line import Floats
-from whale.estimate.prices.again import Again
 from whale.estimate.prices.collective_costs import CollectiveCosts, StagePlace
 from whale.estimate.prices.prices import Prices
+from whale.estimate.prices.repeated import RepeatedBridges
 from whale.ir.blocks import find_repeated_blocks
 from whale.ir.cluster import Device, Host
 from whale.planning.pipeline.cut_points import CutPoints
 from whale.planning.pipeline.placement import Likeness
-from whale.planning.shard.memory import Load
+from whale.planning.shard.memory import MemoryBudget
 from whale.planning.shard.sharding import Sharder
 from whale.planning.shard.space import Scene
 from whale.planning.strategy import Placed
@@ -107,10 +107,10 @@ class _Columns:
         sums = (self.before @ own).T
         away = sums[9:11]
         forward, back = sums[:2] + self.collective_costs[0] + away, sums[2:4] + self.collective_costs[1] + away
-        brought, beside = prices.bringing(kind, self.trained)
+        brought, overlapped = prices.bringing(kind, self.trained)
         forward[0] += brought
         back[0] += brought * training
-        started = [np.maximum(own, beside) for own in (sums[6] + self.started[0], sums[7] + self.started[1])]
+        started = [np.maximum(own, overlapped) for own in (sums[6] + self.started[0], sums[7] + self.started[1])]
         return PrefixSums(forward, back, sums[4:6], started[0], started[1], sums[8], away)
 
 
@@ -231,9 +231,11 @@ class Pieces:
         arrays = {
             each.name: getattr(table, each.name) for each in dataclasses.fields(table) if isinstance(getattr(table, each.name), np.ndarray)
         }
-        told = [values[stands].astype(np.float64) for name, values in arrays.items() if name != "op" or prices.costs.measured is not None]
+        figures = [
+            values[stands].astype(np.float64) for name, values in arrays.items() if name != "op" or prices.costs.measured is not None
+        ]
         first = prices.cluster.devices[0]
-        looks = np.stack([*told, prices.adding(first)[stands], prices.weight_shares[stands]], axis=1)
+        looks = np.stack([*figures, prices.adding(first)[stands], prices.weight_shares[stands]], axis=1)
         _, unlike, column = np.unique(looks, axis=0, return_index=True, return_inverse=True)
         ops = np.zeros((len(own) + 1, len(unlike)))
         places = np.flatnonzero(bound)
@@ -356,20 +358,20 @@ class Pieces:
 
     def _solved(self, site: StagePlace, *, is_short: bool) -> _Split | None:
         prices, graph, (ops, alike) = self.prices, self.prices.graph, self._sample
-        inside, load = set(ops), Load(0.0, 1)
+        inside, budget = set(ops), MemoryBudget(0.0, 1)
         if is_short:
             held, room = self._held_by_all(site.num_rows, ops), prices.costs.capacity(prices.kinds[site.groups[0][0]])
-            load = Load(held, 1, share=SPARE * held / site.width / room)
+            budget = MemoryBudget(held, 1, share=SPARE * held / site.width / room)
         read = {name for own in ops for name in graph.by_name[own].inputs if graph.by_name[name].kind == "call"}
         handed_on = {name for name in ops if any(user not in inside for user in graph.users[name])}
         scene = Scene(graph, prices.axes, ops, frozenset(read - inside), frozenset(handed_on))
         try:
-            shards = self._sharder.choose(scene, site, load).shards
+            shards = self._sharder.choose(scene, site, budget).shards
         except WhaleError:
             return None
         bridges, copies = prices.bridges(ops, shards, scene.returned), np.zeros((2, len(graph.ops)))
-        again = Again(prices, prices.labels(ops, shards), bridges, ())
-        for one, two in zip(again.forms(0, 1.0), again.forms(0, 2.0), strict=True):
+        repeating = RepeatedBridges(prices, prices.labels(ops, shards), bridges, ())
+        for one, two in zip(repeating.forms(0, 1.0), repeating.forms(0, 2.0), strict=True):
             if one.is_kept:  # beside what ops keep of their own parts
                 copies[:, graph.position[one.users[0]]] += 2 * one.num_bytes - two.num_bytes, two.num_bytes - one.num_bytes
         return _Split(bridges, self._made(prices.local(ops, shards, 0), alike, copies))

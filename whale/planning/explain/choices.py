@@ -311,7 +311,7 @@ def _recomputed(solver: Solver, best: PricedPlacement, replicas: Sequence[Replic
     costs, rows = model.costs[stage], planned.shares
     prices = [solver.prices.local(part.ops, planned.shards, p) if planned.shards else solver.prices for p in range(planned.split)]
     seconds = max(
-        prices[position].again(part, recompute, solver.prices.cluster.by_name[name], max(1.0, share)).device.at(share)
+        prices[position].recomputing(part, recompute, solver.prices.cluster.by_name[name], max(1.0, share)).device.at(share)
         for group, share in zip(planned.groups, rows, strict=True)
         for position, name in enumerate(group)
     )

@@ -15,12 +15,12 @@ APART = "not gathered"
 """The decision where an op needs more rows than a device has at once."""
 
 
-def explain_apart(reason: str) -> Choice:
+def explain_not_joined(reason: str) -> Choice:
     """The choice to leave apart what some op needs at once."""
     return Choice("joining", "rows that an op needs at once", APART, bound=reason)
 
 
-def reason_apart(plan: Plan) -> str:
+def reason_not_joined(plan: Plan) -> str:
     """Why rows that an op needs at once are apart; "" where they are not, or the plan does not tell."""
     return next((choice.bound for choice in plan.choices if choice.pass_name == "joining" and choice.decision == APART), "")
 
@@ -116,7 +116,7 @@ def warn_of_mixing(mixing: Sequence[Mixing], plan: Plan, graph: ModelGraph) -> s
     counts = [pipeline.num_micro_batch for pipeline in plan.pipelines]
     pieces = f"{counted(len(plan.replicas), 'replica')} of {each_counted(list(dict.fromkeys(counts)), 'micro-batch')}"
     first = f"the batch is needed whole here, and {pieces} see only their own rows of it: the numbers are not those of one device"
-    reason = reason_apart(plan)
+    reason = reason_not_joined(plan)
     return "\n".join([first, *shown, *more, *([f"  they are not gathered: {reason}"] if reason else [])])
 
 

@@ -133,13 +133,13 @@ def _parameters(graph: ModelGraph, structure: Structure, prices: Prices, spine: 
         for parameter in graph.parameters_among(structure.inputs[name]):
             uses.setdefault(parameter.name, []).append(int(units[index]))
     per_unit = np.zeros(len(bounds))
-    again = np.zeros((len(bounds), len(bounds)))
+    shared_bytes = np.zeros((len(bounds), len(bounds)))
     for name, where in uses.items():
         num_bytes = prices.parameter_bytes(name)
         distinct = sorted(set(where))
         per_unit[[unit + 1 for unit in distinct]] += num_bytes
         for first, second in pairwise(distinct):
-            again[: first + 1, second + 1 :] += num_bytes
+            shared_bytes[: first + 1, second + 1 :] += num_bytes
     total = np.cumsum(per_unit)
-    result: Floats = total[None, :] - total[:, None] - again
+    result: Floats = total[None, :] - total[:, None] - shared_bytes
     return result

@@ -169,7 +169,9 @@ class Chooser:
                 else:
                     few = middle + 1
             found = self._first(assignment, candidates, many, stages)
-            fitting.append((sum(self._seconds(placed[rank], assignment, stage, again, num_rows) for stage, again in found.items()), found))
+            fitting.append(
+                (sum(self._seconds(placed[rank], assignment, stage, recomputed, num_rows) for stage, recomputed in found.items()), found)
+            )
         return min(fitting, key=lambda each: each[0])[1] if fitting else everything
 
     def _blocks(self, assignment: Assignment, stage: int, num_rows: int) -> tuple[Segment, ...]:
@@ -240,7 +242,7 @@ class Chooser:
     def _seconds(self, names: Sequence[str], assignment: Assignment, stage: int, recompute: Recompute, num_rows: int) -> float:
         rows = self._rows(stage, num_rows)
         device = self.prices.cluster.by_name[names[0]]
-        return self.prices.again(assignment.parts[stage], recompute, device, rows).device.at(rows)
+        return self.prices.recomputing(assignment.parts[stage], recompute, device, rows).device.at(rows)
 
     def _rows(self, stage: int, num_rows: int) -> float:
         """Of a micro-batch that a device of a stage takes, or a split group."""
@@ -262,9 +264,9 @@ def expected_bytes(
         inside: bytes that its ops keep for backward.
         entering: bytes that enter a block.
     """
-    again = share * np.maximum(inside, 0.0)
-    blocks = np.minimum(in_flight * again, 2 * np.sqrt(in_flight * entering * again))
-    kept = in_flight * (received + inside - again) + blocks + waiting * again
+    repeated = share * np.maximum(inside, 0.0)
+    blocks = np.minimum(in_flight * repeated, 2 * np.sqrt(in_flight * entering * repeated))
+    kept = in_flight * (received + inside - repeated) + blocks + waiting * repeated
     found: Floats = np.where(recomputed > 0, in_flight * received + recomputed * inside, kept)
     return found
 

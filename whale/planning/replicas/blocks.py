@@ -209,8 +209,8 @@ def _counted(
     made: dict[tuple[ReplicaBlock, int], Shape] = {}
     for block, shape, count in zip(asked, shapes, counts, strict=True):
         if block.micro_batch_rows is not None and (block, count) not in made:
-            again = dataclasses.replace(block, pipeline=(*block.pipeline, ("num_micro_batch", count)), micro_batch_rows=None)
-            made[block, count] = shape_of(graph, config, again, shape.pipeline.num_devices, 0, "a replica")
+            counted = dataclasses.replace(block, pipeline=(*block.pipeline, ("num_micro_batch", count)), micro_batch_rows=None)
+            made[block, count] = shape_of(graph, config, counted, shape.pipeline.num_devices, 0, "a replica")
     return tuple(made.get((block, count), shape) for block, shape, count in zip(asked, shapes, counts, strict=True))
 
 

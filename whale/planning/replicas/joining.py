@@ -35,7 +35,7 @@ def mixes_samples(prices: Prices) -> bool:
     return BATCH in axes.by_name and any(_surely_mixes(found, prices.graph) for found in axes.mixing)
 
 
-def why_apart(replicas: Sequence[Replica]) -> str:
+def why_not_joined(replicas: Sequence[Replica]) -> str:
     """Why replicas cannot be joined, with what to do; "" where they can."""
     if any(replica.pipeline.num_micro_batch > 1 for replica in replicas):
         return "micro-batches follow one another; with pipeline.num_micro_batch: 1 the rows are gathered"
@@ -67,7 +67,7 @@ def _num_recomputed(stage: Stage) -> int:
 
 
 def join_replicas(replicas: Sequence[Replica], prices: Prices) -> tuple[Replica, ...]:
-    """Joins replicas that can be joined (`why_apart`)."""
+    """Joins replicas that can be joined (`why_not_joined`)."""
     graph, axes = prices.graph, prices.axes
     first = replicas[0]
     joined = tuple(_joined([replica.stages[index] for replica in replicas], replicas) for index in range(len(first.stages)))

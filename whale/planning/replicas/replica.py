@@ -99,16 +99,16 @@ def _lane_curves(
     for position, name in enumerate(names):
         own = tuple(costs[stage][position] for stage in (*stages, *others))
         if own not in found:
-            elsewhere = sum(
+            held_elsewhere = sum(
                 costs[stage][position].part.held(pipeline.alive(stage)).at(rows_about / pipeline.num_groups(stage)) for stage in others
             )
-            found[own] = _device_curve(pipeline, own[: len(stages)], stages, most, elsewhere, name)
+            found[own] = _device_curve(pipeline, own[: len(stages)], stages, most, held_elsewhere, name)
         curves.append(found[own])
     return tuple(_group_curve(curves[start : start + width]) for start in range(0, len(names), width))
 
 
 def _device_curve(
-    pipeline: PipelineShape, own: Sequence[DeviceCost], stages: Sequence[int], most: int, elsewhere: float, name: str
+    pipeline: PipelineShape, own: Sequence[DeviceCost], stages: Sequence[int], most: int, held_elsewhere: float, name: str
 ) -> Curve:
     """The curve of one device over its rows of these stages.
 
@@ -118,7 +118,7 @@ def _device_curve(
     seconds = Line.sum(cost.seconds for cost in own)
     memory = rank_memory((cost.part, pipeline.alive(stage)) for stage, cost in zip(stages, own, strict=True))
     units = np.arange(most + 1, dtype=np.float64)
-    excess = np.maximum(memory.fixed + elsewhere + memory.per_row * units - own[0].capacity, 0.0)
+    excess = np.maximum(memory.fixed + held_elsewhere + memory.per_row * units - own[0].capacity, 0.0)
     waiting = np.sum([cost.waiting(units) for cost in own], axis=0)
     return Curve(seconds.fixed + seconds.per_row * units + waiting, excess, 1, f"{name} (stage {stages[0]})")
 
@@ -287,7 +287,7 @@ def _with_rows(shard: Shard, pipeline: PipelineShape, stage: int, rows: Mapping[
     if shard.axis != BATCH:
         return shard
     rank, width = pipeline.stage_rank, pipeline.width(stage)
-    beside = [other for other in range(len(rank)) if rank[other] == rank[stage] and pipeline.width(other) == 1]
-    if width == 1 or not beside:
+    neighbours = [other for other in range(len(rank)) if rank[other] == rank[stage] and pipeline.width(other) == 1]
+    if width == 1 or not neighbours:
         return shard
-    return replace(shard, sizes=rows[pipeline.lane(beside[0])][:width])
+    return replace(shard, sizes=rows[pipeline.lane(neighbours[0])][:width])

@@ -28,7 +28,7 @@ from whale.ir.cluster import Device
 from whale.ir.graph import Op
 from whale.ir.plan import BATCH, Shard
 from whale.planning.shard.classes import WHOLE, Classes, Label, Tensors, Use
-from whale.planning.shard.memory import HeldBytes, Load
+from whale.planning.shard.memory import HeldBytes, MemoryBudget
 from whale.planning.shard.problem import BridgeCost, ChosenLabels, LabelCost, LabelMemory, LabelProblem, TensorCost
 from whale.planning.shard.solver import solve_labels
 from whale.sharding.bridges import Bridge
@@ -62,7 +62,7 @@ class SplitCosts:
         self._collective_costs = CollectiveCosts(prices, site)
         self._workers = tuple(_workers(prices, site))
         self._capacity = tuple(min(prices.capacity(group[position]) for group in site.groups) for position in range(site.width))
-        self._held: dict[Load, HeldBytes] = {}
+        self._held: dict[MemoryBudget, HeldBytes] = {}
         self._problems: dict[tuple[Sizes, tuple[int, ...]], LabelProblem] = {}
         self._fitting: dict[tuple[Sizes, tuple[int, ...], frozenset[int] | None], list[tuple[LabelProblem, ChosenLabels | None]]] = {}
         self._by_share: dict[tuple[int, Device], Floats] = {}
@@ -84,16 +84,16 @@ class SplitCosts:
         return float(np.max(np.sum(self._whole_seconds, axis=0))) + stepping
 
     def best(
-        self, sizes: Sizes, insisted: tuple[int, ...], load: Load | None = None, other_than: frozenset[int] | None = None
+        self, sizes: Sizes, insisted: tuple[int, ...], budget: MemoryBudget | None = None, other_than: frozenset[int] | None = None
     ) -> ChosenLabels | None:
         """The best labels at some sizes: the fastest of all where these fit, else the fastest that fit.
 
         Args:
             insisted: kinds along which every op works that may.
-            load: what the devices hold; None where memory is no matter.
+            budget: what the devices hold; None where memory is no matter.
             other_than: a set of kinds that is not to be found again.
         """
-        key, problem = (sizes, insisted, other_than), self.problem(sizes, insisted, load)
+        key, problem = (sizes, insisted, other_than), self.problem(sizes, insisted, budget)
         if key not in self._fitting:
             roomiest = replace(problem, memory=None)
             self._fitting[key] = [(roomiest, solve_labels(roomiest, other_than))]
@@ -109,24 +109,24 @@ class SplitCosts:
             self._fitting[key].append((problem, found))
         return found
 
-    def problem(self, sizes: Sizes, insisted: tuple[int, ...], load: Load | None = None) -> LabelProblem:
+    def problem(self, sizes: Sizes, insisted: tuple[int, ...], budget: MemoryBudget | None = None) -> LabelProblem:
         """The problem with the sizes of every kind fixed; takes what `best` does."""
         shares, key = self._shares(sizes), (sizes, insisted)
         if key not in self._problems:
             nodes = tuple(tuple(self._label_costs(number, along, shares)) for number, along in enumerate(self._times(shares)))
             tensors = tuple(cost for _, cost in self._crossed)
             self._problems[key] = LabelProblem(nodes, tensors, len(self.kinds), tuple(self._insisted(insisted)))
-        return self._problems[key] if load is None else replace(self._problems[key], memory=self._memory(shares, load))
+        return self._problems[key] if budget is None else replace(self._problems[key], memory=self._memory(shares, budget))
 
-    def _memory(self, shares: Floats, load: Load) -> LabelMemory:
-        if load not in self._held:
-            self._held[load] = HeldBytes(self.classes, self.prices, self.site.num_rows, load, self._crossed)
-        return self._held[load].memory(self._capacity, shares)
+    def _memory(self, shares: Floats, budget: MemoryBudget) -> LabelMemory:
+        if budget not in self._held:
+            self._held[budget] = HeldBytes(self.classes, self.prices, self.site.num_rows, budget, self._crossed)
+        return self._held[budget].memory(self._capacity, shares)
 
-    def lacking_by_units(self, labels: Sequence[int], load: Load) -> tuple[Floats, Floats]:
+    def lacking_by_units(self, labels: Sequence[int], budget: MemoryBudget) -> tuple[Floats, Floats]:
         """Per position, bytes that a device lacks at some labels with no unit of any axis, and with all of them; below 0 what is free."""
         shape = len(self.kinds), self.site.width
-        none, every = (self._memory(shares, load).lacking(labels) for shares in (np.zeros(shape), np.ones(shape)))
+        none, every = (self._memory(shares, budget).lacking(labels) for shares in (np.zeros(shape), np.ones(shape)))
         return none, every
 
     def handled(self, shards: tuple[Shard, ...]) -> Floats:

@@ -37,14 +37,16 @@ class Repeated:
     waiting: int = 0
 
 
-def repeated_of(ops: Sequence[str], again: Recompute, waiting: int) -> Repeated:
+def repeated_of(ops: Sequence[str], recompute: Recompute, waiting: int) -> Repeated:
     """What a stage computes again, by the places of its ops."""
     position = {name: place for place, name in enumerate(ops)}
-    return Repeated(tuple((position[segment[0]], position[segment[-1]] + 1) for segment in again.segments), again.num_alive, waiting)
+    return Repeated(
+        tuple((position[segment[0]], position[segment[-1]] + 1) for segment in recompute.segments), recompute.num_alive, waiting
+    )
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class MemoryBudget:
     """What a device of a stage holds.
 
     Attributes:
@@ -73,15 +75,15 @@ class HeldBytes:
         classes: of the stage.
         prices: of the graph.
         num_rows: of a micro-batch.
-        load: what a device holds.
+        budget: what a device holds.
         crossed: the tensors that bridges can stand at.
     """
 
     def __init__(
-        self, classes: Classes, prices: Prices, num_rows: float, load: Load, crossed: Sequence[tuple[Tensors, TensorCost]]
+        self, classes: Classes, prices: Prices, num_rows: float, budget: MemoryBudget, crossed: Sequence[tuple[Tensors, TensorCost]]
     ) -> None:
-        self._classes, self._prices, self._num_rows, self._load, self._crossed = classes, prices, num_rows, load, crossed
-        ops, repeated = classes.scene.ops, load.repeated
+        self._classes, self._prices, self._num_rows, self._budget, self._crossed = classes, prices, num_rows, budget, crossed
+        ops, repeated = classes.scene.ops, budget.repeated
         self._runs = (ops,) if repeated.num_alive else tuple(ops[start:stop] for start, stop in repeated.runs)
         self._inside = frozenset(name for run in self._runs for name in run)
         self._firsts = frozenset(run[0] for run in self._runs)
@@ -95,9 +97,9 @@ class HeldBytes:
         """
         every = np.vstack([shares, np.ones((1, shares.shape[1]))])  # WHOLE is the last row
         held = tuple(-own @ (1 - every) for own in self._in_parts)
-        working = tuple(self._load.share * self._working(number, every) for number in range(len(held)))
+        working = tuple(self._budget.share * self._working(number, every) for number in range(len(held)))
         return LabelMemory(
-            self._load.free(capacity), held, working, tuple(self._copies(number, every) for number in range(len(self._crossed)))
+            self._budget.free(capacity), held, working, tuple(self._copies(number, every) for number in range(len(self._crossed)))
         )
 
     def _num_bytes(self, name: str) -> float:
@@ -107,18 +109,18 @@ class HeldBytes:
     @cached_property
     def _times(self) -> Mapping[str, float]:
         """How often the results of each op lie there; those that are kept for weight gradients instead of others count the difference."""
-        graph, load, ops, found = self._prices.graph, self._load, self._classes.scene.ops, defaultdict[str, float](float)
-        kept, inside = self._prices.kept_names(ops, self._runs, load.repeated.num_alive)
-        alive, waiting = load.repeated.num_alive, load.repeated.waiting
+        graph, budget, ops, found = self._prices.graph, self._budget, self._classes.scene.ops, defaultdict[str, float](float)
+        kept, inside = self._prices.kept_names(ops, self._runs, budget.repeated.num_alive)
+        alive, waiting = budget.repeated.num_alive, budget.repeated.waiting
         for name in () if alive else kept:
-            found[name] += load.in_flight - waiting
+            found[name] += budget.in_flight - waiting
         if waiting:  # W needs more than what is computed again
             for name in kept_for_weights(graph, ops):
                 found[name] += waiting
         else:
-            again = [inside[0] | kept.keys()] if alive else inside
-            for name in max(again, key=lambda names: size_line(self._prices.outputs, names).at(self._num_rows), default=()):
-                found[name] += load.share * max(1, alive)
+            groups = [inside[0] | kept.keys()] if alive else inside
+            for name in max(groups, key=lambda names: size_line(self._prices.outputs, names).at(self._num_rows), default=()):
+                found[name] += budget.share * max(1, alive)
         return found
 
     @cached_property
@@ -174,7 +176,7 @@ class HeldBytes:
 
     def _times_copied(self, tensors: Tensors, is_gathered: bool) -> float:
         """How often a form that a bridge makes of some identical tensors lies there, all of them together."""
-        alive, in_flight = self._load.repeated.num_alive, self._load.in_flight
+        alive, in_flight = self._budget.repeated.num_alive, self._budget.in_flight
         if not self._runs or alive:
             return tensors.count * (alive or in_flight)
         left = is_gathered and tensors.first.kind == "call"

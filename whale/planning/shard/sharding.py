@@ -29,7 +29,7 @@ from whale.planning.pipeline.placement import Likeness, likeness_of
 from whale.planning.pipeline.scheduling import Split
 from whale.planning.shard.classes import Classes
 from whale.planning.shard.costs import Sizes, SplitCosts
-from whale.planning.shard.memory import Load
+from whale.planning.shard.memory import MemoryBudget
 from whale.planning.shard.problem import ChosenLabels
 from whale.planning.shard.space import Scene, ShardSpace, find_insisted, find_shard_space, no_axis_fault, written_axes
 from whale.planning.shard.write import Names, Outline, cuts_of, op_cuts, outline_of
@@ -103,7 +103,7 @@ class Cut:
         outline: of the stage that it was made for.
         costs: of its labels.
         insisted: kinds that the user asks for.
-        load: what its devices hold; None where memory is no matter.
+        budget: what its devices hold; None where memory is no matter.
         sizes: per kind of axes.
         chosen: the labels.
     """
@@ -111,7 +111,7 @@ class Cut:
     outline: Outline
     costs: SplitCosts
     insisted: tuple[int, ...]
-    load: Load | None
+    budget: MemoryBudget | None
     sizes: Sizes
     chosen: ChosenLabels
 
@@ -128,7 +128,7 @@ class Cut:
     @cached_property
     def runner_up(self) -> tuple[tuple[str, ...], float]:
         """The next best set of axes, and its seconds."""
-        other = self.costs.best(self.sizes, self.insisted, self.load, self.chosen.kinds)
+        other = self.costs.best(self.sizes, self.insisted, self.budget, self.chosen.kinds)
         if other is None:
             return (), 0.0
         used, axes = op_cuts(self.costs.classes, other.labels).axes, self.costs.classes.space.axes
@@ -154,15 +154,15 @@ class Sharder:
     _numbers: dict[Hashable, int] = field(default_factory=dict, init=False)
     _costs: dict[Question, SplitCosts] = field(default_factory=dict, init=False)
     _unbounded: dict[tuple[Question, tuple[int, ...]], Cut | None] = field(default_factory=dict, init=False)
-    _cuts: dict[tuple[Question, tuple[int, ...], Load], tuple[Cut, bool]] = field(default_factory=dict, init=False)
+    _cuts: dict[tuple[Question, tuple[int, ...], MemoryBudget], tuple[Cut, bool]] = field(default_factory=dict, init=False)
 
-    def choose(self, scene: Scene, site: StagePlace, load: Load, split: Split = NOT_ASKED) -> StageSharding:
+    def choose(self, scene: Scene, site: StagePlace, budget: MemoryBudget, split: Split = NOT_ASKED) -> StageSharding:
         """Chooses the axes of one stage, the ops that work along them, and the sizes.
 
         Args:
             scene: the stage.
             site: the devices, and the rows they take.
-            load: what one device of the stage holds.
+            budget: what one device of the stage holds.
             split: what scopes and a written plan ask for; the `axis` of a scope must be among the axes.
 
         Raises:
@@ -184,9 +184,9 @@ class Sharder:
         first = self._unbounded[key]
         if first is None:
             raise no_axis_fault(scene, find_shard_space(scene, site.width, names), split.scopes, site.width)
-        if (*key, load) not in self._cuts:
-            self._cuts[*key, load] = _within_memory(first, load)
-        cut, bound_by_memory = self._cuts[*key, load]
+        if (*key, budget) not in self._cuts:
+            self._cuts[*key, budget] = _within_memory(first, budget)
+        cut, bound_by_memory = self._cuts[*key, budget]
         own = cut.outline.names_in(outline)
         shards = tuple(map(own.renamed, cut.shards))
         return StageSharding(shards, cut.chosen.seconds, cut.costs.whole, bound_by_memory, cut.chosen.gap, cut, own)
@@ -242,26 +242,26 @@ def _with_time_of_messages(cut: Cut) -> Cut:
     return replace(cut, sizes=tuple(sizes))
 
 
-def _within_memory(unbounded: Cut, load: Load) -> tuple[Cut, bool]:
+def _within_memory(unbounded: Cut, budget: MemoryBudget) -> tuple[Cut, bool]:
     """The best choice that fits; where none does, the one that overflows least. And whether memory changed anything.
 
     Args:
         unbounded: the choice if memory were boundless.
     """
     costs, insisted = unbounded.costs, unbounded.insisted
-    placed = costs.problem(unbounded.sizes, insisted, load).evaluate(unbounded.chosen.labels)
+    placed = costs.problem(unbounded.sizes, insisted, budget).evaluate(unbounded.chosen.labels)
     assert placed is not None
-    first = replace(unbounded, load=load, chosen=replace(placed, gap=unbounded.chosen.gap))
+    first = replace(unbounded, budget=budget, chosen=replace(placed, gap=unbounded.chosen.gap))
     if placed.excess <= 0:
         return first, False
     best, sizes = first, first.sizes
     for _ in range(MAX_ROUNDS):
-        found = costs.best(sizes, insisted, load)
+        found = costs.best(sizes, insisted, budget)
         if found is not None:
             best = min(best, replace(first, sizes=sizes, chosen=found), key=lambda cut: cut.rank)
         if sizes != first.sizes and best.chosen.excess <= 0:
             break
-        lacking = costs.lacking_by_units(best.chosen.labels, load)
+        lacking = costs.lacking_by_units(best.chosen.labels, budget)
         new_sizes = tuple(_in_free_memory(best, lacking, kind) for kind in costs.kinds)
         if new_sizes == sizes:
             break

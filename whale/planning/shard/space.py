@@ -182,16 +182,16 @@ def _fold(scene: Scene, allowed: Sequence[str], meetings: Collection[frozenset[s
     """
     numbers: dict[Hashable, int] = {}
     own = {axis: numbers.setdefault(_signature(scene, axis), len(numbers)) for axis in allowed}
-    beside: dict[str, set[int]] = {axis: set() for axis in allowed}
-    apart: set[int] = set()
+    neighbours: dict[str, set[int]] = {axis: set() for axis in allowed}
+    separate: set[int] = set()
     for meeting in meetings:
         signs = [own[axis] for axis in meeting]
         for axis in meeting:
-            beside[axis].update(own[other] for other in meeting if other != axis)
-        apart.update(sign for sign, count in Counter(signs).items() if count > 1)
+            neighbours[axis].update(own[other] for other in meeting if other != axis)
+        separate.update(sign for sign, count in Counter(signs).items() if count > 1)
     kinds: dict[Hashable, list[str]] = {}
     for axis in allowed:
-        key = axis if own[axis] in apart or axis == BATCH else (own[axis], frozenset(beside[axis]))
+        key = axis if own[axis] in separate or axis == BATCH else (own[axis], frozenset(neighbours[axis]))
         kinds.setdefault(key, []).append(axis)
     return tuple(tuple(kind) for kind in kinds.values())
 

@@ -8,16 +8,16 @@ from dataclasses import dataclass, field, replace
 from whale.axes.values import may_lie_in_parts
 from whale.estimate import Line, edge_line
 from whale.estimate.costs.line import Started
-from whale.estimate.prices.again import Again
 from whale.estimate.prices.collective_costs import CollectiveCosts, StagePlace
 from whale.estimate.prices.part import Part, Recompute
 from whale.estimate.prices.prices import PartCost, Prices
+from whale.estimate.prices.repeated import RepeatedBridges
 from whale.ir.cluster import Device
 from whale.ir.plan import BATCH, Shard
 from whale.planning.pipeline.placement import Likeness, likeness_of
 from whale.planning.pipeline.scheduling import PipelineShape
 from whale.planning.pricing import DeviceCost, cost_alone, received_line
-from whale.planning.shard.memory import Load, repeated_of
+from whale.planning.shard.memory import MemoryBudget, repeated_of
 from whale.planning.shard.overlapping import Overlapper, Overlapping
 from whale.planning.shard.sharding import Sharder, StageSharding
 from whale.planning.shard.space import Scene
@@ -101,8 +101,8 @@ class StagePricing:
             return PricedStage(tuple(costs))
         scene = make_scene(self.prices, assignment, stage, pipeline)
         site = StagePlace(unlike_groups(groups, self.prices), rows, pipeline.in_flight[stage], pipeline.num_micro_batch)
-        load = self._load(pipeline, assignment, stage, num_rows, recomputes)
-        sharding = self.sharder.choose(scene, site, load, pipeline.splits[stage])
+        budget = self._budget(pipeline, assignment, stage, num_rows, recomputes)
+        sharding = self.sharder.choose(scene, site, budget, pipeline.splits[stage])
         known, overlapping = self._parts(assignment.parts[stage], scene, site, sharding, recompute)
         together = []
         for index, name in enumerate(devices[stage]):
@@ -118,9 +118,11 @@ class StagePricing:
         """What each device of a stage needs; takes what `price` does."""
         return tuple(cost.part for cost in self.price(pipeline, assignment, stage, placed, num_rows, recomputes).costs)
 
-    def _load(self, pipeline: PipelineShape, assignment: Assignment, stage: int, num_rows: float, recomputes: Sequence[Recompute]) -> Load:
+    def _budget(
+        self, pipeline: PipelineShape, assignment: Assignment, stage: int, num_rows: float, recomputes: Sequence[Recompute]
+    ) -> MemoryBudget:
         """What a device of a split stage holds; split stages of one device share its memory by what they hold if nothing is cut."""
-        kept, beside, taken = dict[int, float](), 0.0, 0.0
+        kept, working, taken = dict[int, float](), 0.0, 0.0
         for own in pipeline.stages_of(pipeline.stage_rank[stage]):
             part, rows = self.prices.part(assignment.parts[own], recomputes[own]), max(1.0, num_rows / pipeline.num_groups(own))
             held, waits = part.held(pipeline.alive(own)).at(rows), part.waits.at(rows) * (pipeline.waiting[own] > 0)
@@ -128,11 +130,11 @@ class StagePricing:
                 taken += held
             else:
                 at_work = 2 * max(self.prices.outputs[name].at(rows) for name in assignment.parts[own].ops)  # that is cut with the ops
-                kept[own], beside = held + waits, max(beside, part.working.at(rows) - at_work - waits)
+                kept[own], working = held + waits, max(working, part.working.at(rows) - at_work - waits)
         share = kept[stage] / sum(kept.values())
         waits = self.prices.part(assignment.parts[stage], recomputes[stage]).waits.per_row
         repeated = repeated_of(assignment.parts[stage].ops, recomputes[stage], pipeline.waiting[stage] if waits > 0 else 0)
-        return Load(kept[stage] + beside * share, pipeline.in_flight[stage], taken, share, repeated)
+        return MemoryBudget(kept[stage] + working * share, pipeline.in_flight[stage], taken, share, repeated)
 
     def _parts(
         self, part: Part, scene: Scene, site: StagePlace, sharding: StageSharding, recompute: Recompute
@@ -154,13 +156,13 @@ class StagePricing:
         bridges = prices.bridges(scene.ops, shards, scene.returned)
         collective_costs = CollectiveCosts(prices, site)
         sums = Line.sum(collective_costs.synchronized(prices.graph.by_name[name]) for name in labels.synchronized if prices.training)
-        twice = Again(prices, labels, bridges, recompute.segments)
-        repeated = tuple(bridges if recompute.num_alive else twice.exchanged())
-        copies = [twice.copies(position) for position in range(site.width)]
+        repeating = RepeatedBridges(prices, labels, bridges, recompute.segments)
+        repeated = tuple(bridges if recompute.num_alive else repeating.exchanged())
+        copies = [repeating.copies(position) for position in range(site.width)]
         whole = []
         for (_, kind), own in alone.items():
-            (forward, backward), (again, _) = collective_costs.started(bridges, kind), collective_costs.started(repeated, kind)
-            whole.append((own.forward + forward, own.backward + backward + again + Started(sums)))
+            (forward, backward), (repeated_seconds, _) = collective_costs.started(bridges, kind), collective_costs.started(repeated, kind)
+            whole.append((own.forward + forward, own.backward + backward + repeated_seconds + Started(sums)))
         overlapping, seconds = self.overlapper.choose(collective_costs, scene, shards, bridges, tuple(whole), recompute)
         costs = {
             key: replace(own, forward=there, backward=back, part=own.part.with_copies(copies[key[0]], recompute))
@@ -186,7 +188,7 @@ def make_scene(prices: Prices, assignment: Assignment, stage: int, pipeline: Pip
     """One stage of an assignment as the sharding pass sees it."""
     stage_rank = pipeline.stage_rank
     part = assignment.parts[stage]
-    beside = [index for index, rank in enumerate(stage_rank) if rank == stage_rank[stage] and index != stage]
+    neighbours = [index for index, rank in enumerate(stage_rank) if rank == stage_rank[stage] and index != stage]
     arriving, leaving = _rows_apart(prices, assignment, stage, pipeline)
     return Scene(
         prices.graph,
@@ -194,7 +196,7 @@ def make_scene(prices: Prices, assignment: Assignment, stage: int, pipeline: Pip
         part.ops,
         received=frozenset(part.arriving),
         handed_on=frozenset(name for other in assignment.parts for name in other.received_from(stage)),
-        shared=frozenset(part.parameters).intersection(name for index in beside for name in assignment.parts[index].parameters),
+        shared=frozenset(part.parameters).intersection(name for index in neighbours for name in assignment.parts[index].parameters),
         rows_arriving=arriving,
         rows_leaving=leaving,
     )

@@ -62,7 +62,7 @@ def assign(graph: ModelGraph, structure: Structure, wishes: Mapping[str, Wish], 
         the assignment, and the ops whose firm wish could not be met (they were moved to a later stage).
     """
     wish_of = [_common_wish(wishes, names) for names in structure.atoms]
-    stage, late = _settle(structure, wish_of)
+    stage, late = _earliest_stages(structure, wish_of)
     _sink(structure, wish_of, stage)
     stage_of = {name: stage[atom] for name, atom in structure.atom_of.items()}
     faults = [fault for atom in late for fault in _explain_late(structure, wishes, stage_of, atom)]
@@ -82,7 +82,7 @@ def _common_wish(wishes: Mapping[str, Wish], names: tuple[str, ...]) -> Wish | N
     return Wish((max(wish.stages[0] for wish in own),), any(wish.firm for wish in own))
 
 
-def _settle(structure: Structure, wish_of: list[Wish | None]) -> tuple[list[int], list[int]]:
+def _earliest_stages(structure: Structure, wish_of: list[Wish | None]) -> tuple[list[int], list[int]]:
     stage = [0] * len(structure.atoms)
     late = []
     for atom in structure.order:

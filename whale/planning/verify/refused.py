@@ -71,7 +71,7 @@ def refuse_overfull(step: StepEstimate, cluster: Cluster) -> None:
     raise_faults(list(host_faults(step, cluster)))
 
 
-def decided_within(
+def decide_in_memory(
     prices: Prices,
     as_needed: Callable[[Prices], T],
     keeping: Callable[[Prices], T] | None = None,
@@ -92,21 +92,21 @@ def decided_within(
     kept: list[T] = []
     if keeping is not None:
         with suppress(MemoryShortage):
-            kept.append(_decided(prices, keeping))
+            kept.append(_decide_in_rounds(prices, keeping))
             if all(each.peak.total <= FULL * each.capacity for each in kept[0].step.devices):
                 return kept[0]
     try:
-        return min((*kept, _decided(prices, as_needed)), key=lambda each: each.step.step_seconds)
+        return min((*kept, _decide_in_rounds(prices, as_needed)), key=lambda each: each.step.step_seconds)
     except MemoryShortage:
         if kept:
             return kept[0]
         if least is not None:
             with suppress(MemoryShortage):
-                return _decided(prices, least)
+                return _decide_in_rounds(prices, least)
         raise
 
 
-def _decided(prices: Prices, decide: Callable[[Prices], T]) -> T:
+def _decide_in_rounds(prices: Prices, decide: Callable[[Prices], T]) -> T:
     """What is decided in all memory, or in less or more of it, as the estimate demands."""
     kinds = {device.kind: prices.capacity(device.name) for device in prices.cluster.devices}
     spared, too_little, too_much = dict.fromkeys(kinds, 0), dict[Device, int](), dict[Device, int]()

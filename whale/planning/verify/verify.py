@@ -204,9 +204,9 @@ def _models(plan: Plan, cluster: Cluster) -> Iterator[WhaleError]:
     there = zip(plan.devices, plan.device_models, cluster.models_of(plan.devices), strict=False)
     others = Counter((planned, own) for _, planned, own in there if planned != own)
     if others:
-        said = ", ".join(f"{count} x {planned} in the plan, {own} in {cluster.name}" for (planned, own), count in others.items())
+        others_text = ", ".join(f"{count} x {planned} in the plan, {own} in {cluster.name}" for (planned, own), count in others.items())
         yield PlanError(
-            f"the plan was made for other device types ({said})",
+            f"the plan was made for other device types ({others_text})",
             hint="plan again for this cluster; a plan in YAML (whale plan --output FILE.yaml) works for any device types",
         )
 

@@ -54,7 +54,7 @@ def test_cuts_are_chosen_by_the_bytes_that_the_estimate_tells(policy: str, sched
     for stage, (costs, sharding) in enumerate(zip(model.costs, model.shardings, strict=True)):
         assert sharding is not None
         cut = sharding.cut
-        problem = cut.costs.problem(cut.sizes, cut.insisted, cut.load)
+        problem = cut.costs.problem(cut.sizes, cut.insisted, cut.budget)
         assert problem.memory is not None
         by_labels = problem.memory.lacking(cut.chosen.labels) + [cost.capacity for cost in costs]
         planned = [rank_memory([(cost.part, model.pipeline.alive(stage))]).at(cut.costs.site.num_rows) for cost in costs]

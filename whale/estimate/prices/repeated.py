@@ -20,7 +20,7 @@ from whale.ir.writes import MemoryWrites
 from whale.sharding.bridges import Bridge
 
 
-class Again:
+class RepeatedBridges:
     """The bridges of a stage beside what it computes again.
 
     Args:
