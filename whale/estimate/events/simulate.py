@@ -10,15 +10,14 @@ receives |   sends
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from math import inf
 
 from whale.errors import ConfigError, ScheduleError, raise_faults
-from whale.estimate.events.engine import Task, Transfer, run
 from whale.ir.schedule import COMPUTE, POSTS, RECEIVES, SENDS, Action, Kind, Schedule
 from whale.ir.timeline import Span, Timeline
-from whale.schedules import Edges, count_in_flight, insert_communication
+from whale.schedules import Edges, count_in_flight, execute
 
 Times = float | Sequence[float]  # one figure for all stages, or one for each
 
@@ -136,10 +135,6 @@ def _length(spans: tuple[Span, ...]) -> float:
     return spans[-1].end - spans[0].start if spans else 0.0
 
 
-_BACKWARD = frozenset({Kind.BACKWARD, Kind.BACKWARD_INPUT})
-_BACKWARD_MESSAGES = frozenset({Kind.SEND_BACKWARD, Kind.RECV_BACKWARD})
-
-
 def simulate(schedule: Schedule, costs: ActionTimes, edges: Iterable[tuple[int, int]] | None = None) -> Timeline:
     """Runs every rank's actions as early as their order and their inputs allow.
 
@@ -156,79 +151,29 @@ def simulate(schedule: Schedule, costs: ActionTimes, edges: Iterable[tuple[int, 
         ConfigError: durations for another number of stages.
     """
     durations = costs.durations(schedule.num_stages)
-    pairs = Edges.of(schedule, edges)
-    if all(action.kind not in SENDS for actions in schedule.ranks for action in actions):
-        schedule = insert_communication(schedule, pairs.pairs)
-    wires = _Wires(pairs, schedule, costs.transfer, durations[Kind.SYNC])
-    ranks = [[each for each in computations(actions) if each.action.kind is not Kind.STEP] for actions in schedule.ranks]
-    tasks = [[wires.task(each, durations) for each in rank] for rank in ranks]
-    found = run(tasks, wires.transfers, ())
+    sync = durations.pop(Kind.SYNC)
+    found = execute(schedule, Edges.of(schedule, edges), durations=durations, latency=costs.transfer)
     if found.stuck:
         first = found.stuck[0]
         raise ScheduleError(
-            f"deadlock: {ranks[first.worker][first.task].action} on rank {first.worker} waits for {wires.made_by[first.transfer]}",
+            f"deadlock: {schedule.ranks[first.rank][first.position]} on rank {first.rank} waits for {first.awaited}",
             hint="verify the schedule first",
         )
-    spans = tuple(
-        tuple(Span(each.action, start, end) for each, (start, end) in zip(rank, times, strict=True))
-        for rank, times in zip(ranks, found.tasks, strict=True)
-    )
-    syncs = tuple(
-        tuple(Span(Action(Kind.SYNC, stage), *found.transfers[wires.syncs[stage]]) for each in rank for stage in each.synced)
-        for rank in ranks
-    )
-    return Timeline(spans, count_in_flight(schedule), _exposed(spans, syncs), syncs)
+    ranks = [[Span(*each) for each in zip(*own, strict=True)] for own in zip(schedule.ranks, found.starts, found.ends, strict=True)]
+    spans = tuple(tuple(span for span in own if span.action.kind in COMPUTE) for own in ranks)
+    syncs = tuple(tuple(_syncs(own, sync)) for own in ranks)
+    computed, synced = (max((own[-1].end for own in kind if own), default=0.0) for kind in (spans, syncs))
+    return Timeline(spans, count_in_flight(schedule), max(0.0, synced - computed), syncs)
 
 
-class _Wires:
-    """What crosses stages, as transfers: per direction, pair of stages and micro-batch one, and one per SYNC.
-
-    Attributes:
-        transfers: all of them.
-        made_by: per transfer, the action whose end it waits for.
-        syncs: per stage, the transfer of its SYNC.
-    """
-
-    def __init__(self, edges: Edges, schedule: Schedule, latency: float, sync: Sequence[float]) -> None:
-        self.transfers: list[Transfer] = []
-        self.made_by: list[Action] = []
-        self.syncs: dict[int, int] = {}
-        self._into: dict[tuple[bool, bool, int], list[int]] = {}  # by direction, whether it crosses ranks, and stage
-        self._out_of: dict[tuple[bool, bool, int], list[int]] = {}
-        for is_backward in (False, True):
-            for pair in edges.pairs:
-                source, target = reversed(pair) if is_backward else pair
-                crosses = edges.stage_rank[source] != edges.stage_rank[target]
-                self._out_of.setdefault((is_backward, crosses, source), []).append(len(self.transfers))
-                self._into.setdefault((is_backward, crosses, target), []).append(len(self.transfers))
-                self.transfers += [Transfer(0.0, latency if crosses else 0.0, 1)] * schedule.num_micro_batch
-                kind = Kind.BACKWARD if is_backward else Kind.FORWARD
-                self.made_by += [Action(kind, source, micro_batch) for micro_batch in range(schedule.num_micro_batch)]
-        for rank, actions in enumerate(schedule.ranks):
-            for action in actions:
-                if action.kind is Kind.SYNC and action.stage is not None:
-                    self.syncs[action.stage] = len(self.transfers)
-                    self.transfers.append(Transfer(0.0, sync[action.stage], 1, queue=rank))
-                    self.made_by.append(action)
-
-    def task(self, computation: Computation, durations: Mapping[Kind, Sequence[float]]) -> Task:
-        """A computation with all that it waits for and sets off."""
-        kind, stage, micro_batch = computation.action.kind, computation.action.stage, computation.action.micro_batch
-        assert stage is not None and micro_batch is not None
-        needs, sends = [], []
-        if kind is Kind.FORWARD or kind in _BACKWARD:
-            here = kind in _BACKWARD, False, stage
-            needs += [first + micro_batch for first in self._into.get(here, ())]
-            sends += [first + micro_batch for first in self._out_of.get(here, ())]
-        for actions, ends, found in ((computation.receives, self._into, needs), (computation.sends, self._out_of, sends)):
-            for action in actions:
-                assert action.stage is not None and action.micro_batch is not None
-                place = action.kind in _BACKWARD_MESSAGES, True, action.stage
-                found += [first + action.micro_batch for first in ends.get(place, ())]
-        sends += [self.syncs[synced] for synced in computation.synced]
-        return Task(durations[kind][stage], tuple(needs), sends=tuple(sends))
-
-
-def _exposed(ranks: tuple[tuple[Span, ...], ...], syncs: tuple[tuple[Span, ...], ...]) -> float:
-    computed, synced = (max((spans[-1].end for spans in kind if spans), default=0.0) for kind in (ranks, syncs))
-    return max(0.0, synced - computed)
+def _syncs(spans: Iterable[Span], seconds: Sequence[float]) -> Iterator[Span]:
+    """The SYNC actions of a rank on its network, each behind the computation that it follows and behind one another."""
+    computed, free = 0.0, 0.0
+    for span in spans:
+        if span.action.kind in COMPUTE:
+            computed = span.end
+        elif span.action.kind is Kind.SYNC:
+            assert span.action.stage is not None
+            start = max(computed, free)
+            free = start + seconds[span.action.stage]
+            yield Span(span.action, start, free)
