@@ -13,7 +13,7 @@ from whale.estimate import Costs, StepEstimate
 from whale.estimate.prices.prices import Prices
 from whale.ir.cluster import Cluster
 from whale.ir.graph import ModelGraph
-from whale.ir.plan import Choice, Plan, Replica, devices_of
+from whale.ir.plan import Choice, Plan, Replica
 from whale.planning.annotations.taskgraphs import Annotations, assign_by_scopes, check_enough_devices, read_scopes, task_graphs
 from whale.planning.collecting import without_collecting
 from whale.planning.cutting.pieces import Pieces
@@ -24,7 +24,7 @@ from whale.planning.pipeline.cut_points import find_cut_points
 from whale.planning.pipeline.placement import DevicePool, Placement
 from whale.planning.pipeline.recompute import KEEP_ALL, OPEN_DEPTHS, kept_under, read_policy
 from whale.planning.pipeline.scheduling import PipelineShape, shape_pipeline
-from whale.planning.pricing import with_estimate
+from whale.planning.pricing import bare_plan, with_estimate
 from whale.planning.replicas.blocks import Block, assign_by_blocks, check_written_axes, count_by_rows, read_replicas
 from whale.planning.replicas.group_size import ChosenPlacement, choose_group
 from whale.planning.replicas.joining import join_replicas, needs_joining, why_not_joined, with_one_program
@@ -33,7 +33,7 @@ from whale.planning.replicas.solve import PricedPlacement, Solver, solve_togethe
 from whale.planning.shard.scattering import scatter_all
 from whale.planning.shard.space import check_axes
 from whale.planning.shard.stage_price import StagePricing, make_scene
-from whale.planning.structure.stages import crossing_faults, find_batch_axes
+from whale.planning.structure.stages import crossing_faults
 from whale.planning.structure.structure import analyse
 from whale.planning.verify.refused import decide_in_memory, refuse_overfull
 from whale.planning.verify.verify import needs_axes, verify
@@ -99,10 +99,10 @@ def _planned(prices: Prices, config: Config, num_rows: int, pool: DevicePool, de
     Args:
         depth: what is computed again where that is left to memory, as a policy; None: as much as memory demands.
     """
-    graph, cluster, num_devices = prices.graph, prices.cluster, len(pool.taken.devices)
+    graph, num_devices = prices.graph, len(pool.taken.devices)
     pricing, gather_rows = StagePricing.of(prices, config.communication.overlap), config.communication.gather_rows
     if config.replicas:
-        return estimated_plan(graph, cluster, *_plan_blocks(pricing, config, num_rows, depth=depth), gather_rows=gather_rows)
+        return estimated_plan(*_plan_blocks(pricing, config, num_rows, depth=depth), gather_rows=gather_rows)
     annotations = read_scopes(graph, config, num_devices)
     pipeline = shape_pipeline(config, annotations, num_devices)
     if annotations is not None:
@@ -120,7 +120,7 @@ def _planned(prices: Prices, config: Config, num_rows: int, pool: DevicePool, de
             depth=depth,
         ),
     )
-    return estimated_plan(graph, cluster, [annotations] * len(chosen.best.replicas), chosen, gather_rows=gather_rows)
+    return estimated_plan([annotations] * len(chosen.best.replicas), chosen, gather_rows=gather_rows)
 
 
 def _solver(
@@ -138,19 +138,18 @@ def _solver(
     if asked is not None:
         check_written_axes(asked, prices)
     if asked is not None and asked.blocks is not None:
-        assignment, structure = assign_by_blocks(graph, asked, pipeline.num_stages, annotations)
-        return Solver(graph, structure, pricing, pipeline, num_rows, fixed=assignment, policy=policy)
+        assignment = assign_by_blocks(graph, asked, pipeline.num_stages, annotations)
+        return Solver(pricing, pipeline, num_rows, fixed=assignment, policy=policy)
     if annotations is None:
-        structure = analyse(graph)
-        points = find_cut_points(graph, structure, prices, kept_under(prices, policy))
-        pieces = Pieces(prices, structure, points, num_rows)
-        return Solver(graph, structure, pricing, pipeline, num_rows, points=points, pieces=pieces, policy=policy)
-    assignment, structure = assign_by_scopes(graph, annotations)
+        points = find_cut_points(analyse(graph), prices, kept_under(prices, policy))
+        pieces = Pieces(prices, points, num_rows)
+        return Solver(pricing, pipeline, num_rows, points=points, pieces=pieces, policy=policy)
+    assignment = assign_by_scopes(graph, annotations)
     for index, (scope, stage) in enumerate(zip(annotations.scopes, annotations.stages, strict=True)):
         if scope.axis is not None and annotations.widths[stage] == 1:
             own = tuple(name for name in assignment.parts[stage].ops if annotations.task_graph_of.get(name) == index)
             check_axes(dataclasses.replace(make_scene(prices, assignment, stage, pipeline), ops=own), (scope,))
-    return Solver(graph, structure, pricing, pipeline, num_rows, fixed=assignment, policy=policy)
+    return Solver(pricing, pipeline, num_rows, fixed=assignment, policy=policy)
 
 
 def _plan_blocks(
@@ -216,7 +215,7 @@ def _demand(pipeline: PipelineShape, solver: Solver) -> tuple[list[float], list[
         parts = [(stage, solver.fixed.parts[stage]) for stage in pipeline.stages_of(rank)]
         held = (solver.prices.part(part).held(pipeline.alive(stage)) for stage, part in parts)
         memory.append(sum(line.at(rows / width) for line in held))
-        ops = [solver.graph.by_name[name] for _, part in parts for name in part.ops]
+        ops = [solver.prices.graph.by_name[name] for _, part in parts for name in part.ops]
         work.append(sum(op.forward_flops + op.backward_flops for op in ops) / width)
     return memory, work
 
@@ -280,9 +279,7 @@ def _best(solve: Solve, candidates: Sequence[Placement]) -> tuple[PricedPlacemen
     return best, remarks
 
 
-def estimated_plan(
-    graph: ModelGraph, cluster: Cluster, annotations: Sequence[Annotations | None], chosen: ChosenPlacement, *, gather_rows: bool
-) -> EstimatedPlan:
+def estimated_plan(annotations: Sequence[Annotations | None], chosen: ChosenPlacement, *, gather_rows: bool) -> EstimatedPlan:
     """The plan of a placement, estimated but not yet explained; `annotations` are those of each replica.
 
     Raises:
@@ -294,7 +291,7 @@ def estimated_plan(
     borders: tuple[Choice, ...] = ()
     if any(model.pipeline.splits for model in best.replicas):
         replicas, borders = scatter_all(replicas, prices)
-    estimated = partial(_estimated, graph, cluster, annotations[0], chosen)
+    estimated = partial(_estimated, annotations[0], chosen)
     if not needs_joining(replicas, prices):
         return estimated(replicas, borders)
     alike = with_one_program(replicas)
@@ -308,8 +305,6 @@ def estimated_plan(
 
 
 def _estimated(
-    graph: ModelGraph,
-    cluster: Cluster,
     annotations: Annotations | None,
     chosen: ChosenPlacement,
     replicas: tuple[Replica, ...],
@@ -320,23 +315,12 @@ def _estimated(
 ) -> EstimatedPlan:
     """The plan with these replicas; the arguments are the attributes of `EstimatedPlan`."""
     prices, best = chosen.solver.prices, chosen.best
-    axes = find_batch_axes(graph, replicas, prices)
-    raise_faults(crossing_faults(graph, replicas, dict(axes)))
-    plan = Plan(
-        model=graph.fingerprint,
-        cluster=cluster.name,
-        devices=devices_of(replicas),
-        idle_devices=best.placement.idle,
-        task_graphs=task_graphs(graph, annotations, best.replicas[0].assignment.stage_of),
-        replicas=replicas,
-        batch_axes=axes,
-        planned_rows=chosen.solver.num_rows,
-        parameter_states=prices.states,
-        device_models=cluster.models_of(devices_of(replicas)),
-    )
+    graphs = task_graphs(prices.graph, annotations, best.replicas[0].assignment.stage_of)
+    plan = bare_plan(prices, replicas, graphs, chosen.solver.num_rows, best.placement.idle)
+    raise_faults(crossing_faults(prices.graph, replicas, dict(plan.batch_axes)))
     plan, step = with_estimate(plan, prices)
-    refuse_overfull(step, cluster)
-    return EstimatedPlan(graph, cluster, annotations, chosen, plan, step, borders, joined, not_joined)
+    refuse_overfull(step, prices.cluster)
+    return EstimatedPlan(annotations, chosen, plan, step, borders, joined, not_joined)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -344,7 +328,6 @@ class EstimatedPlan:
     """A plan without reasons.
 
     Attributes:
-        graph, cluster: what it is for.
         annotations: the scopes of its first replica.
         chosen: the placement that it was made of.
         plan: with the figures of its estimate.
@@ -354,8 +337,6 @@ class EstimatedPlan:
         not_joined: why they were not, where that was to be asked.
     """
 
-    graph: ModelGraph
-    cluster: Cluster
     annotations: Annotations | None
     chosen: ChosenPlacement
     plan: Plan
@@ -369,10 +350,10 @@ class EstimatedPlan:
         plan, prices = self.plan, self.chosen.solver.prices
         choices = explain_choices(self.annotations, self.chosen, self.joined or plan.replicas)
         joining = explain_joining(self.joined, plan, prices) if self.joined else ()
-        mixed = mixed_apart(plan, self.graph, prices.axes) if keeps_apart(plan) else ()
+        mixed = mixed_apart(plan, prices.graph, prices.axes) if keeps_apart(plan) else ()
         rows = (*joining, *self.not_joined, *self.borders, *explain_mixing(mixed))
         plan = dataclasses.replace(plan, choices=(*choices, *rows, *explain_step(self.step)))
-        verify(plan, self.graph, self.cluster, prices.axes if needs_axes(plan) else None, step=self.step)
+        verify(plan, prices.graph, prices.cluster, prices.axes if needs_axes(plan) else None, step=self.step)
         return plan, self.step
 
 

@@ -13,11 +13,36 @@ from whale.estimate.memory.memory import optimizer_bytes
 from whale.estimate.prices.part import NOTHING, Part, Recompute
 from whale.estimate.prices.prices import PartCost, Prices
 from whale.ir.graph import DTYPE_BYTES
-from whale.ir.plan import Estimate, Plan, Replica, Stage, brought_back
+from whale.ir.plan import Estimate, Plan, Replica, Stage, TaskGraph, brought_back, devices_of
+from whale.planning.structure.stages import find_batch_axes
 from whale.sharding.parameters import parameter_shardings
 
 MAX_ROUNDS = 3
 """So often it is tried again with less where the estimate finds that what was brought back does not fit."""
+
+
+def bare_plan(prices: Prices, replicas: tuple[Replica, ...], graphs: tuple[TaskGraph, ...], num_rows: int, idle: tuple[str, ...]) -> Plan:
+    """The plan of replicas, without figures and reasons.
+
+    Args:
+        prices: of the graph on the cluster.
+        graphs: the TaskGraphs.
+        num_rows: of the global batch.
+        idle: devices without work.
+    """
+    used = devices_of(replicas)
+    return Plan(
+        model=prices.graph.fingerprint,
+        cluster=prices.cluster.name,
+        devices=used,
+        idle_devices=idle,
+        task_graphs=graphs,
+        replicas=replicas,
+        batch_axes=find_batch_axes(prices.graph, replicas, prices),
+        planned_rows=num_rows,
+        parameter_states=prices.states,
+        device_models=prices.cluster.models_of(used),
+    )
 
 
 def with_estimate(plan: Plan, prices: Prices) -> tuple[Plan, StepEstimate]:

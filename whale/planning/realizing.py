@@ -64,7 +64,7 @@ class Realizer:
     @cached_property
     def pieces(self) -> Pieces:
         """What pieces of the model take on each kind of device."""
-        return Pieces(self.prices, self.structure, self.points, self.num_rows)
+        return Pieces(self.prices, self.points, self.num_rows)
 
     def realize(self, strategy: Strategy) -> EstimatedPlan:
         """The plan, estimated; where the estimate finds too little memory, made again with less.
@@ -94,7 +94,7 @@ class Realizer:
         if keeps:
             check_room(placement, solvers, self.num_rows)
         chosen = ChosenPlacement(solvers[0], solve_together(placement, solvers, self.num_rows), {})
-        return estimated_plan(self.graph, self.cluster, [None] * len(replicas), chosen, gather_rows=self.config.communication.gather_rows)
+        return estimated_plan([None] * len(replicas), chosen, gather_rows=self.config.communication.gather_rows)
 
     def _at(self, prices: Prices) -> Realizer:
         """The same with other prices, which differ in the memory that is spared."""
@@ -113,9 +113,7 @@ class Realizer:
             pipeline = self._shape(replica, widths)
             read = read_policy(policy, pipeline)
             points = self._cut_points(read.kind)
-            self._solvers[key] = Solver(
-                self.graph, self.structure, self._pricing, pipeline, self.num_rows, points=points, pieces=self.pieces, policy=read
-            )
+            self._solvers[key] = Solver(self._pricing, pipeline, self.num_rows, points=points, pieces=self.pieces, policy=read)
         return self._solvers[key]
 
     def _shape(self, replica: ReplicaSpec, widths: tuple[int, ...]) -> PipelineShape:
@@ -132,7 +130,7 @@ class Realizer:
     def _cut_points(self, policy: str) -> CutPoints:
         if policy not in self._points:
             kept = kept_under(self.prices, dataclasses.replace(KEEP_ALL, kind=policy))
-            self._points[policy] = find_cut_points(self.graph, self.structure, self.prices, kept)
+            self._points[policy] = find_cut_points(self.structure, self.prices, kept)
         return self._points[policy]
 
     @cached_property

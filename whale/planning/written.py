@@ -27,8 +27,8 @@ from whale.ir.profile import model_fingerprint
 from whale.planning.annotations.taskgraphs import Annotations, read_scopes, task_graphs
 from whale.planning.explain.choices import explain_step
 from whale.planning.pipeline.scheduling import recomputed_stages, smallest_group
-from whale.planning.pricing import with_estimate
-from whale.planning.structure.stages import find_batch_axes, parts_of
+from whale.planning.pricing import bare_plan, with_estimate
+from whale.planning.structure.stages import parts_of
 from whale.planning.structure.structure import analyse
 from whale.planning.verify.verify import check, memory_faults, needs_axes, shape_faults
 from whale.schedules import placement
@@ -63,19 +63,10 @@ def state_plan(graph: ModelGraph, cluster: Cluster, config: Config, rows: int | 
     prices = Prices(graph, cluster, Costs.for_model(config, graph, cluster))
     replicas = tuple(found.replica(index, block) for index, block in enumerate(config.replicas))
     stated = sum(block.rows or 0 for block in config.replicas) or graph.num_rows
-    first, used = config.replicas[0], devices_of(replicas)
-    bare = Plan(
-        model=graph.fingerprint,
-        cluster=cluster.name,
-        devices=used,
-        idle_devices=tuple(device.name for device in cluster.devices if device.name not in set(used)),
-        task_graphs=task_graphs(graph, found.scopes(first), found.stage_of(first)),
-        replicas=replicas,
-        batch_axes=find_batch_axes(graph, replicas, prices),
-        planned_rows=stated if rows is None else rows,
-        parameter_states=prices.states,
-        device_models=cluster.models_of(used),
-    )
+    first, used = config.replicas[0], set(devices_of(replicas))
+    idle = tuple(device.name for device in cluster.devices if device.name not in used)
+    graphs = task_graphs(graph, found.scopes(first), found.stage_of(first))
+    bare = bare_plan(prices, replicas, graphs, stated if rows is None else rows, idle)
     plan = bare if shape_faults(bare) else _with_rows(bare, prices)
     try:
         check(plan, graph, cluster, prices.axes if needs_axes(plan) else None)

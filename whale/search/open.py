@@ -219,7 +219,7 @@ class OpenSpace:
             annotations = read_scopes(self.prices.graph, config, number)
             assert annotations is not None, "of replicas that are written down nothing is known before they are planned"
             pipeline = shape_pipeline(config, annotations, number)
-            self._stages[number, order] = pipeline, assign_by_scopes(self.prices.graph, annotations)[0]
+            self._stages[number, order] = pipeline, assign_by_scopes(self.prices.graph, annotations)
         return self._stages[number, order]
 
     def _likely(self, strategy: Strategy) -> float:

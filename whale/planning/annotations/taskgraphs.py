@@ -243,7 +243,7 @@ def check_enough_devices(annotations: Annotations, wanted: int, num_devices: int
     )
 
 
-def assign_by_scopes(graph: ModelGraph, annotations: Annotations) -> tuple[Assignment, Structure]:
+def assign_by_scopes(graph: ModelGraph, annotations: Annotations) -> Assignment:
     """Assigns ops to the stages that their scopes say.
 
     Raises:
@@ -259,7 +259,7 @@ def assign_by_scopes(graph: ModelGraph, annotations: Annotations) -> tuple[Assig
     }
     assignment, late = assign(graph, structure, wishes, annotations.num_stages)
     raise_faults([*_late_faults(graph, annotations, late), *_empty_faults(annotations, assignment)])
-    return assignment, structure
+    return assignment
 
 
 def _only_cheap(annotations: Annotations, structure: Structure) -> frozenset[str]:

@@ -30,7 +30,6 @@ from whale.planning.shard.memory import MemoryBudget
 from whale.planning.shard.sharding import Sharder
 from whale.planning.shard.space import Scene
 from whale.planning.strategy import Placed
-from whale.planning.structure.structure import Structure
 from whale.sharding.bridges import Bridge
 
 SPARE = 1.25
@@ -133,7 +132,6 @@ class Pieces:
 
     Args:
         prices: of the graph on the cluster.
-        structure: of the graph.
         points: where it can be cut.
         num_rows: of the global batch.
 
@@ -143,7 +141,6 @@ class Pieces:
     """
 
     prices: Prices
-    structure: Structure
     points: CutPoints
     num_rows: int
     cuts: dict[Hashable, tuple[int, ...]] = field(default_factory=dict, init=False)

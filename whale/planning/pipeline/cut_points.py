@@ -23,6 +23,7 @@ class CutPoints:
     """The ops in order, bundled into units.
 
     Attributes:
+        structure: of the graph.
         spine: the ops that are computed once, in graph order.
         floating: those of them that need no parameter and no gradient; they go where they are read.
         bounds: index into `spine` where each unit starts, and its length at the end.
@@ -32,6 +33,7 @@ class CutPoints:
         parameters: ``[i, j]``: bytes of the parameters that units i to j - 1 read, each once.
     """
 
+    structure: Structure
     spine: tuple[str, ...]
     floating: frozenset[str]
     bounds: NDArray[np.int64]
@@ -47,14 +49,14 @@ class CutPoints:
         return len(self.bounds) - 1
 
 
-def find_cut_points(
-    graph: ModelGraph, structure: Structure, prices: Prices, kept: Mapping[str, tuple[str, ...]] | None = None
-) -> CutPoints:
+def find_cut_points(structure: Structure, prices: Prices, kept: Mapping[str, tuple[str, ...]]) -> CutPoints:
     """Finds the units of a graph.
 
     Args:
-        kept: per op, what it keeps for backward; None for what it keeps where nothing is recomputed.
+        structure: of the graph that the prices are of.
+        kept: per op, what it keeps for backward.
     """
+    graph = prices.graph
     spine = tuple(op.name for op in graph.ops if op.name in structure.atom_of)
     position = {name: index for index, name in enumerate(spine)}
     floating = floating_ops(graph, structure)
@@ -65,10 +67,10 @@ def find_cut_points(
             forbidden[min(places) + 1 : max(places) + 1] = True
     forbidden |= _without_own_ops(spine, floating)
     bounds = lightest_bounds(crossing[:2].sum(axis=0), forbidden)
-    sums = _kept(prices, prices.kept_there if kept is None else kept, spine, position)
+    sums = _kept(prices, kept, spine, position)
     parameters = _parameters(graph, structure, prices, spine, bounds)
     fixed, per_row, messages = crossing[:, bounds]
-    return CutPoints(spine, floating, bounds, fixed, per_row, messages, sums[0][bounds], sums[1][bounds], parameters)
+    return CutPoints(structure, spine, floating, bounds, fixed, per_row, messages, sums[0][bounds], sums[1][bounds], parameters)
 
 
 def _crossing(

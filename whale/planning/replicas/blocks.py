@@ -23,7 +23,7 @@ from whale.planning.pipeline.placement import Placement, device_groups, placemen
 from whale.planning.pipeline.scheduling import PipelineShape, Split, shape_pipeline
 from whale.planning.shard.space import matches
 from whale.planning.structure.stages import Assignment, Wish, assign
-from whale.planning.structure.structure import Structure, analyse, floating_ops
+from whale.planning.structure.structure import analyse, floating_ops
 
 
 @dataclass(frozen=True)
@@ -301,9 +301,7 @@ def _read(
         yield shape, tuple(device.name for device in group)
 
 
-def assign_by_blocks(
-    graph: ModelGraph, asked: ReplicaBlock, num_stages: int, annotations: Annotations | None
-) -> tuple[Assignment, Structure]:
+def assign_by_blocks(graph: ModelGraph, asked: ReplicaBlock, num_stages: int, annotations: Annotations | None) -> Assignment:
     """Assigns ops to stages of so many blocks each; what is before the blocks runs on the first stage, what is behind them on the last.
 
     Raises:
@@ -333,7 +331,7 @@ def assign_by_blocks(
             for each in late
         ]
     )
-    return assignment, structure
+    return assignment
 
 
 def _faults(run: RepeatedBlocks | None, asked: ReplicaBlock, num_stages: int, annotations: Annotations | None) -> Iterator[WhaleError]:

@@ -13,7 +13,6 @@ from whale.errors import BatchError, first_few
 from whale.estimate.memory.memory import size_line
 from whale.estimate.prices.prices import Prices
 from whale.ir.division import divide
-from whale.ir.graph import ModelGraph
 from whale.planning.cutting.partition import Partition, cut_into_stages, wishes_of
 from whale.planning.cutting.pieces import Pieces
 from whale.planning.cutting.stage_tables import StageTables
@@ -27,7 +26,6 @@ from whale.planning.replicas.replica import ReplicaModel, model_replica
 from whale.planning.shard.stage_price import StagePricing
 from whale.planning.strategy import Placed
 from whale.planning.structure.stages import Assignment, assign
-from whale.planning.structure.structure import Structure
 from whale.units import counted, format_bytes
 
 SLACK = 1.01
@@ -110,8 +108,6 @@ class Solver:
         policy: what recomputes inside stages.
     """
 
-    graph: ModelGraph
-    structure: Structure
     pricing: StagePricing
     pipeline: PipelineShape
     num_rows: int
@@ -200,7 +196,7 @@ class Solver:
         if partition.bounds not in self._assignments:
             assert self.points is not None
             wishes = wishes_of(self.points, partition)
-            self._assignments[partition.bounds], _ = assign(self.graph, self.structure, wishes, self.pipeline.num_stages)
+            self._assignments[partition.bounds], _ = assign(self.prices.graph, self.points.structure, wishes, self.pipeline.num_stages)
         return self._assignments[partition.bounds]
 
     def likeness(self, placed: Placed) -> Likeness:

@@ -60,8 +60,8 @@ def test_pieces_that_are_not_too_long_are_enough_where_that_is_said(num_stages: 
     graph = chain(10)
     prices = Prices(graph, cluster(speeds, memory=2**20), Costs())
     pipeline = shape_pipeline(Config({"pipeline.num_stages": num_stages, "pipeline.num_micro_batch": 4}), None, num_stages)
-    points = find_cut_points(graph, analyse(graph), prices, kept_under(prices, KEEP_ALL))
-    pieces = Pieces(prices, analyse(graph), points, 64)
+    points = find_cut_points(analyse(graph), prices, kept_under(prices, KEEP_ALL))
+    pieces = Pieces(prices, points, 64)
     tables, placed = StageTables(points, pieces, prices, pipeline, KEEP_ALL), tuple((f"h0/{index}",) for index in range(num_stages))
     found = [_chosen(tables, placed, 64, margin, Band(points.num_units, longest)) for longest in range(1, points.num_units + 1)]
     assert found[-1] is not None
@@ -73,10 +73,10 @@ def test_between_split_groups_parts_cross_and_do_not_push_the_cut_aside() -> Non
     hosts = replace(cluster((1e12,) * 4, (1e12,) * 4, memory=2**34), network=Link(3e9, 1e-9))
     prices = Prices(graph, hosts, Costs())
     placed = tuple(tuple(f"h{host}/{index}" for index in range(4)) for host in range(2))
-    points = find_cut_points(graph, analyse(graph), prices, kept_under(prices, KEEP_ALL))
+    points = find_cut_points(analyse(graph), prices, kept_under(prices, KEEP_ALL))
     pipeline = shape_pipeline(Config({"pipeline.num_stages": 2, "pipeline.num_micro_batch": 4}), None, 2)
     split = replace(pipeline, devices=(4, 4), splits=(Split(4), Split(4)))
-    pieces = Pieces(prices, analyse(graph), points, 64)
+    pieces = Pieces(prices, points, 64)
     cut = cut_into_stages(StageTables(points, pieces, prices, split, KEEP_ALL), placed, 64, 1.0, likeness_of(placed, hosts))
     assert cut.bounds == (0, 4, 9)  # in the middle of the layers
 

@@ -38,7 +38,7 @@ def split_stage(there: Cluster, message_seconds: float) -> tuple[DeviceCost, Est
     config = Config({"estimate.message_seconds": message_seconds, "communication.overlap": False})
     annotations = read_scopes(SPLIT, config, 2)
     assert annotations is not None
-    assignment, _ = assign_by_scopes(SPLIT, annotations)
+    assignment = assign_by_scopes(SPLIT, annotations)
     pipeline = shape_pipeline(config, annotations, 2)
     prices = Prices(SPLIT, there, Costs.of(config))
     priced = StagePricing.of(prices, overlap=False).price(pipeline, assignment, 0, (("h0/0", "h0/1"),), 8, (NOTHING,))

@@ -25,11 +25,8 @@ def two_stages(num_rows: int) -> Solver:
     graph = chain(6)
     prices = Prices(graph, cluster([4e9, 2e9], [2e9, 1e9]), Costs())
     pipeline = shape_pipeline(Config({"pipeline.num_stages": 2, "pipeline.num_micro_batch": 4}), None, 2)
-    structure = analyse(graph)
-    points = find_cut_points(graph, structure, prices, kept_under(prices, KEEP_ALL))
-    return Solver(
-        graph, structure, StagePricing.of(prices), pipeline, num_rows, points=points, pieces=Pieces(prices, structure, points, num_rows)
-    )
+    points = find_cut_points(analyse(graph), prices, kept_under(prices, KEEP_ALL))
+    return Solver(StagePricing.of(prices), pipeline, num_rows, points=points, pieces=Pieces(prices, points, num_rows))
 
 
 def seats(*, fast_first: bool) -> Placement:

@@ -31,7 +31,7 @@ def split_chain(speeds: list[int]) -> tuple[Prices, PipelineShape, Assignment]:
     devices = cluster([speed * 1e9 for speed in speeds])
     annotations = read_scopes(graph, CONFIG, len(speeds))
     assert annotations is not None
-    assignment, _ = assign_by_scopes(graph, annotations)
+    assignment = assign_by_scopes(graph, annotations)
     return Prices(graph, devices, Costs.of(CONFIG)), shape_pipeline(CONFIG, annotations, len(speeds)), assignment
 
 
