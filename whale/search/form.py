@@ -211,8 +211,13 @@ class ClosedForms:
         return float(points.crossing_fixed[inner].min()), float(points.crossing_per_row[inner].min())
 
     def shortage(self, replica: ReplicaSpec) -> int:
-        """Bytes by which the parameters alone overflow one replica; 0 where they fit."""
-        return max(0, int(self.planner.points.parameters[0, -1]) - self.room(replica))
+        """Bytes by which the parameters alone overflow one replica, with one micro-batch; 0 where they fit."""
+        trained, number = (
+            float(self.planner.pieces.trained(self.planner.cluster.devices[0].kind, 1)[-1]),
+            replica.num_devices // replica.count,
+        )
+        needed = float(self.planner.points.parameters[0, -1]) - number * self.planner.prices.let_go(trained / number)
+        return max(0, int(needed) - self.room(replica))
 
     @staticmethod
     def _in_turn(strategy: Strategy) -> float:
@@ -304,10 +309,6 @@ class ClosedForms:
         crossing = self._crossing(solver, units, hops)
         loads, rooms = solver.tables.loads(placed, about, units), solver.tables.rooms(placed)
         held, room = (np.bincount(pipeline.stage_rank, each).astype(np.float64) for each in (loads, rooms))
-        if pipeline.num_micro_batch == 1:
-            for stage, rank in enumerate(pipeline.stage_rank):
-                trained = pieces.trained(ranks[rank].kind, ranks[rank].width)
-                held[rank] -= self.planner.prices.let_go(float(trained[units[stage + 1]] - trained[units[stage]]))
         places = tuple((rank, units[stage], units[stage + 1]) for stage, rank in enumerate(pipeline.stage_rank))
         return Lane(replica, pipeline, times, hosts, repeated, crossing, places, about, held, room)
 

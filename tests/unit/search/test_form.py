@@ -48,6 +48,18 @@ def test_what_waits_on_hosts_takes_about_what_its_plan_takes(offload: str, error
         assert forms.of(strategy).seconds == pytest.approx(planned, rel=error)
 
 
+def test_gradients_that_go_to_keepers_as_they_are_made_are_not_counted_together() -> None:
+    graph, weights = layers([64] * 16), 16 * 64 * 64 * 4
+    cluster = made([[(1e9, round(2.2 * weights))] * 4], network=1e9)
+    settings = Config({"memory.zero": "2", "communication.bucket_bytes": 1, "memory.fraction": 1.0})
+    forms = ClosedForms(seater_of(graph, cluster, settings, 4))
+    rank = RankSpec(cluster.devices[0].kind)
+    replica = ReplicaSpec((rank,), 4, schedule="1f1b", num_chunks=1, num_micro_batch=1, recompute="none")
+    strategy = Strategy((replica,), near=True)
+    assert len(forms.planner.realize(forms.places.named(strategy)).plan.replicas) == 4
+    assert forms.shortage(replica) == 0 and forms.of(strategy).lack == 0
+
+
 def test_each_rank_sums_over_the_links_between_its_own_devices() -> None:
     cluster = made([[(1e9, GIB)] * 2, [(1e9, GIB)], [(1e9, GIB)], [(1e9, GIB)] * 2], network=1e6)
     places = Places(seater_of(layers([64]), cluster, Config(), 8).prices)

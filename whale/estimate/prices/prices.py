@@ -6,6 +6,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,6 +37,8 @@ from whale.ir.graph import DTYPE_BYTES, ModelGraph, Op
 from whale.ir.plan import ParameterState, Shard, states_of, zero_of
 from whale.sharding.bridges import Bridge, find_bridges
 from whale.sharding.buckets import NUM_AT_ONCE, Buckets
+
+Value = TypeVar("Value", float, Floats)
 
 
 @dataclass(frozen=True, slots=True)
@@ -379,12 +382,19 @@ class Prices:
             self._held[name] = replace(kept, gradient=whole.gradient)
         return self._held[name]
 
-    def let_go(self, num_bytes: float) -> int:
+    def let_go(self, num_bytes: Value) -> Value:
         """Bytes of so many of gradients that are never there together with the others, where one micro-batch makes them."""
-        if self.costs.zero != 2 or "compute" in self.costs.on_host:  # else they start when the pass is done
-            return 0
-        on_their_way = (NUM_AT_ONCE + 1) * self.costs.bucket_bytes
-        return max(0, round(num_bytes * (1 - self._kept_share)) - on_their_way)
+        found: Value = np.maximum(0.0, num_bytes * self.spared_share - (NUM_AT_ONCE + 1) * self.costs.bucket_bytes)
+        return found
+
+    def lasting_bytes(self, name: str) -> float:
+        """`parameter_bytes` without what is let go so."""
+        return self.parameter_bytes(name) - self.held(name).gradient * self.spared_share * self.sums_at_once
+
+    @property
+    def spared_share(self) -> float:
+        """Of gradients that one micro-batch makes, what goes to keepers before the others are there; none where it waits for the pass."""
+        return 0.0 if self.costs.zero != 2 or "compute" in self.costs.on_host else 1 - self._kept_share
 
     def part(self, part: Part, recompute: Recompute = NOTHING) -> PartCost:
         """What a part needs anywhere."""
@@ -402,10 +412,11 @@ class Prices:
         )
         if recompute.num_alive:
             activation, repeated = size_line(self.outputs, crossing), activation * recompute.num_alive
+        gradients = float(sum(self.held(name).gradient for name in part.parameters))
         deferred = kept_for_weights(self.graph, part.ops) if self.training and not recompute.num_alive else ()
         return PartCost(
             parameter_bytes=sum(self.parameter_bytes(name) for name in part.parameters)
-            - (self.let_go(sum(self.held(name).gradient for name in part.parameters)) if self.sums_at_once else 0),
+            - (round(self.let_go(gradients)) if self.sums_at_once else 0),
             activation=activation,
             for_weights=size_line(self.outputs, deferred),
             working=working_line(self.outputs, part.ops) + repeated + self._on_the_way(part),

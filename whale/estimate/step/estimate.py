@@ -146,8 +146,8 @@ class _Carried:
     def _value(self, transfer: int, number: int) -> Message | Sync:
         wire, times = self._gathered.wires[number], self._found.transfers[transfer]
         if isinstance(wire.kind, Sums):
-            what = "weights" if wire.kind.gives else "gradients"
-            return Sync(self._gathered.summed_stages[number], len(wire.parties), wire.kind.num_bytes, *times, what)
+            own, (start, end) = self._gathered.summed_stages[number], times
+            return Sync(own, len(wire.parties), wire.kind.num_bytes, start, end, "weights" if wire.kind.gives else "gradients")
         assert isinstance(wire.kind, Crosses)
         source, target = (self._gathered.devices[party] for party in wire.parties)
         way = "B" if wire.kind.is_backward else "F"

@@ -300,11 +300,15 @@ class StageTables:
         self._ask(num_rows)
         points, crossing = self.points, self._crossing(num_rows)
         received = np.where(np.asarray(stage) > 0, crossing[starts] / 2, 0.0)
-        if kind is not None and width > 1 and self.pieces.can_split(kind, width):
-            parameters, fixed, per_row = self.pieces.held(kind, width)
+        cut = kind if kind is not None and width > 1 and self.pieces.can_split(kind, width) else None
+        if cut is not None:
+            parameters, fixed, per_row = self.pieces.held(cut, width)
             held, kept = parameters[ends] - parameters[starts], fixed + per_row * num_rows
         else:
             held, kept = points.parameters[starts, ends], points.kept_fixed + points.kept_per_row * num_rows
+        if self.pipeline.num_micro_batch == 1 and self.prices.spared_share:
+            trained = self.pieces.trained(cut or self.prices.cluster.devices[0].kind, width if cut else 1)
+            held = held - self.prices.let_go(trained[ends] - trained[starts])
         in_flight, recomputed, waiting, share = self._shapes[:, stage]
         found: Floats = held + expected_bytes(in_flight, recomputed, waiting, share, received, kept[ends] - kept[starts], self._entering)
         return found

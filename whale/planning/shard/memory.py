@@ -133,7 +133,7 @@ class HeldBytes:
         labels, members = range(len(node.labels)), self._classes.members
         if node.first.kind in ("parameter", "buffer"):
             known = self._prices.graph.parameter_by_name
-            num_bytes = sum(self._prices.parameter_bytes(known[op.target].name) for op in node.ops)
+            num_bytes = sum(self._prices.lasting_bytes(known[op.target].name) for op in node.ops)
             found[labels, [label.work for label in node.labels]] = num_bytes
         else:
             for place, (name, own) in enumerate(zip(members[node.first.name], forms, strict=True)):
