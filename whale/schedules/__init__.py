@@ -15,7 +15,7 @@ from whale.schedules.of_plan import (
 )
 from whale.schedules.orders import Builder, ScheduleShape, forward_only
 from whale.schedules.recomputing import insert_recompute, recomputes
-from whale.schedules.table import BUILDERS, build, most_waiting, peak_in_flight, placement
+from whale.schedules.table import BUILDERS, build, most_held, placement
 from whale.schedules.verify import verify
 
 __all__ = [
@@ -38,8 +38,7 @@ __all__ = [
     "forward_schedules_of",
     "insert_communication",
     "insert_recompute",
-    "most_waiting",
-    "peak_in_flight",
+    "most_held",
     "placement",
     "places",
     "recomputes",

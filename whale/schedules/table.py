@@ -168,25 +168,17 @@ def build(name: str, *, num_ranks: int, num_micro_batch: int, num_chunks: int = 
     )
 
 
-def peak_in_flight(
+def most_held(
     name: str, *, num_ranks: int, num_micro_batch: int, num_chunks: int = 1, group_size: int | None = None
-) -> tuple[int, ...]:
-    """What `build` would promise, without building: per rank, the most chunk activations alive at once.
-
-    Args and errors are those of `build`.
-    """
-    builder = _builder(name)
-    return _peaks(builder, _shape(builder, num_ranks, num_micro_batch, num_chunks, group_size))
-
-
-def most_waiting(name: str, *, num_ranks: int, num_micro_batch: int, num_chunks: int = 1, group_size: int | None = None) -> tuple[int, ...]:
-    """Per rank, the most micro-batches of one of its stages whose weight gradients wait for their W at once; 0 where B computes them.
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """What `build` would promise, without building: per rank, the most chunk activations alive at once, and the most micro-batches of one
+    of its stages whose weight gradients wait for their W at once, 0 where B computes them.
 
     Args and errors are those of `build`.
     """
     builder = _builder(name)
     shape = _shape(builder, num_ranks, num_micro_batch, num_chunks, group_size)
-    return tuple(builder.waiting(shape, rank) for rank in range(num_ranks))
+    return _peaks(builder, shape), tuple(builder.waiting(shape, rank) for rank in range(num_ranks))
 
 
 def placement(name: str, *, num_ranks: int, num_chunks: int = 1) -> tuple[int, ...]:

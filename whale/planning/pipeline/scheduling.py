@@ -14,7 +14,7 @@ from whale.ir.schedule import Kind, Schedule
 from whale.ir.scope import Scope
 from whale.planning.annotations.scope_tree import Copies
 from whale.planning.annotations.taskgraphs import Annotations, num_chunks
-from whale.schedules import BUILDERS, build, count_recomputed, insert_recompute, most_waiting, peak_in_flight, placement
+from whale.schedules import BUILDERS, build, count_recomputed, insert_recompute, most_held, placement
 from whale.units import counted
 
 
@@ -139,16 +139,8 @@ def shape_pipeline(config: Config, annotations: Annotations | None, num_devices:
         stage_rank = annotations.places if chunks == 1 else stage_rank
         splits = _splits(annotations)
         _check_chunks_alike(annotations, stage_rank, devices)
-    peaks, waiting = (
-        count(
-            wanted.schedule,
-            num_ranks=num_ranks,
-            num_micro_batch=wanted.num_micro_batch,
-            num_chunks=wanted.num_chunks,
-            group_size=group_size,
-        )
-        for count in (peak_in_flight, most_waiting)
-    )
+    numbers = {"num_micro_batch": wanted.num_micro_batch, "num_chunks": wanted.num_chunks}
+    peaks, waiting = most_held(wanted.schedule, num_ranks=num_ranks, group_size=group_size, **numbers)
     in_flight = tuple(-(-peaks[rank] // chunks) for rank in stage_rank)
     recomputed, inserted = recomputed_stages(config, stage_rank)
     return PipelineShape(
@@ -278,7 +270,7 @@ def explain_schedule(pipeline: PipelineShape) -> Choice:
     other = "gpipe" if pipeline.schedule != "gpipe" else "1f1b"
     runner_up = ""
     if pipeline.num_chunks == 1 and pipeline.num_stages > 1:
-        peaks = peak_in_flight(other, num_ranks=pipeline.num_ranks, num_micro_batch=pipeline.num_micro_batch)
+        peaks, _ = most_held(other, num_ranks=pipeline.num_ranks, num_micro_batch=pipeline.num_micro_batch)
         runner_up = f"{other} would hold {', '.join(str(count) for count in peaks)}"
     return Choice(
         "scheduling",

@@ -28,7 +28,7 @@ from whale.planning.pipeline.segments import find_blocks, find_cores, find_groun
 from whale.planning.plan import plan_and_estimate
 from whale.planning.verify import verify
 from whale.planning.verify.refused import FULL
-from whale.schedules import count_recomputed, edge_pairs, peak_in_flight, training_schedule
+from whale.schedules import count_recomputed, edge_pairs, most_held, training_schedule
 
 TWO_STAGES = {"pipeline.num_stages": 2, "pipeline.num_micro_batch": 2}
 
@@ -252,7 +252,7 @@ def test_stages_hold_what_the_schedule_promises(schedule: str) -> None:
     chunks = 2 if schedule in ("interleaved", "aiao", "aiao_early_loss") else 1
     config = Config({"pipeline.schedule": schedule, "pipeline.num_stages": 3, "pipeline.num_micro_batch": 6, "pipeline.num_chunks": chunks})
     pipeline = shape_pipeline(config, None, 3)
-    peaks = peak_in_flight(schedule, num_ranks=3, num_micro_batch=6, num_chunks=chunks)
+    peaks, _ = most_held(schedule, num_ranks=3, num_micro_batch=6, num_chunks=chunks)
     for rank, peak in enumerate(peaks):
         stages = pipeline.stages_of(rank)
         assert peak <= sum(pipeline.in_flight[stage] for stage in stages) < peak + len(stages)
