@@ -7,7 +7,6 @@ from whale.estimate.costs.communication import (
     all_reduce_seconds,
     all_to_all_line,
     edge_line,
-    p2p_seconds,
 )
 from whale.estimate.costs.compute import OpSeconds, op_seconds, optimizer_seconds
 from whale.estimate.costs.costs import Costs
@@ -53,7 +52,6 @@ __all__ = [
     "op_table",
     "optimizer_seconds",
     "output_lines",
-    "p2p_seconds",
     "pipeline_seconds",
     "simulate",
     "size_line",

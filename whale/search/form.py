@@ -247,12 +247,7 @@ class ClosedForms:
         """Seconds of the whole model on a device of a split group, by rows of a micro-batch: lines between some numbers of them."""
         if (kind, width) not in self._totals:
             grid = 2.0 ** (np.arange(2 * self.num_rows.bit_length() + 1) / 2)
-            pieces, values = self.planner.pieces, list[float]()
-            for own in grid:
-                sums = pieces.sums(kind, width, float(own))
-                device = sums.forward[:, -1] + sums.backward[:, -1]
-                host = sums.started_forward[-1] + sums.started_backward[-1]
-                values.append(max(float(device[0] + device[1] * own), float(host)))
+            values = [self.planner.pieces.whole_seconds(kind, width, float(own)) for own in grid]
             self._totals[kind, width] = grid, np.array(values)
         return np.interp(rows, *self._totals[kind, width])
 

@@ -20,8 +20,6 @@ from functools import cached_property
 from itertools import product
 from typing import Any
 
-import numpy as np
-
 from whale.config import Config
 from whale.config.keys import Shares
 from whale.errors import AnnotationError, WhaleError
@@ -233,8 +231,7 @@ class OpenSpace:
     def _of_written(self, strategy: Strategy) -> float:
         """Seconds of two ranks that each do the whole model on the first device: of written replicas no more is known before a plan."""
         order, m = self._order_of(strategy), strategy.num_micro_batch
-        rows = np.array([self.forms.num_rows / m])
-        rank = float(self.forms.totals(self.prices.cluster.devices[0].kind, 1, rows)[0])
+        rank = self.forms.planner.pieces.whole_seconds(self.prices.cluster.devices[0].kind, 1, self.forms.num_rows / m)
         return float(pipeline_seconds(order.schedule, [rank, rank], m, order.num_chunks))
 
     def _of_scopes(self, strategy: Strategy) -> float:

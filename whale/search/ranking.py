@@ -168,15 +168,10 @@ class FreeSpace:
     def alone(self, replica: ReplicaSpec, num_micro_batch: int) -> float:
         """Seconds in which replicas compute what devices as fast as theirs take of the rows, if all devices of the cluster took some."""
         forms = self.forms
-        rows = max(forms.num_rows * forms.speed(replica) / self._all_speeds, num_micro_batch) / num_micro_batch
+        rows = max(forms.num_rows * forms.speed(replica) / forms.planner.pieces.cluster_speed, num_micro_batch) / num_micro_batch
         rank = (replica.ranks or ())[0]
         whole = float(forms.totals(rank.kind, rank.width, np.array([rows]))[0]) / replica.num_ranks
         return (num_micro_batch + replica.num_ranks - 1) * whole
-
-    @cached_property
-    def _all_speeds(self) -> float:
-        one = np.array([float(self.forms.num_rows)])
-        return sum(number / float(self.forms.totals(kind, 1, one)[0]) for kind, number in self.space.counts.items())
 
     def _cut(self, family: _Family) -> Iterator[Ranked]:
         """The strategy of a family that promises most, in closed form with its cuts, by each policy."""

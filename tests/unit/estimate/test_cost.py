@@ -21,7 +21,6 @@ from whale.estimate import (
     op_table,
     optimizer_seconds,
     output_lines,
-    p2p_seconds,
     size_line,
     state_bytes,
 )
@@ -105,8 +104,7 @@ def test_a_sum_goes_inside_hosts_first() -> None:
         (Host("a", (device("a/0", "a"), device("a/1", "a")), Link(4e9, 1e-6)), Host("b", (device("b/0", "b"),), Link(1e9, 1e-6))),
         Link(1e9, 1e-5),
     )
-    assert p2p_seconds(there, "a/0", "a/1", 4e9) == pytest.approx(1 + 1e-6)
-    assert p2p_seconds(there, "a/0", "a/0", 4e9) == 0
+    assert there.link("a/0", "a/1").seconds(4e9) == pytest.approx(1 + 1e-6)
     assert all_reduce_seconds(there, ("a/0",), 1e9) == 0
     assert all_reduce_seconds(there, ("a/0", "a/1"), 4e9) == pytest.approx(2 * (0.5 + 1e-6))
     assert all_reduce_seconds(there, ("a/0", "a/1", "b/0"), 3e9) == pytest.approx(2 / 2 * 3 + 2e-6 + 2e-5)  # a's sum to b and back

@@ -188,11 +188,6 @@ def ring_volume(num_devices: int, payload: Line, num_passes: int) -> Volume:
     return Volume(both, payload * (both / num_devices))
 
 
-def p2p_seconds(cluster: Cluster, source: str, target: str, num_bytes: float) -> float:
-    """Time of one message between two devices; nothing where they are one."""
-    return 0.0 if source == target else cluster.link(source, target).seconds(num_bytes)
-
-
 def edge_line(link: Link, payload: Line, num_messages: int) -> Line:
     """Seconds to send a payload (bytes by rows) over a link in so many messages, by rows."""
     return Line(num_messages * link.latency + payload.fixed / link.bandwidth, payload.per_row / link.bandwidth)

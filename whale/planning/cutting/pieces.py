@@ -7,7 +7,6 @@ pass gives it of the whole model, or of one of its repeated blocks with what is 
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -317,7 +316,8 @@ class Pieces:
         group = tuple(device.name for device in own.devices if device.kind == kind)[:width] if own else ()
         if len(group) < width:
             return None
-        rows = max(1.0, self.num_rows * width * self._speed(kind) / self._all_speeds)  # if all take a part of one micro-batch
+        speed = width / self.whole_seconds(kind, 1, float(self.num_rows))
+        rows = max(1.0, self.num_rows * speed / self.cluster_speed)  # if all take a part of one micro-batch
         found, room = None, self.prices.costs.capacity(kind)
         for is_short in (False, True) if self._held_by_all(rows) <= width * room else (True,):
             cut = self._shared(group, rows, is_short=is_short)
@@ -328,16 +328,17 @@ class Pieces:
                 return found
         return found
 
-    def _speed(self, kind: Device) -> float:
-        """How often a device does all rows in a second."""
-        rows = float(self.num_rows)
-        sums = self.sums(kind, 1, rows)
+    def whole_seconds(self, kind: Device, width: int, rows: float) -> float:
+        """Seconds of the whole model on a device of a split group, for a micro-batch of so many rows."""
+        sums = self.sums(kind, width, rows)
         device, host = sums.forward[:, -1] + sums.backward[:, -1], sums.started_forward[-1] + sums.started_backward[-1]
-        return 1 / max(float(device[0] + rows * device[1]), float(host), 1e-30)
+        return max(float(device[0] + rows * device[1]), float(host), 1e-30)
 
     @cached_property
-    def _all_speeds(self) -> float:
-        return sum(number * self._speed(kind) for kind, number in Counter(device.kind for device in self.prices.cluster.devices).items())
+    def cluster_speed(self) -> float:
+        """How often all devices together would do all rows in a second."""
+        counts = Counter(self.prices.kinds.values())
+        return sum(number / self.whole_seconds(kind, 1, float(self.num_rows)) for kind, number in counts.items())
 
     def _held_by_all(self, rows: float, ops: Sequence[str] | None = None) -> float:
         """Bytes of parameters with what training adds, and of what is kept for backward, of some ops or of all."""
