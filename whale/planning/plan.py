@@ -83,14 +83,10 @@ def plan_as_set(prices: Prices, config: Config, num_rows: int, pool: DevicePool 
     """
     own = DevicePool(prices.cluster, prices.cluster) if pool is None else pool
     planned = partial(_planned, config=config, num_rows=num_rows, pool=own)
-    others = [partial(planned, depth=depth) for depth in OPEN_DEPTHS] if _is_depth_open(config) else []
-    return decide_in_memory(prices, planned, *others)
-
-
-def _is_depth_open(config: Config) -> bool:
-    """Whether memory decides what some replica computes again."""
     policies = [config.recompute.policy if block.recompute is None else block.recompute for block in config.replicas]
-    return "auto" in (policies or [config.recompute.policy])
+    is_open = "auto" in (policies or [config.recompute.policy])  # memory decides what some replica computes again
+    others = [partial(planned, depth=depth) for depth in OPEN_DEPTHS] if is_open else []
+    return decide_in_memory(prices, planned, *others)
 
 
 def _planned(prices: Prices, config: Config, num_rows: int, pool: DevicePool, depth: str | None = None) -> EstimatedPlan:
@@ -286,7 +282,10 @@ def estimated_plan(annotations: Sequence[Annotations | None], chosen: ChosenPlac
         PlanError: it does not fit in memory, or a tensor cannot travel.
     """
     prices, best = chosen.solver.prices, chosen.best
-    names = [_stage_names(model.pipeline, own) for model, own in zip(best.replicas, annotations, strict=True)]
+    names = [
+        [("model",) if own is None else own.names_of(stage) for stage in range(model.pipeline.num_stages)]
+        for model, own in zip(best.replicas, annotations, strict=True)
+    ]
     replicas = make_replicas(prices, best.replicas, names, best.rows)
     borders: tuple[Choice, ...] = ()
     if any(model.pipeline.splits for model in best.replicas):
@@ -355,7 +354,3 @@ class EstimatedPlan:
         plan = dataclasses.replace(plan, choices=(*choices, *rows, *explain_step(self.step)))
         verify(plan, prices.graph, prices.cluster, prices.axes if needs_axes(plan) else None, step=self.step)
         return plan, self.step
-
-
-def _stage_names(pipeline: PipelineShape, annotations: Annotations | None) -> list[tuple[str, ...]]:
-    return [("model",) if annotations is None else annotations.names_of(stage) for stage in range(pipeline.num_stages)]

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from whale.config import Config
-from whale.estimate import Costs, StepEstimate, estimate
+from whale.estimate import Costs, estimate
 from whale.ir.cluster import Cluster
 from whale.ir.graph import ModelGraph
 from whale.ir.plan import Plan
@@ -108,7 +108,8 @@ def best_move(
     other, move = decide(given, graph, there, settings, rows=None if given is not None else plan.planned_rows, tell=tell)
     objective = Objective(config.planning.objective, there, plan.planned_rows)
     gain = 0.0 if other.replicas == plan.replicas else 1 - objective.of(other, move) / objective.of(plan, stay)
-    cost = overhead + _moved_bytes(move) / min((link.bandwidth for link in there.links), default=1.0)
+    moved_bytes = max(sum(each.stage_bytes) for each in move.devices)  # at most: all that a device holds
+    cost = overhead + moved_bytes / min((link.bandwidth for link in there.links), default=1.0)
     return PlanMove(
         plan=other,
         cluster=there,
@@ -126,8 +127,3 @@ def step_seconds(plan: Plan, graph: ModelGraph, cluster: Cluster, config: Config
     """Of a step of a plan, predicted: with the speeds that it was made for, which the cluster has, and with those that were measured."""
     even, stay = (estimate(plan, graph, each, Costs.for_model(config, graph, each)) for each in (cluster, cluster.slowed(slowdowns)))
     return even.step_seconds, stay.step_seconds
-
-
-def _moved_bytes(step: StepEstimate) -> float:
-    """The most that a device has to be given: all that it holds."""
-    return max(sum(each.stage_bytes) for each in step.devices)

@@ -7,6 +7,7 @@ pass gives it of the whole model, or of one of its repeated blocks with what is 
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property

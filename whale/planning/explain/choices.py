@@ -7,7 +7,6 @@ from dataclasses import replace
 from itertools import pairwise
 
 from whale.estimate import StepEstimate
-from whale.estimate.prices.prices import PartCost
 from whale.ir.division import divide_evenly
 from whale.ir.plan import Choice, Pipeline, Replica, Stage, describe_shards
 from whale.planning.annotations.taskgraphs import Annotations
@@ -316,7 +315,8 @@ def _recomputed(solver: Solver, best: PricedPlacement, replicas: Sequence[Replic
         for position, name in enumerate(group)
     )
     without, num_rows = prices[0].part(part), max(rows)
-    kept, instead = (_kept_bytes(cost, model.pipeline.in_flight[stage], num_rows) for cost in (costs[0].part, without))
+    in_flight = model.pipeline.in_flight[stage]
+    kept, instead = (round(each.activation.at(num_rows) * in_flight + each.working.at(num_rows)) for each in (costs[0].part, without))
     if recompute.num_alive:
         decision = f"all {len(part.ops)} ops, by R actions"
     else:
@@ -332,10 +332,6 @@ def _recomputed(solver: Solver, best: PricedPlacement, replicas: Sequence[Replic
         bound="the configuration" if is_asked else f"memory of {device} ({format_bytes(memory)})",
         runner_up=f"nothing recomputed: {format_bytes(instead)} of activations instead of {format_bytes(kept)}",
     )
-
-
-def _kept_bytes(cost: PartCost, in_flight: int, num_rows: int) -> int:
-    return round(cost.activation.at(num_rows) * in_flight + cost.working.at(num_rows))
 
 
 def explain_step(step: StepEstimate) -> Iterator[Choice]:

@@ -54,16 +54,12 @@ def with_one_program(replicas: Sequence[Replica]) -> tuple[Replica, ...]:
     forms = {tuple(stage.ops for stage in replica.stages) for replica in replicas}
     if len(forms) > 1:
         return tuple(replicas)
-    alike = [max(own, key=_num_recomputed).program for own in zip(*(replica.stages for replica in replicas), strict=True)]
+    stages = zip(*(replica.stages for replica in replicas), strict=True)
+    alike = [max(own, key=lambda stage: sum(map(len, stage.recomputed))).program for own in stages]
     return tuple(
         replace(replica, stages=tuple(replace(stage, program=program) for stage, program in zip(replica.stages, alike, strict=True)))
         for replica in replicas
     )
-
-
-def _num_recomputed(stage: Stage) -> int:
-    """Ops that it computes again."""
-    return sum(map(len, stage.recomputed))
 
 
 def join_replicas(replicas: Sequence[Replica], prices: Prices) -> tuple[Replica, ...]:

@@ -336,7 +336,7 @@ def _divide(num_rows: int, models: Sequence[ReplicaModel], weights: Sequence[int
     Args:
         handled: seconds that sums of gradients take of each.
     """
-    curves = [_later(model.curve, own) for model, own in zip(models, handled, strict=True)]
+    curves = [dataclasses.replace(model.curve, seconds=model.curve.seconds + own) for model, own in zip(models, handled, strict=True)]
     if weights is None:
         return divide_units(num_rows, curves)
     sizes = divide(num_rows, weights, [curve.minimum for curve in curves])
@@ -344,11 +344,6 @@ def _divide(num_rows: int, models: Sequence[ReplicaModel], weights: Sequence[int
     if short > 0:
         raise shortage(f"out of memory: rows by weight leave {place} {format_bytes(int(np.ceil(short)))} short", int(np.ceil(short)), sizes)
     return sizes
-
-
-def _later(curve: Curve, seconds: float) -> Curve:
-    """The curve of a worker that has so much to do beside its units."""
-    return dataclasses.replace(curve, seconds=curve.seconds + seconds) if seconds else curve
 
 
 def _name_shortages(prices: Prices, models: Sequence[ReplicaModel], error: MemoryShortage) -> MemoryShortage:

@@ -155,7 +155,10 @@ def state_faults(plan: Plan, graph: ModelGraph) -> Iterator[PlanError]:
     if odd:
         yield PlanError(f"parameters and buffers without exactly one state in the plan: {first_few(odd)}")
         return
-    yield from _share_faults(plan)
+    if plan.keeper_shares and (len(plan.keeper_shares) != len(plan.devices) or min(plan.keeper_shares) < 1):
+        yield PlanError(
+            f"state is shared out by weights {list(plan.keeper_shares)} over {len(plan.devices)} ranks; each needs a weight of at least 1"
+        )
     corrected = [term for term in graph.loss if term.weight is not None and not term.weight_from_inputs]
     if corrected and any(state.feeds_back for state in plan.parameter_states):
         yield PlanError(
@@ -249,12 +252,4 @@ def _form_faults(state: ParameterState, dtypes: set[str]) -> Iterator[PlanError]
         yield PlanError(
             f"gradients of {named} are shared out among owners, but the optimizer form is not (gradient: {state.gradient}; optimizer: "
             f"{state.kept})"
-        )
-
-
-def _share_faults(plan: Plan) -> Iterator[PlanError]:
-    """Weights of ranks by which state is shared out."""
-    if plan.keeper_shares and (len(plan.keeper_shares) != len(plan.devices) or min(plan.keeper_shares) < 1):
-        yield PlanError(
-            f"state is shared out by weights {list(plan.keeper_shares)} over {len(plan.devices)} ranks; each needs a weight of at least 1"
         )

@@ -362,7 +362,8 @@ def update_faults(graph: ModelGraph, replicas: Sequence[Replica]) -> list[WhaleE
     """The buffers that parts of the batch do not make up, with their lines; none where the batch is one part."""
     faults: list[WhaleError] = []
     for name, update in buffer_updates(graph).items():
-        num_parts = sum(_num_parts(replica, name) for replica in replicas)
+        groups = (max((len(stage.shares) for stage in own.stages if name in stage.parameters), default=0) for own in replicas)
+        num_parts = sum(count * own.pipeline.num_micro_batch for count, own in zip(groups, replicas, strict=True))
         if update.kind == "whole" and num_parts > 1:
             text = f"buffer {name} cannot be written from a batch in {num_parts} parts: it must hold sums or means over rows"
             faults.append(
@@ -373,9 +374,3 @@ def update_faults(graph: ModelGraph, replicas: Sequence[Replica]) -> list[WhaleE
                 )
             )
     return faults
-
-
-def _num_parts(replica: Replica, name: str) -> int:
-    """How many parts of the batch a replica writes a buffer with."""
-    groups = max((len(stage.shares) for stage in replica.stages if name in stage.parameters), default=0)
-    return groups * replica.pipeline.num_micro_batch
