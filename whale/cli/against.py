@@ -88,19 +88,19 @@ def _facts(found: Planned, replica: Replica, block: ReplicaBlock) -> Iterator[tu
         size = replica.pipeline.group_size
         yield "chunks", f"{replica.pipeline.num_chunks} per device" + ("" if size is None else f", group size {size}")
     yield "rows", str(sum(sizes))
-    yield "weight in rows", str(block.rows)
+    yield "row weight", str(block.rows)
     for stage, own in zip(replica.stages, block.stages, strict=True):
         name = f"stage {stage.index}"
         yield f"{name} devices", " ".join(own.devices)
         yield f"{name} ops", f"{_runs(own.ops)} ({len(stage.ops)})"
         yield f"{name} rows", " ".join(map(str, stage.rows(sizes[0])))
-        yield f"{name} weights in rows", ":".join(map(str, own.rows))
+        yield f"{name} row weights", ":".join(map(str, own.rows))
         if stage.shards:
             yield f"{name} cuts", f"groups of {stage.split}: {describe_shards(stage.shards)}"
         if own.recompute:
-            yield f"{name} computes again", f"{_runs(own.recompute)} ({sum(map(len, stage.recomputed))})"
+            yield f"{name} recomputed", f"{_runs(own.recompute)} ({sum(map(len, stage.recomputed))})"
         if own.halves:
-            yield f"{name} computes rows", "in two halves that take turns"
+            yield f"{name} rows computed", "in two halves, alternately"
     for edge in replica.edges:
         yield f"stage {edge.source} -> stage {edge.target}", ", ".join(edge.tensors)
 

@@ -95,9 +95,9 @@ STAGES = """replicas:
 @pytest.mark.parametrize(
     ("old", "new", "what"),
     [
-        ("recompute: [layer0]", "recompute: [layer1]", {"stage 0 computes again": ("layer0 (1)", "layer1 (1)")}),
+        ("recompute: [layer0]", "recompute: [layer1]", {"stage 0 recomputed": ("layer0 (1)", "layer1 (1)")}),
         ("- rows: 16", "- rows: 1", {}),
-        ("recompute: [layer0]}", "recompute: [layer0, layer1]}", {"stage 0 computes again": ("layer0 (1)", "layer0, layer1 (2)")}),
+        ("recompute: [layer0]}", "recompute: [layer0, layer1]}", {"stage 0 recomputed": ("layer0 (1)", "layer0, layer1 (2)")}),
         ("{devices: [h/1]", "{rows: [3], devices: [h/1]", {}),
     ],
 )
@@ -124,7 +124,7 @@ def test_halves_are_told(folder: Path, capsys: pytest.CaptureFixture[str]) -> No
     Path("a.yaml").write_text(f"replicas: [{{rows: 1, schedule: 1f1b, num_micro_batch: 1, stages: [{stage}]}}]\n")
     Path("b.yaml").write_text(Path("a.yaml").read_text().replace("false", "true"))
     _, found = compared(capsys, "--plan", "a.yaml", "--against", "b.yaml", "--cluster", "fast.yaml")
-    assert found == {"stage 0 computes rows": ("-", "in two halves that take turns")}
+    assert found == {"stage 0 rows computed": ("-", "in two halves, alternately")}
 
 
 def test_a_file_that_is_not_there_is_a_fault(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
