@@ -160,11 +160,14 @@ def _carry_replica(
                 shards=shards,
             )
         )
-    edges = []
-    for (source, target), tensors in assignment.edges.items():
-        payload = Line.sum(spec_line(spec, graph.num_rows) for name in tensors for spec in graph.by_name[name].outputs)
-        edges.append(Edge(source, target, tensors, round(payload.at(num_rows))))
-    return dataclasses.replace(replica, stages=tuple(stages), edges=tuple(edges))
+    edges = tuple(_edge(*ends, tensors, graph, num_rows) for ends, tensors in assignment.edges.items())
+    return dataclasses.replace(replica, stages=tuple(stages), edges=edges)
+
+
+def _edge(source: int, target: int, tensors: tuple[str, ...], graph: ModelGraph, num_rows: int) -> Edge:
+    """An edge with the bytes of a micro-batch of so many rows."""
+    payload = Line.sum(spec_line(spec, graph.num_rows) for name in tensors for spec in graph.by_name[name].outputs)
+    return Edge(source, target, tensors, round(payload.at(num_rows)))
 
 
 def _with_rows_cut(carried: Replica, replica: Replica, graph: ModelGraph, axes: Axes) -> Replica:
@@ -251,14 +254,11 @@ def _resize_replica(
     plan: Plan, replica: Replica, graph: ModelGraph, ours: Axes | None, axes: Axes | None, names: Mapping[str, str]
 ) -> Replica:
     first, last = plan.micro_batch_rows(replica.index, plan.planned_rows)[0]
-    edges = []
-    for edge in replica.edges:
-        payload = Line.sum(spec_line(spec, graph.num_rows) for name in edge.tensors for spec in graph.by_name[name].outputs)
-        edges.append(Edge(edge.source, edge.target, edge.tensors, round(payload.at(last - first))))
+    edges = tuple(_edge(edge.source, edge.target, edge.tensors, graph, last - first) for edge in replica.edges)
     stages = replica.stages
     if ours and axes:
         stages = tuple(_carry_stage(stage, ours, axes, names) for stage in stages)
-    return dataclasses.replace(replica, stages=stages, edges=tuple(edges))
+    return dataclasses.replace(replica, stages=stages, edges=edges)
 
 
 def _carry_stage(stage: Stage, ours: Axes, axes: Axes, names: Mapping[str, str]) -> Stage:

@@ -305,7 +305,7 @@ class ClosedForms:
         loads, rooms = solver.tables.loads(placed, about, units), solver.tables.rooms(placed)
         held, room = (np.bincount(pipeline.stage_rank, each).astype(np.float64) for each in (loads, rooms))
         places = tuple((rank, units[stage], units[stage + 1]) for stage, rank in enumerate(pipeline.stage_rank))
-        return Lane(replica, pipeline, times, hosts, repeated, crossing, places, about, held, room)
+        return Lane(replica, pipeline, times, hosts, repeated, crossing, places, held, room)
 
     def _crossing(self, solver: Solver, units: Sequence[int], hops: Hops) -> Floats:
         """Of `Lane.hops`."""

@@ -32,7 +32,6 @@ class Lane:
         hops: seconds of what crosses from each rank to the next, one way, in the mean of all chunks, and of the link where all devices
             send, for all chunks: as lines, ``[2, 2, ranks]``.
         places: the rank of each stage, and its pieces.
-        about: rows of a micro-batch about which times are lines.
         held, rooms: per rank, bytes that it holds, and may.
     """
 
@@ -43,7 +42,6 @@ class Lane:
     recomputed: Floats
     hops: Floats
     places: tuple[tuple[int, int, int], ...]
-    about: int
     held: Floats
     rooms: Floats
 

@@ -19,13 +19,11 @@ class EndOfStep:
     Attributes:
         sync: gradient reduction, as if none of it were hidden.
         optimizer: the optimizer's step.
-        num_bytes: gradient bytes of the device that reduces longest.
         exposed: what the schedule cannot hide of `sync` behind backward passes, beside what devices handle of it.
     """
 
     sync: float
     optimizer: float
-    num_bytes: int
     exposed: float
 
 
@@ -51,25 +49,21 @@ def end_of_step(prices: Prices, replicas: Sequence[ReplicaModel], rows: Sequence
         handled: seconds of the sums that count as work of the device that they take most of.
     """
     if not prices.training:
-        return EndOfStep(0.0, 0.0, 0, 0.0)
+        return EndOfStep(0.0, 0.0, 0.0)
     reduced: dict[str, float] = {}
-    moved: dict[str, int] = {}
     weights: dict[str, int] = {}
     for owners, num_bytes in _owner_sets(prices, replicas).items():
-        sent = round(num_bytes * prices.sent_share)
-        seconds = all_reduce_seconds(prices.cluster, owners, sent)
+        seconds = all_reduce_seconds(prices.cluster, owners, round(num_bytes * prices.sent_share))
         for device in owners:
             reduced[device] = reduced.get(device, 0.0) + seconds
-            moved[device] = moved.get(device, 0) + (sent if len(owners) > 1 else 0)
             weights[device] = weights.get(device, 0) + num_bytes
-    slowest = max(reduced, key=lambda device: reduced[device], default=None)
     optimizer = max((prices.update_seconds(prices.cluster.by_name[device], held) for device, held in weights.items()), default=0.0)
-    sync = reduced[slowest] if slowest else 0.0
+    sync = max(reduced.values(), default=0.0)
     exposed, pipeline = sync, replicas[0].pipeline
     if all(replica.pipeline is pipeline for replica in replicas):
         backward = shortest_backward(replicas, rows)
         exposed = exposed_sync(pipeline.schedule, sync, backward, pipeline.num_micro_batch, pipeline.num_chunks, pipeline.group_size)
-    return EndOfStep(sync, optimizer, moved[slowest] if slowest else 0, max(0.0, exposed - handled))
+    return EndOfStep(sync, optimizer, max(0.0, exposed - handled))
 
 
 def shortest_backward(replicas: Sequence[ReplicaModel], rows: Sequence[int]) -> float:
