@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from operator import lt
 
@@ -180,10 +180,7 @@ def communication_faults(positions: Positions, edges: Edges) -> Iterator[Fault]:
         (Kind.SEND_BACKWARD, out_of_back),
     ):
         for stage in range(len(positions.stage_rank)):
-            if stage in stages:
-                yield from _lacking(positions, stage, kind)
-            else:
-                yield from _surplus(positions, stage, kind)
+            yield from (_lacking if stage in stages else _surplus)(positions, stage, kind)
     yield from _post_faults(positions, edges)
     if crossing:
         for rank, found in enumerate(positions.losses):
@@ -247,17 +244,17 @@ def order_faults(positions: Positions) -> Iterator[Fault]:
     for first, second in _PAIRS:
         if first in present and second in present:
             for stage in range(len(positions.stage_rank)):
-                yield from _pair_faults(positions, stage, first, second)
+                before, after = positions.of(first, stage), positions.of(second, stage)
+                yield from _reversed(positions.stage_rank[stage], before, after, (first, stage), (second, stage))
 
 
-def _pair_faults(positions: Positions, stage: int, first: Kind, second: Kind) -> Iterator[Fault]:
-    before, after = positions.of(first, stage), positions.of(second, stage)
+def _reversed(rank: int, before: Sequence[int], after: Sequence[int], first: tuple[Kind, int], second: tuple[Kind, int]) -> Iterator[Fault]:
+    """The micro-batches for which the second action of a rank stands before the first; both as kind and stage, with their positions."""
     if all(map(lt, before, after)):
         return
-    rank = positions.stage_rank[stage]
     for micro_batch, (a, b) in enumerate(zip(before, after, strict=True)):
         if a > b > ABSENT:
-            early, late = Action(second, stage, micro_batch), Action(first, stage, micro_batch)
+            early, late = Action(*second, micro_batch), Action(*first, micro_batch)
             yield rank, f"{early} (action {b + 1} of rank {rank}) stands before {late} (action {a + 1})"
 
 
@@ -280,12 +277,7 @@ def post_faults(positions: Positions, edges: Edges) -> Iterator[Fault]:
     for post, sender, receiver in edges.messages():
         rank, kind = positions.stage_rank[receiver], RECV_OF[post]
         posted, taken = positions.posted(post, sender, receiver), positions.of(kind, receiver)
-        if all(map(lt, posted, taken)):
-            continue
-        for micro_batch, (before, after) in enumerate(zip(posted, taken, strict=True)):
-            if before > after > ABSENT:
-                early, late = Action(kind, receiver, micro_batch), Action(post, sender, micro_batch)
-                yield rank, f"{early} (action {after + 1} of rank {rank}) stands before {late} (action {before + 1})"
+        yield from _reversed(rank, posted, taken, (post, sender), (kind, receiver))
 
 
 def bucket_faults(positions: Positions, schedule: Schedule) -> Iterator[Fault]:

@@ -9,7 +9,7 @@ Nothing is measured here: what was comes as values.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -80,7 +80,6 @@ def best_move(
     given: Plan | str | Path | None = None,
     overhead: float = 0.0,
     least_gain: float = LEAST_GAIN,
-    tell: Callable[[str], None] | None = None,
 ) -> PlanMove:
     """The best plan at other speeds, beside the one at work. What the user has set stays as it is set.
 
@@ -93,7 +92,6 @@ def best_move(
         given: the plan that the user gave, whose strategy stays: of it, cuts and rows may change. None where none was given.
         overhead: seconds that planning, and putting a plan to work, take beside bringing state to where it is wanted.
         least_gain: of a step, that is wanted.
-        tell: is called by a search with what it has seen so far.
 
     Raises:
         WhaleError: as `decide`.
@@ -105,7 +103,7 @@ def best_move(
         is_cut_by_scopes = any(op.scope for op in graph.ops)
         blocks = tuple(block_of(replica, is_cut_by_scopes=is_cut_by_scopes) for replica in plan.replicas)
         settings, given = settings.with_values({"replicas": blocks}), None
-    other, move = decide(given, graph, there, settings, rows=None if given is not None else plan.planned_rows, tell=tell)
+    other, move = decide(given, graph, there, settings, rows=None if given is not None else plan.planned_rows)
     objective = Objective(config.planning.objective, there, plan.planned_rows)
     gain = 0.0 if other.replicas == plan.replicas else 1 - objective.of(other, move) / objective.of(plan, stay)
     moved_bytes = max(sum(each.stage_bytes) for each in move.devices)  # at most: all that a device holds
