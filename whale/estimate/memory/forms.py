@@ -57,7 +57,7 @@ class BridgedTensors:
         return self._between((self._at[form.users[0]], self._at[form.users[-1]], form) for form in self.all if not form.is_kept)
 
     @cached_property
-    def again(self) -> PerOp:
+    def remade(self) -> PerOp:
         """In a backward pass, those that were made again."""
         made = (form for form in self.all if form.keepers and not form.is_kept)
         return self._between((self._at[form.users[0]], self._last[form.users[0]] or self._at[form.keepers[-1]], form) for form in made)

@@ -42,7 +42,7 @@ class Fullest:
     working: float = 0.0
 
     @property
-    def beside(self) -> float:
+    def extra(self) -> float:
         """Bytes beside all that is kept."""
         return self.working + self.gradients + self.recomputed - self.freed
 
@@ -107,7 +107,7 @@ class Passes:
             spared: bytes of those gradients that are never there together with the others: their sums have come before.
         """
         return max(
-            _Backward(self, is_first, defers_weights, self.gradients - spared).walk(), key=lambda each: each.beside, default=Fullest()
+            _Backward(self, is_first, defers_weights, self.gradients - spared).walk(), key=lambda each: each.extra, default=Fullest()
         )
 
     @cached_property
@@ -171,7 +171,7 @@ class Passes:
                 found.setdefault(op, []).append(root)
         return {op: tuple(roots) for op, roots in found.items()}
 
-    def again(self, number: int) -> Mapping[str, str]:
+    def restored(self, number: int) -> Mapping[str, str]:
         """What is there again when a segment has been computed again: per storage, the op whose backward pass lets it go."""
         left = {root for roots in self.frees.values() for root in roots}.union(self.crossing)
         first: dict[str, str] = {}
@@ -179,12 +179,12 @@ class Passes:
             first |= dict.fromkeys((root for root in self.kept.get(op, ()) if root not in left), op)
         return first
 
-    def computed_again(self, number: int) -> float:
+    def recomputed_bytes(self, number: int) -> float:
         """Bytes that computing a segment again has at most beyond what is there again."""
         segment, forms = self.segments[number], self.formed
         start = self.ops.index(segment[0])
-        beside = np.maximum(forms.forward - forms.again, 0.0)[start : start + len(segment)]
-        return self._forward(segment, frozenset(self.again(number)), beside)
+        extra = np.maximum(forms.forward - forms.remade, 0.0)[start : start + len(segment)]
+        return self._forward(segment, frozenset(self.restored(number)), extra)
 
 
 @dataclass
@@ -204,7 +204,7 @@ class _Backward:
     _gradients: dict[str, list[float]] = field(default_factory=dict)  # per storage; those that share memory share the list: bytes, readers
     _on_their_way: float = 0.0
     _freed: float = 0.0
-    _again: dict[str, str] = field(default_factory=dict)
+    _restored: dict[str, str] = field(default_factory=dict)
     _recomputed: float = 0.0
     _back: float = 0.0
     _stays: float = 0.0
@@ -227,13 +227,13 @@ class _Backward:
                 self._pass(op)
             self._let_go(name)
 
-    def _at(self, beside: float = 0.0) -> Fullest:
+    def _at(self, extra: float = 0.0) -> Fullest:
         stays = min(self._stays, self.most)
         if not self.passes.forms:
-            return Fullest(self._freed, self._recomputed + self._back, stays, self._on_their_way + beside)
+            return Fullest(self._freed, self._recomputed + self._back, stays, self._on_their_way + extra)
         forms, place = self.passes.formed, self._place
-        freed, again, gradients = (float(each[place]) for each in (forms.freed, forms.again, forms.gradients))
-        return Fullest(self._freed + freed, self._recomputed + self._back + again, stays, self._on_their_way + gradients + beside)
+        freed, restored, gradients = (float(each[place]) for each in (forms.freed, forms.remade, forms.gradients))
+        return Fullest(self._freed + freed, self._recomputed + self._back + restored, stays, self._on_their_way + gradients + extra)
 
     def _bring(self, op: Op) -> None:
         """Brings from the host what an op is the last to keep."""
@@ -251,9 +251,9 @@ class _Backward:
             return
         self._begun = segment
         if segment is not None:
-            self._again = dict(self.passes.again(segment))
-            self._recomputed = sum(self.passes.num_bytes[root] for root in self._again)
-            yield self._at(self.passes.computed_again(segment))
+            self._restored = dict(self.passes.restored(segment))
+            self._recomputed = sum(self.passes.num_bytes[root] for root in self._restored)
+            yield self._at(self.passes.recomputed_bytes(segment))
 
     def _differentiate(self, op: Op, uses: Counter[str]) -> float:
         """Adds the gradients that an op makes; the bytes that only it needs."""
@@ -262,19 +262,19 @@ class _Backward:
         if own != op.name:
             makes_new = operator_of(op).gradient == "put together" or "in_place" in op.tags
             return passes.num_bytes[own] if makes_new else 0.0
-        beside, gradient = passes.inside(op), operator_of(op).gradient
+        extra, gradient = passes.inside(op), operator_of(op).gradient
         for root in dict.fromkeys(graph.storage[source] for source in op.inputs if self._is_value(source)):
             size = passes.num_bytes[root]
             if root not in self._gradients and gradient == "handed on" and op.name in self._gradients and size == passes.num_bytes[op.name]:
                 self._gradients[root] = self._gradients[op.name]
                 self._gradients[root][1] += 1
             elif root in self._gradients:
-                beside += size
+                extra += size
             else:
                 self._hold(root, 0.0 if gradient == "one number" else size)
         if not self._waits(op):
-            beside += sum(self._parameter(name, uses) for name in passes.trained_by(op.name))
-        return beside
+            extra += sum(self._parameter(name, uses) for name in passes.trained_by(op.name))
+        return extra
 
     def _parameter(self, name: str, uses: Counter[str]) -> float:
         """Adds the gradient of a parameter, which waits for those of its other uses; the bytes that only this one needs."""
@@ -320,6 +320,6 @@ class _Backward:
             self._back -= freed
         else:
             self._freed += freed
-        for root in [root for root, op in self._again.items() if op == name]:
+        for root in [root for root, op in self._restored.items() if op == name]:
             self._recomputed -= passes.num_bytes[root]
-            del self._again[root]
+            del self._restored[root]

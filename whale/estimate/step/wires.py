@@ -255,8 +255,8 @@ def message_wires(plan: Plan, prices: Prices, links: Links, number: Mapping[str,
                 continue  # it stays where it is
             latency = prices.link(source, target).latency
             if (id(each), latency) not in kinds:
-                beside = each.kind.num_messages * (latency + prices.costs.message_seconds)
-                kinds[id(each), latency] = replace(each.kind, latency=beside)
+                seconds = each.kind.num_messages * (latency + prices.costs.message_seconds)
+                kinds[id(each), latency] = replace(each.kind, latency=seconds)
             yield Wire(kinds[id(each), latency], (number[source], number[target]), _SENDS_AND_RECEIVES, links.path(source, target))
 
 
