@@ -213,7 +213,7 @@ class _Changes:
 
     def _make(self, work: Work) -> float:
         """The gradients that a stage makes first: of a parameter that several stages of the device hold, one of them does."""
-        made = min(work.memory.gradients, self.worker.apart - self._given)
+        made = min(work.memory.gradients, self.worker.unbucketed - self._given)
         self._given += made
         return made
 

@@ -34,8 +34,8 @@ class SimulatedWorker:
         stages: that it runs, in order.
         rows: per micro-batch, the rows that its replica takes.
         works: per stage and number of rows of a micro-batch, its work.
-        held: bytes of parameters with what training keeps beside them, but for `apart`.
-        apart: bytes of gradients that are in no bucket: they are there from the first backward passes on.
+        held: bytes of parameters with what training keeps beside them, but for `unbucketed`.
+        unbucketed: bytes of gradients that are in no bucket: they are there from the first backward passes on.
         casts: bytes of gradients in the type that the optimizer takes, where that is another.
         sent: bytes of buckets on their way, beside the gradients: from the first last backward pass to the optimizer's step.
         freed: per stage, bytes of gradients that are let go by the end of its last backward pass, since others keep them.
@@ -55,7 +55,7 @@ class SimulatedWorker:
     rows: tuple[int, ...]
     works: tuple[tuple[tuple[int, int], Work], ...]
     held: MemoryUse
-    apart: float
+    unbucketed: float
     casts: float
     stage_bytes: tuple[float, ...]
     optimizer: float
@@ -206,9 +206,9 @@ class Workers:
             replace(
                 held.use,
                 weights=held.use.weights + self._filling.get(at, 0),
-                gradients=held.use.gradients - held.apart + self._padding.get(at, 0) + summed.lost,
+                gradients=held.use.gradients - held.unbucketed + self._padding.get(at, 0) + summed.lost,
             ),
-            held.apart,
+            held.unbucketed,
             held.casts,
             tuple(
                 self._held.of([place.key], [position], kept).use.total + summed.lost_of(replica, place.stage.index)
@@ -265,7 +265,7 @@ class _State:
     Attributes:
         use: of what it holds of them while gradients are there.
         stepped: of weights, of gradients, and of what the optimizer keeps beside, that a step of the optimizer reads and writes.
-        apart: of the gradients that are in no bucket.
+        unbucketed: of the gradients that are in no bucket.
         casts: of the gradients in the type that the optimizer takes, where that is another, beyond those in no bucket.
         stepped_there: of weights, gradients and what is kept beside, that a step on the host reads and writes.
         leaving, returning: of gradients to the host, and of weights back.
@@ -274,7 +274,7 @@ class _State:
 
     use: MemoryUse
     stepped: tuple[float, float, float]
-    apart: float
+    unbucketed: float
     casts: float
     stepped_there: float
     leaving: float
@@ -322,15 +322,15 @@ class _ParameterMemory:
         is_bucketed, num_kept = name in self._bucketed, known.spec.num_elements if own is None else own
         num_bytes = num_kept * DTYPE_BYTES[state.kept.dtype]
         gradient = filled_up(made.gradient) if is_bucketed else made.gradient
-        uses, apart = (held.compute, gradient, held.optimizer), 0 if is_bucketed else made.gradient
+        uses, unbucketed = (held.compute, gradient, held.optimizer), 0 if is_bucketed else made.gradient
         if state.kept.home == "host":
             returns = state.compute.home == "device"  # else it comes in each pass
             moved = held.gradient, returns * num_kept * DTYPE_BYTES[state.compute.dtype]
-            return *uses, 0, 0, 0, apart, 0, num_bytes * (2 + state.num_optimizer_tensors), *moved, held.on_host + num_bytes
+            return *uses, 0, 0, 0, unbucketed, 0, num_bytes * (2 + state.num_optimizer_tensors), *moved, held.on_host + num_bytes
         weights = num_bytes + (held.compute if state.is_copied else 0)
         is_cast = state.casts_gradient and name not in self._let_go
-        casts = max(0, num_bytes - apart) if is_cast else 0  # what is apart is let go as it is cast
-        return *uses, weights, held.gradient, num_bytes * state.num_optimizer_tensors, apart, casts, 0, 0, 0, 0
+        casts = max(0, num_bytes - unbucketed) if is_cast else 0  # what is apart is let go as it is cast
+        return *uses, weights, held.gradient, num_bytes * state.num_optimizer_tensors, unbucketed, casts, 0, 0, 0, 0
 
 
 def _padding_of_pieces(buckets: Iterable[Bucket]) -> dict[int, int]:
