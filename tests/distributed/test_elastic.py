@@ -105,23 +105,25 @@ def test_a_launcher_is_killed_and_another_comes(tmp_path: Path) -> None:
 
 
 def wait_for_a_silent_rank(rank: int, num_ranks: int, sign: Path) -> str:
-    """Rank 1 sends nothing, and lives on until rank 0 has given up."""
+    """Rank 2 sends nothing, and lives on until rank 0 has given up; rank 1 has hung up before."""
     world, store = connect(timeout_seconds=PATIENCE_SECONDS), dist.distributed_c10d._get_default_store()
     if rank == 1:
+        world.waits.lines.hang_up()
         sign.touch()
+    if rank > 0:
         store.get("has given up")
         return ""
     world.waits.heed(sign)
     with pytest.raises(RuntimeFault) as caught:
-        world.waits.wait(Launched(dist.irecv(torch.zeros(1), 1), blocks_host=True), "1RECV_F0", [1])
+        world.waits.wait(Launched(dist.irecv(torch.zeros(1), 2), blocks_host=True), "1RECV_F0", [2])
     store.set("has given up", "")
     assert caught.value.lost_peers
     return str(caught.value)
 
 
 def test_a_wait_is_given_up_when_the_launcher_says_that_others_cannot_be_reached(world: World, tmp_path: Path) -> None:
-    said, _ = world.run(wait_for_a_silent_rank, tmp_path / "lost", num_ranks=2)
-    assert "1RECV_F0 with rank 1 did not complete: ranks of another host cannot be reached" in said
+    said, *_ = world.run(wait_for_a_silent_rank, tmp_path / "lost", num_ranks=3)
+    assert "1RECV_F0 with rank 2 did not complete: ranks of another host cannot be reached" in said
 
 
 CLUSTER = """
