@@ -248,9 +248,17 @@ def trained_bytes(rank: int, size: int, case: Case, plan: Plan) -> tuple[str, fl
     return found
 
 
-@pytest.mark.parametrize("zero", [0, 1, 2, 3, (("*0*", 0), ("*1*", 3), ("*weight", 2), ("*", 1))])
-@pytest.mark.parametrize("home", ["device", "weights"])
-@pytest.mark.parametrize("replicas", [(ONE, ONE), (TWO, SPLIT), (ONE, ONE, ONE | {"num_micro_batch": 2})])
+ZEROS: tuple[Zero, ...] = (0, 1, 2, 3, (("*0*", 0), ("*1*", 3), ("*weight", 2), ("*", 1)))
+
+
+@pytest.mark.parametrize(
+    ("zero", "home", "replicas"),
+    [
+        *((zero, "device", (TWO, SPLIT)) for zero in ZEROS),
+        *((zero, "weights", (ONE, ONE, ONE | {"num_micro_batch": 2})) for zero in ZEROS),
+        *((zero, home, (ONE, ONE)) for zero in (0, 3) for home in ("device", "weights")),
+    ],
+)
 def test_memory_is_the_plans_to_the_byte(world: World, zero: Zero, home: str, replicas: Blocks) -> None:
     case = unlike(*replicas, optimizer="adam")
     plan, graph = world.prepare(plan_case, case)
