@@ -46,6 +46,7 @@ def test_the_least_memory_takes_the_fewest_rows() -> None:
     assert decided("4..16", **{"planning.objective": "memory"}).planned_rows == 4
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_is_left_out() -> None:
     tight = made([[(1e9, 700_000)] * 2], network=1e9)
     settings = {"recompute.policy": "none", "pipeline.num_micro_batch": 1, "pipeline.num_stages": 1}

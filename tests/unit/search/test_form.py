@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.examples import slow
 from tests.unit.search.exhaustive import seater_of, space_of
 from tests.unit.search.test_search import GIB, layers, made
 from whale.config import Config
@@ -34,8 +35,8 @@ def test_a_split_group_takes_what_its_plan_takes(model: str, num_rows: int, widt
 
 
 @pytest.mark.parametrize(("offload", "error"), [("activations", 0.08), ("optimizer", 0.1), ("optimizer+parameters", 0.2)])
-@pytest.mark.parametrize("zero", [0, 2])
-@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("zero", [0, slow(2)])
+@pytest.mark.parametrize("num_ranks", [slow(1), 2])
 def test_what_waits_on_hosts_takes_about_what_its_plan_takes(offload: str, error: float, zero: int, num_ranks: int) -> None:
     graph = GPT(layers=3, hidden=1024, heads=16, sequence=512, vocabulary=30_000).graph()
     cluster = parse_cluster("hosts: [{name: a, devices: 2 x V100-32GB}]")

@@ -8,10 +8,11 @@ import random
 import pytest
 
 import tests.unit.search.many as many
+from tests.examples import slow
 from tests.unit.search.many import difference, drawn_cluster, drawn_graph, free_case, scoped_case
 
 
-@pytest.mark.parametrize("number", range(4))
+@pytest.mark.parametrize("number", [0, *map(slow, range(1, 4))])
 def test_a_case_of_two_devices_is_equal(number: int) -> None:
     assert free_case(number, 2).difference == 0
 
@@ -25,6 +26,7 @@ def test_a_case_is_drawn_again_by_its_number() -> None:
     assert drawn[0] == drawn[1]
 
 
+@pytest.mark.slow
 def test_a_slower_plan_and_a_missing_one_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     assert difference(1.1, 1.0) == pytest.approx(0.1)
     assert difference(math.inf, 1.0) == difference(1.0, math.inf) == math.inf

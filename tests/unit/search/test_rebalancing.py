@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.examples import slow
 from tests.unit.planning.graphs import chain, cluster, scope
 from whale.api.adapting import EVERY, Adapting
 from whale.config import Config
@@ -104,7 +105,7 @@ class Run:
                 self._take_up()
 
 
-@pytest.mark.parametrize("spread", [0.03, 0.1, 0.15])
+@pytest.mark.parametrize("spread", [slow(0.03), 0.1, slow(0.15)])
 def test_noise_moves_nothing_in_500_steps(spread: float) -> None:
     run = Run(1, spread)
     for number in range(500):
