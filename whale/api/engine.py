@@ -245,7 +245,7 @@ class Engine:
             self._finish_saving()
             self.runtime.losses.settle()
             self.runtime.merge_statistics(self.state)
-            self._copy_state("save", self._data.now)
+            self._copy_between("save", self._data.now)
             self.leave_state()
             raise Preempted("")
         path = Path(folder) / f"step_{step_number}"
@@ -261,7 +261,7 @@ class Engine:
         if self._keeping is not None and self._accumulated is None:
             self._keeping.begun = self.state.step_number, self._data.before(batch)
             if self.state.step_number % self.opening.settings.memory.redundancy_steps == 0:
-                self._copy_state(call, self._data.before(batch))
+                self._copy_between(call, self._data.before(batch))
         if isinstance(batch, RankBatch):
             self._data.feed(batch.origin)
         if self._tracing is not None:  # before the batch is looked at, which may fail on one rank alone
@@ -283,6 +283,10 @@ class Engine:
     def _stepped(self, loss: torch.Tensor, num_rows: int) -> None:
         if self._keeping is not None:
             self._keeping.rest()
+            copies, every = self._keeping.copies, self.opening.settings.memory.redundancy_steps
+            if copies is not None and self._keeping.purpose is not None and copies.follows_steps and self.state.step_number % every == 0:
+                self._copy_state(self._data.now)
+                copies.note(self.state)
         clipping = self.runtime.clipping
         self._log.end(self.state.step_number, loss, None if clipping is None else clipping.last)
         if self._tracing is not None:
@@ -607,7 +611,9 @@ class Engine:
         if world.rank == 0 and (path is not None or kept is not None or fall is not None or reason):
             tell_resumed(self.step_number, source, fall, before, devices, reason)
         if keeping is not None:
-            self._copy_state("resume", self._data.now)
+            self._copy_between("resume", self._data.now)
+            if keeping.copies is not None:
+                keeping.copies.note(self.state)
             world.barrier()  # all have read it
             forget_kept(keeping.folder, str(folder))
         return extra
@@ -623,7 +629,9 @@ class Engine:
             return
         ways: list[tuple[int, Callable[[], int]]] = []
         if keeping.copies is not None:
-            ways += [(each.step, partial(self._keep_copies, keeping, each)) for each in keeping.copies.steps]
+            copies = keeping.copies  # those of the end of a step are not of the state that the script has made of it
+            usable = copies.steps[1:] if copies.has(state.step_number) and copies.is_written(state) else copies.steps
+            ways += [(each.step, partial(self._keep_copies, keeping, each)) for each in usable]
         if state.is_whole and not keeping.is_changing:
             ways.insert(1, (state.step_number, partial(self._keep, keeping)))  # behind the copies of which most are whole
         keeping.is_done = bool(ways)
@@ -639,22 +647,35 @@ class Engine:
         if self.runtime.losses.has_bad():
             raise CheckpointError("the loss of one of the last steps is not finite, and may have gone into the weights")
 
-    def _copy_state(self, call: Call, position: Mapping[str, int] | None) -> None:
-        """Copies the state to second owners, where that is asked for; all ranks are in the same call.
+    def _copy_state(self, position: Mapping[str, int] | None) -> None:
+        """Copies the state to second owners; all ranks are in the same call.
 
         Args:
-            call: of the engine.
             position: where the data goes on.
         """
-        keeping = self._keeping
-        if keeping is None or keeping.copies is None or keeping.purpose is None:
-            return
-        runtime, state = self.runtime, self.state
-        runtime.call_together(call)
+        keeping, runtime, state = self._keeping, self.runtime, self.state
+        assert keeping is not None and keeping.copies is not None
         with runtime.status.reporting():
             runtime.merge_statistics(state)
             runtime.status.set("copying the state")
             keeping.copies.make(state.step_number, *self._held(position, keeping.random, keeping.copies.duty.chosen))
+
+    def _copy_between(self, call: Call, position: Mapping[str, int] | None) -> None:
+        """Copies what no copies have, where they are asked for: the state of a start, or what the script has written behind the last step.
+
+        Args:
+            call: of the engine, that all ranks are in.
+            position: where the data goes on.
+        """
+        keeping, number = self._keeping, self.state.step_number
+        if keeping is None or (copies := keeping.copies) is None or keeping.purpose is None:
+            return
+        is_there = copies.has(number)
+        is_written = self.runtime.call_together(call, asks=is_there and copies.is_written(self.state))
+        copies.trust()
+        copies.follows_steps &= not is_written
+        if is_written or not is_there:
+            self._copy_state(position)
 
     def _keep_copies(self, keeping: FaultKeeper, copies: StepCopies) -> int:
         """Writes the copies of a step into memory of the host; the number of bytes."""
@@ -781,7 +802,7 @@ class Engine:
         self.runtime.losses.settle()
         self.runtime.merge_statistics(self.state)
         begun, world, graph, old = time.perf_counter(), opening.world, self.model_graph, self.runtime
-        self._copy_state("replan", self._data.now)
+        self._copy_between("replan", self._data.now)
         self.state.forget_gradients()
         old.close()
         gc.collect()  # what was at work holds parameters in circles, which would be there twice
@@ -794,6 +815,8 @@ class Engine:
             self.opening = opening
             runtime, tracing = opening.open(roster, holdings, state)
             self._take_up(state, runtime, tracing, decided, decided.seconds + time.perf_counter() - begun)
+        if self._keeping is not None and self._keeping.copies is not None:
+            self._keeping.copies.note(state)
         for loader, source in loaders:
             loader.read_from(source)
         return self.plan

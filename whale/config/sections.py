@@ -81,7 +81,7 @@ class MemorySettings:
         "state lie in the memory of two hosts, under `whale run --elastic`",
         choices=("0", "1"),
     )
-    redundancy_steps: int = key(1, "with `memory.redundancy: 1`, copies are made before each so many-th step", rule=at_least(1))
+    redundancy_steps: int = key(1, "with `memory.redundancy: 1`, copies are made after each so many-th step", rule=at_least(1))
 
 
 @dataclass(frozen=True, slots=True)

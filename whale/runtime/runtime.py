@@ -263,10 +263,17 @@ class Runtime:
         self.settle(mode, batch.num_rows)
         return step
 
-    def call_together(self, call: Call, argument: float | None = None) -> None:
+    def call_together(self, call: Call, argument: float | None = None, *, asks: bool = False) -> bool:
         """Waits until all ranks of the world make this call, with this argument, and until weights that were published are here.
 
         When this is closed nothing is compared any longer.
+
+        Args:
+            call, argument: the same on all ranks.
+            asks: whether this rank asks for something.
+
+        Returns:
+            Whether any rank does.
 
         Raises:
             RuntimeFault: some rank calls something else, or with another argument, or has left.
@@ -274,7 +281,8 @@ class Runtime:
         if self._workers:
             self.arrive()
             with self.status.reporting():
-                call_together(call, argument, self.roster.world, self._connections.world_sums)
+                return call_together(call, argument, self.roster.world, self._connections.world_sums, asks=asks)
+        return asks
 
     def take_busy(self) -> tuple[float, ...] | None:
         """Per rank of the plan, for how long it has computed in a run, where all have told of one that they had not told of before."""

@@ -30,7 +30,7 @@ def test_a_stage_without_replica_is_sent_to_the_other_host() -> None:
     link = hosts.link("h0/0", "h1/0")
     assert found.survives == "host" and found.link.endswith(("out", "in")) and found.sent_bytes == ("h0/0", 2 * LAYER_BYTES)
     assert found.seconds == pytest.approx(link.seconds(2 * LAYER_BYTES) + 2 * LAYER_BYTES / 5e11)
-    assert "survives the loss of any one host: copies before each step take" in str(found)
+    assert "survives the loss of any one host: copies after each step take" in str(found)
 
 
 def test_a_card_is_shared_and_replicas_on_two_hosts_send_nothing() -> None:

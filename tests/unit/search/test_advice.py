@@ -56,7 +56,7 @@ def test_more_devices_and_faster_links_never_make_it_worse() -> None:
     assert about(found, "devices")[0].says.startswith("use ")
     (memory,) = about(found, "memory")
     assert memory.value is not None and memory.beside is not None and memory.value < memory.beside
-    assert about(found, "redundancy")[0].says.startswith("memory.redundancy: 1 survives the loss of any one host: copies before each step")
+    assert about(found, "redundancy")[0].says.startswith("memory.redundancy: 1 survives the loss of any one host: copies after each step")
 
 
 def test_a_search_that_starts_from_a_good_plan_is_never_worse_on_more_devices() -> None:

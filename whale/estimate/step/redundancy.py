@@ -39,13 +39,13 @@ class Redundancy:
         device, num_bytes = self.sent_bytes
         sent = f"{device} sends {format_bytes(num_bytes)}, {self.link} is busy longest" if self.link else "nothing is sent"
         return (
-            f"survives the loss of any one {self.survives}: copies before {when} take {format_seconds(self.seconds)} ({sent}), and "
+            f"survives the loss of any one {self.survives}: copies after {when} take {format_seconds(self.seconds)} ({sent}), and "
             f"{format_bytes(most)} of the memory of {host}"
         )
 
 
 def redundancy_of(plan: Plan, prices: Prices, every: int) -> Redundancy | None:
-    """What copies before each so many-th step take; None where there is no other device.
+    """What copies after each so many-th step take; None where there is no other device.
 
     Args:
         plan: the plan.

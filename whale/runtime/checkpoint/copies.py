@@ -1,10 +1,10 @@
 """Copies of the state in host memory of two ranks on two hosts: what a host alone holds is sent to its second owner (`second_owners`).
 
-    before step 8, on rank 2     copies of step 7   own pieces | pieces of rank 5
-                                 copies of step 6   own pieces | pieces of rank 5
+    in step 8, on rank 2     copies of step 7   own pieces | pieces of rank 5
+                             copies of step 6   own pieces | pieces of rank 5
 
-All copies of a step are of one moment. A rank begins to write over those of step 6 when all ranks have come to the beginning of step 9, and
-so have all copies of step 7: whenever a rank is lost, the others have all copies of one of the last two steps.
+All copies of a step are of one moment. A rank begins to write over those of step 6 as step 8 ends, which all ranks have begun, and so they
+have all copies of step 7: whenever a rank is lost, the others have all copies of one of the last two steps.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from whale.ir.graph import ModelGraph
 from whale.runtime.checkpoint.boxes import Box
 from whale.runtime.checkpoint.contents import Piece
 from whale.runtime.execute.roster import Roster
+from whale.runtime.state.engine_state import EngineState
 from whale.runtime.state.holdings import Holdings
 from whale.sharding.second_owners import NUM_STEPS_KEPT, second_owners
 
@@ -52,11 +53,13 @@ class StepCopies:
     Attributes:
         step: steps done.
         number: of copies that were made before, equal on all ranks.
+        room: where they lie.
         pieces, plain: as `snapshot` gives them.
     """
 
     step: int
     number: int
+    room: int
     pieces: tuple[Piece, ...]
     plain: Mapping[str, Any]
 
@@ -71,12 +74,15 @@ class Copies:
     Attributes:
         steps: those that are whole, the newest first.
         duty: of this rank, under the plan at work.
+        follows_steps: whether copies are made as a step ends; else as the next begins, for the script writes into the state in between.
     """
 
     duty: Duty
+    follows_steps = True
 
     def __init__(self, world: World, hosts: Sequence[str]) -> None:
         self.steps: tuple[StepCopies, ...] = ()
+        self._seen: object = None
         self._world, self._hosts, self._number = world, hosts, 0
         self._rooms: list[dict[object, Tensor]] = [{} for _ in range(NUM_STEPS_KEPT)]
 
@@ -89,7 +95,9 @@ class Copies:
         self.duty = Duty(found.copied[own], found.sent[own], None if target is None else order[target], tuple(sources))
 
     def make(self, step: int, pieces: Sequence[Piece], plain: Mapping[str, Any]) -> None:
-        """Copies what is this rank's duty, in place of the oldest copies; all ranks of the world call it, and have come here together.
+        """Copies what is this rank's duty; all ranks of the world call it, and have come here together.
+
+        They take the place of other copies of the step, else of the oldest.
 
         On a GPU the host waits for all that it was asked to do.
 
@@ -102,8 +110,10 @@ class Copies:
         """
         duty = self.duty
         self._await_device()
-        self.steps = self.steps[: NUM_STEPS_KEPT - 1]
-        rooms = self._rooms[self._number % NUM_STEPS_KEPT]
+        self._seen = None
+        self.steps = tuple(each for each in self.steps if each.step != step)[: NUM_STEPS_KEPT - 1]
+        free = next(number for number in range(NUM_STEPS_KEPT) if all(number != each.room for each in self.steps))
+        rooms = self._rooms[free]
         sent = [piece for piece in pieces if _name(piece) not in duty.chosen or _name(piece) in duty.sent]  # the others: of plain data
         stays = [piece for piece in pieces if _name(piece) in duty.chosen and _name(piece) not in duty.sent]
         found = [*self._copied(rooms, "sent", sent), *self._copied(rooms, "stays", stays)]
@@ -113,12 +123,28 @@ class Copies:
             found += _views(rooms[source], table)
             known = {**their_plain, **known}
         each_once = {(piece[0], piece[2]): piece for piece in found}  # what is not divided with a parameter, several ranks have
-        self.steps = (StepCopies(step, self._number, tuple(each_once.values()), known), *self.steps)
+        self.steps = (StepCopies(step, self._number, free, tuple(each_once.values()), known), *self.steps)
         self._number += 1
 
     def forget(self) -> None:
         """The state becomes another than that of the next step."""
         self.steps = ()
+
+    def has(self, step: int) -> bool:
+        """Whether there are copies of a step, the last."""
+        return bool(self.steps) and self.steps[0].step == step
+
+    def note(self, state: EngineState) -> None:
+        """Takes down what the state looks like as the script takes over."""
+        self._seen = _look(state)
+
+    def is_written(self, state: EngineState) -> bool:
+        """Whether the script, where it has taken over, has written into it."""
+        return self._seen is not None and self._seen != _look(state)
+
+    def trust(self) -> None:
+        """The script has come back, and all ranks know whether one has written."""
+        self._seen = None
 
     def _await_device(self) -> None:
         if self._world.device.type == "cuda":
@@ -168,6 +194,11 @@ class Copies:
         for work in works:
             assert work is not None
             waits.wait(Launched(work, blocks_host=True), action, peers)
+
+
+def _look(state: EngineState) -> object:
+    """What changes where somebody writes into weights, buffers or the optimizer's settings."""
+    return [tensor._version for tensor in state.lasting.values()], state.settings
 
 
 _Form = tuple[str, tuple[int, ...], Box, torch.dtype, tuple[int, ...]]

@@ -152,22 +152,29 @@ def _who(count: int, ranks: int, size: int) -> str:
     return f"{count} ranks"
 
 
-def call_together(call: Call, argument: float | None, world: World, world_sums: WorldSums) -> None:
+def call_together(call: Call, argument: float | None, world: World, world_sums: WorldSums, *, asks: bool = False) -> bool:
     """Waits until all ranks are here.
 
     Args:
         argument: of the call, which all ranks give alike.
+        asks: whether this rank asks for something.
+
+    Returns:
+        Whether any rank does.
 
     Raises:
         RuntimeFault: some call something else, or with another argument, or have left.
     """
     if world.is_alone:
-        return
+        return asks
     # sums of squares of 24 bits are exact; so short a digest tells any two numbers of a script apart
     told = 0 if argument is None else 1 + (zlib.crc32(struct.pack("d", argument)) & 0xFFFFFF)
-    total, squares, *_ = world_sums.hear(world_sums.say(call, world.rank, (float(told), float(told**2))), call, call)
+    total, squares, num_asking, *_ = world_sums.hear(
+        world_sums.say(call, world.rank, (float(told), float(told**2), float(asks))), call, call
+    )
     if not are_equal(world.size, total, squares):
         raise RuntimeFault(f"ranks call engine.{call} with different arguments (here {argument}, another on some rank)")
+    return num_asking > 0
 
 
 def are_equal(num: float, total: float, squares: float) -> bool:
