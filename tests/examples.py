@@ -20,7 +20,7 @@ def slow(*values: Any, id: str | None = None) -> Any:
     return pytest.param(*values, marks=pytest.mark.slow, id=id)
 
 
-def at_most(count: int, **more: Any) -> settings:
-    """For a law of which the thorough tier tries so many examples; `more` are other settings of hypothesis."""
+def at_most(count: int, fewest: int = FEWEST, **more: Any) -> settings:
+    """For a law of which the thorough tier tries so many examples, and any tier `fewest`; `more` are other settings of hypothesis."""
     share = settings().max_examples / PROFILES["thorough"]
-    return settings(max_examples=max(min(count, FEWEST), round(count * share)), **more)
+    return settings(max_examples=max(min(count, fewest), round(count * share)), **more)

@@ -94,7 +94,7 @@ def test_equals_the_best_of_all_plans_on_three_devices(graph: ModelGraph, cluste
 
 
 @pytest.mark.slow
-@at_most(3)
+@at_most(3, fewest=2)  # one with four unlike devices takes most of a minute
 @given(graph=models, cluster=clusters(4), rows=st.integers(1, 9))
 def test_equals_the_best_of_all_plans_on_four_devices(graph: ModelGraph, cluster: Cluster, rows: int) -> None:
     is_exhaustive(graph, cluster, rows)
