@@ -73,15 +73,15 @@ def with_state(
     back: Collection[str] = (),
     reads: Collection[str] = (),
 ) -> Plan:
-    """The plan with the optimizer's form (1) shared out, or the gradients' too (2), or what ops read (3), of all parameters or by their
-    names, on the device or the host, but for parameters that are brought back from there; all in float64. ``weights``: on the host with
-    what ops read, but for some.
+    """The plan with the optimizer's form (1) shared out, or the gradients' too (2), or what ops read (3), of frozen parameters too, of all
+    or by their names, on the device or the host, but for parameters that are brought back from there; all in float64. ``weights``: on the
+    host with what ops read, but for some.
     """
     own = {parameter.name for parameter in graph.parameters if parameter.spec.dtype == "float64"}
     others = states_of(each for each in graph.parameters if each.name not in own)
-    trained = (each for each in graph.parameters if each.name in own)
+    real = (each for each in graph.parameters if each.name in own)
     form, homes = Form("float64"), {"host": ("optimizer",), "weights": ("optimizer", "compute")}
-    states = states_of(trained, gradient=form, optimizer=form, zero=zero, on_host=homes.get(home, ()))
+    states = states_of(real, gradient=form, optimizer=form, zero=zero, on_host=homes.get(home, ()))
     states = brought_back(brought_back(states, reads, compute_only=True), back)
     plan = replace(plan, parameter_states=(*states, *others), keeper_shares=shares)
     return from_json(Plan, to_json(plan))
@@ -130,6 +130,10 @@ def train_by_both(case: Case, plans: tuple[Plan, Plan], folder: str, expected: M
 def check(world: World, case: Case, plans: tuple[Plan, Plan], *, saves: bool) -> None:
     expected = train_reference(case)
     assume(max(map(abs, expected.losses)) < 1e3)  # what diverges in so many steps says nothing
+    check_equal(world, case, plans, expected, saves=saves)
+
+
+def check_equal(world: World, case: Case, plans: tuple[Plan, Plan], expected: reference.Run, *, saves: bool) -> None:
     with TemporaryDirectory() as folder:
         runs = run_case(world, train, case, plans, folder if saves else "", expected.gradients)
     error, where = largest_of(runs, expected)
@@ -151,13 +155,14 @@ def states(draw: st.DrawFn, plan: Plan, graph: ModelGraph) -> Plan:
     shares = draw(st.lists(st.integers(1, 9), min_size=len(plan.devices), max_size=len(plan.devices)))
     home = draw(st.sampled_from(("device", "device", "host", "weights", "both")))
     zero: Zero = draw(st.integers(0, 3))
-    trained = [each.name for each in graph.parameters if each.kind == "parameter" and each.trainable]
-    some = st.sets(st.sampled_from(trained)) if home == "both" and trained else st.just(frozenset[str]())
+    names = [each.name for each in graph.parameters if each.kind == "parameter"]  # frozen ones too
+    some = st.sets(st.sampled_from(names)) if home == "both" and names else st.just(frozenset[str]())
     back, reads = draw(some), draw(some)
-    if trained and draw(st.booleans()):
-        zero = (*draw(st.dictionaries(st.sampled_from(trained), st.integers(0, 3))).items(), ("*", zero))
-    waits = draw(st.booleans())
-    event(f"zero {zero if isinstance(zero, int) else 'by name'}, home {home}{', activations too' if waits else ''}")
+    if names and draw(st.booleans()):
+        zero = (*draw(st.dictionaries(st.sampled_from(names), st.integers(0, 3))).items(), ("*", zero))
+    waits, frozen = draw(st.booleans()), any(each.kind == "parameter" and not each.trainable for each in graph.parameters)
+    told = f"{zero if isinstance(zero, int) else 'by name'}{', some frozen' if frozen else ''}"
+    event(f"zero {told}, home {home}{', activations too' if waits else ''}")
     return with_state(
         away(plan) if waits else plan,
         graph,
@@ -252,21 +257,41 @@ ZEROS: tuple[Zero, ...] = (0, 1, 2, 3, (("*0*", 0), ("*1*", 3), ("*weight", 2), 
 
 
 @pytest.mark.parametrize(
-    ("zero", "home", "replicas"),
+    ("zero", "home", "replicas", "frozen"),
     [
-        *((zero, "device", (TWO, SPLIT)) for zero in ZEROS),
-        *((zero, "weights", (ONE, ONE, ONE | {"num_micro_batch": 2})) for zero in ZEROS),
-        *((zero, home, (ONE, ONE)) for zero in (0, 3) for home in ("device", "weights")),
+        *((zero, "device", (TWO, SPLIT), ()) for zero in ZEROS),
+        *((zero, "weights", (ONE, ONE, ONE | {"num_micro_batch": 2}), ()) for zero in ZEROS),
+        *((zero, home, (ONE, ONE), ()) for zero in (0, 3) for home in ("device", "weights")),
+        *((3, home, (TWO, SPLIT), (0, 1)) for home in ("device", "weights")),
     ],
 )
-def test_memory_is_the_plans_to_the_byte(world: World, zero: Zero, home: str, replicas: Blocks) -> None:
-    case = unlike(*replicas, optimizer="adam")
+def test_memory_is_the_plans_to_the_byte(world: World, zero: Zero, home: str, replicas: Blocks, frozen: tuple[int, ...]) -> None:
+    case = with_frozen(unlike(*replicas, optimizer="adam"), *frozen)
     plan, graph = world.prepare(plan_case, case)
     plan = with_state(plan, graph, zero, home, shares=tuple(range(1, 1 + len(plan.devices))))
     expected = estimate(plan, graph, make_cluster(case.speeds))
     for device, read, summed, kept, on_host in run_case(world, trained_bytes, case, plan):
         assert_as_planned(expected.of(device), read, summed, kept, on_host)
         assert zero not in (0, 1) or summed == expected.of(device).peak.gradients, "they are accumulated where they are summed"
+
+
+def with_frozen(case: Case, *numbers: int, **changes: Any) -> Case:
+    """The case, with a model whose blocks of these numbers are not trained."""
+    blocks = tuple(replace(each, frozen=each.frozen or number in numbers) for number, each in enumerate(case.description.blocks))
+    return replace(case, description=replace(case.description, blocks=blocks, **changes))
+
+
+@pytest.mark.parametrize("home", ["device", "weights"])
+@pytest.mark.parametrize("again", ["none", "blocks"])
+def test_frozen_weights_are_shared_out_and_gathered(world: World, home: str, again: str) -> None:
+    """A head behind a frozen base, with frozen layers that gradients pass: backward passes do not gather the base."""
+    case = unlike(ONE | {"num_micro_batch": 2}, TWO, config=(("recompute.policy", again),), optimizer="adam", evaluates=True)
+    case = with_frozen(case, 0, 1, 4, tokens=False, tied=False)
+    plan, graph = world.prepare(plan_case, case)
+    plan = with_state(plan, graph, 3, home, shares=(3, 1, 2))
+    frozen = [each for each in graph.parameters if each.kind == "parameter" and not each.trainable]
+    assert {plan.state_of(each.name).compute.sharding for each in frozen} == {"owners"} and len(frozen) > 4
+    check_equal(world, case, (plan, with_state(plan, graph, 1)), train_reference(case), saves=home == "device")
 
 
 def assert_as_planned(device: DeviceEstimate, read: float, summed: float, kept: float, on_host: float) -> None:

@@ -86,8 +86,9 @@ PIPELINE = {"runtime.retrace": "off", "pipeline.num_stages": 2, "pipeline.num_mi
         ({}, PIPELINE, False),
         ({"label_smoothing_factor": 0.1}, {"runtime.retrace": "off", "planning.search": "off", "memory.zero": "1"}, False),
         ({}, PIPELINE, True),
+        ({}, {"runtime.retrace": "off", "planning.search": "off", "memory.zero": "3"}, True),
     ],
-    ids=["pipeline", "replicas and a loss of the trainer's", "adapters of a frozen model"],
+    ids=["pipeline", "replicas and a loss of the trainer's", "adapters of a frozen model", "adapters of one that is shared out"],
 )
 def test_logs_and_weights_are_those_of_the_plain_trainer(
     world: World, tmp_path: Path, options: dict[str, Any], config: dict[str, Any], lora: bool

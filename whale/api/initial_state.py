@@ -88,7 +88,8 @@ def with_optimizer(
         ConfigError: as `make_optimizer` and `make_scheduler`.
     """
     shapes = {name: graph.parameter_by_name[name].spec.shape for name in state.kept}
-    in_parts = {name: holdings.is_cut_by_keepers(name) for name, own in state.kept.items() if own.shape != shapes[name]}
+    stepped = {name: own for name, own in state.kept.items() if own.requires_grad}
+    in_parts = {name: holdings.is_cut_by_keepers(name) for name, own in stepped.items() if own.shape != shapes[name]}
     state.optimizer = make_optimizer(optimizer, state.kept, in_parts, graph.trained, world)
     state.keep_to_itself()
     state.scheduler = make_scheduler(scheduler, state.optimizer, world)

@@ -283,7 +283,7 @@ class Visits:
 
     Attributes:
         forward: per stage, in a pass forward, in the order of first use.
-        backward: in a pass backward, in the order of last use, the last first.
+        backward: in a pass backward, in the order of last use, the last first; without what frozen parts of the model alone read.
         throughout: before a run.
     """
 
@@ -322,14 +322,24 @@ def visits_of(buckets: Sequence[Bucket], model: ModelGraph, plan: Plan, schedule
     def last(number: int) -> int:
         return max(model.last_reads.get(name, 0) for name in buckets[number].names)
 
+    read_again = frozenset(_read_backward(model, plan)) if at_one_place else frozenset[str]()
+    again = [not read_again.isdisjoint(bucket.names) for bucket in buckets]
     return {
         rank: Visits(
             {stage: tuple(each) for stage, each in own.items()},
-            {stage: tuple(sorted(each, key=last, reverse=True)) for stage, each in own.items()},
+            {stage: tuple(sorted((number for number in each if again[number]), key=last, reverse=True)) for stage, each in own.items()},
             tuple(throughout.get(rank, ())),
         )
         for rank, own in at_one_place.items()
     }
+
+
+def _read_backward(model: ModelGraph, plan: Plan) -> Iterator[str]:
+    """The parameters that ops read, or views of them, through which gradients flow or which some stage computes again."""
+    again = {name for replica in plan.replicas for stage in replica.stages for segment in stage.recomputed for name in segment}
+    for op in model.ops:
+        if op.requires_grad or op.name in again:
+            yield from (each.name for each in model.parameters_among(model.storage[source] for source in op.inputs))
 
 
 def _with_weights(schedule: Schedule) -> set[int | None]:

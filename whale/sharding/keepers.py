@@ -25,7 +25,7 @@ class SharedOut:
     Attributes:
         name: of the parameter.
         num_rows: size of its first dimension, along which it may be cut; 1 where it may not.
-        num_bytes: of the form.
+        num_bytes: of what its keepers keep of it.
         ways: sets of devices that together hold it once, each device with its elements.
     """
 

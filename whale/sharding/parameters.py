@@ -127,7 +127,7 @@ class ParameterShardings:
         holders: who holds what.
         axes: of the model; None where nothing is sharded.
         names: of the devices, by number.
-        keeping: who keeps those whose optimizer form is shared out among owners, and how large these are.
+        keeping: who keeps those whose lasting form is shared out among owners, and how large these are.
     """
 
     holders: tuple[Holder, ...]
@@ -307,7 +307,7 @@ def parameter_shardings(plan: Plan, graph: ModelGraph, axes: Axes | None) -> Par
 
 
 def _shared_out(plan: Plan, graph: ModelGraph, shardings: ParameterShardings) -> Iterator[SharedOut]:
-    """The parameters whose optimizer form is shared out."""
+    """The parameters whose lasting form is shared out."""
     for state in plan.parameter_states:
         for name in state.parameters if state.kept.sharding == "owners" else ():
             spec, held = graph.parameter_by_name[name].spec, shardings.gradient(name).held
@@ -316,7 +316,8 @@ def _shared_out(plan: Plan, graph: ModelGraph, shardings: ParameterShardings) ->
             sets = dict.fromkeys(shardings.ways(name))
             ways = tuple({device: sizes[device] for device in way if device in sizes} for way in sets)
             is_cut = shardings.is_sharded(name) or not spec.shape
-            yield SharedOut(name, 1 if is_cut else spec.shape[0], spec.num_elements * DTYPE_BYTES[state.kept.dtype], ways)
+            num_bytes = spec.num_elements * DTYPE_BYTES[state.kept.dtype] * (1 + state.num_optimizer_tensors)
+            yield SharedOut(name, 1 if is_cut else spec.shape[0], num_bytes, ways)
 
 
 def shared_parameters(replica: Replica, stage: Stage) -> frozenset[str]:

@@ -138,7 +138,8 @@ def states_of(
         num_optimizer_tensors: that the optimizer keeps for each trained parameter.
         gradient, optimizer: forms of all trained parameters; None where they are as the model has the parameter.
         zero: stage of ZeRO: from 1 on the optimizer form is shared out among owners, from 2 on the gradient form too, from 3 on what ops
-            read. Parameters whose gradient is sparse are whole on each device. By patterns of names it is that of the first that matches.
+            read, of frozen parameters too. Parameters whose gradient is sparse are whole on each device. By patterns of names it is that
+            of the first that matches.
         on_host: the forms that live on the host, by name: ``optimizer``, or that and ``compute``, which is shared out then where the
             optimizer form is.
         gradient_dtype: type in which gradients of real numbers are accumulated; None for that of the form.
@@ -207,10 +208,10 @@ def _states(
         if trains and parameter.num_lookups:
             yield parameter.name, ParameterState((), read, replace(own, is_sparse=True), own, num_optimizer_tensors)
             continue
-        if reads_there and parameter.kind == "parameter":
-            read = replace(read, home="host")
+        if parameter.kind == "parameter":
+            read = replace(read, **read_by, home="host" if reads_there else "device")  # type: ignore[arg-type]
         state = ParameterState((), read)
         if trains:
             forms = replace(gradient or own, **summed), replace(optimizer or own, **stepped)  # type: ignore[arg-type]
-            state = ParameterState((), replace(read, **read_by), *forms, num_optimizer_tensors)  # type: ignore[arg-type]
+            state = ParameterState((), read, *forms, num_optimizer_tensors)
         yield parameter.name, state

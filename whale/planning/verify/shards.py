@@ -221,7 +221,7 @@ def _form_faults(state: ParameterState, dtypes: set[str]) -> Iterator[PlanError]
             f"the compute form of {named} is {own}; ops read it as {', '.join(sorted(dtypes))}, of sharding stage or owners, home device "
             "or host"
         )
-    if own.sharding == "owners" and (state.optimizer is None or state.kept.sharding != "owners"):
+    if own.sharding == "owners" and state.kept.sharding != "owners":
         yield PlanError(
             f"the compute form of {named} is shared out among owners, but the optimizer form is not (compute: {own}; optimizer: "
             f"{state.kept})"
