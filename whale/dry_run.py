@@ -99,10 +99,13 @@ class DryRank:
             OpFault: an op of the model depends on the values of tensors.
         """
         live = LiveBytes(BLOCK_BYTES)
+        self._fakes.cache_enabled = not self._gathers  # a view that it remembers gives memory back to what was let go
         with _without_values(), imagined_world(rank, len(self.plan.devices)) as world, self._fakes:
             batch = _batch(self.captured.graph, self.plan.planned_rows)  # lies where the data comes from, and is not counted
             with live:
                 runtime, state = self._start(world, _Following(live))
+                for tensor in state.tensors.values():
+                    live.measure(tensor)  # what is gathered has no memory by then
                 try:
                     for _ in range(NUM_STEPS):
                         state.forget_gradients()
@@ -113,6 +116,10 @@ class DryRank:
                 finally:
                     runtime.close()
         return Peak(live.peak, held, live.peak_action, live.peak_op)
+
+    @property
+    def _gathers(self) -> bool:
+        return any(state.is_gathered for state in self.plan.parameter_states)
 
     def _start(self, world: World, watch: Watch) -> tuple[Runtime, EngineState]:
         roster = Roster(self.plan, world, tuple(range(world.size)))
@@ -199,6 +206,9 @@ class _Following(Watch):
         yield
         self.live.is_elsewhere = False
 
+    def resized(self, tensor: torch.Tensor) -> None:
+        self.live.measure(tensor)
+
 
 def _batch(model: ModelGraph, num_rows: int) -> BatchView:
     """A global batch without contents."""
@@ -236,7 +246,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         peak: the most that were there at once.
         action: what is being done, as whoever knows it says.
         is_elsewhere: whether what comes into being lies in other memory, and is not counted.
-        peak_action, peak_op: that action, and the operator that had made its result, when the most were there.
+        peak_action, peak_op: that action, and the operator that had made its result, or ``gathering weights``, when the most were there.
     """
 
     def __init__(self, block_bytes: int = 1) -> None:
@@ -254,9 +264,14 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def leave_out(self, tensor: torch.Tensor) -> None:
         """States that a tensor which was counted lies in other memory."""
-        number = tensor.untyped_storage()._cdata
-        self.live -= self._known.get(number, 0)
-        self._known[number] = 0
+        self._count(tensor.untyped_storage()._cdata, 0)
+
+    def measure(self, tensor: torch.Tensor) -> None:
+        """Takes down how large the memory of a tensor is now, which no op has changed."""
+        storage = tensor.untyped_storage()
+        if storage._cdata in self._known:
+            self._count(storage._cdata, self._blocks(storage.nbytes()))
+            self._look()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
@@ -265,18 +280,26 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         result = func(*args, **kwargs)
         for tensor in _tensors(result):
             self._meet(tensor, 0 if tensor.is_meta else tensor.untyped_storage().nbytes())
-        if self.live > self.peak:
-            self.peak, self.peak_action, self.peak_op = self.live, self.action, str(func)
+        self._look(str(func))
         return result
+
+    def _look(self, op: str = "gathering weights") -> None:
+        if self.live > self.peak:
+            self.peak, self.peak_action, self.peak_op = self.live, self.action, op
+
+    def _blocks(self, num_bytes: int) -> int:
+        return -(-num_bytes // self._block_bytes) * self._block_bytes
+
+    def _count(self, number: int, num_bytes: int) -> None:
+        self.live += num_bytes - self._known.get(number, 0)
+        self._known[number] = num_bytes
 
     def _meet(self, tensor: torch.Tensor, num_bytes: int) -> None:
         storage = tensor.untyped_storage()
         number = storage._cdata
         if number in self._known:
             return
-        taken = 0 if self.is_elsewhere else -(-num_bytes // self._block_bytes) * self._block_bytes
-        self._known[number] = taken
-        self.live += taken
+        self._count(number, 0 if self.is_elsewhere else self._blocks(num_bytes))
         weakref.finalize(storage, self._forget, number)
 
     def _forget(self, number: int) -> None:
@@ -320,16 +343,10 @@ def dry_run(plan: Plan, captured: Captured, config: Config) -> DryRun:
         config: settings.
 
     Raises:
-        ConfigError: this process is a rank among others, no optimizer is known that keeps as many tensors as the plan says, or weights are
-            shared out.
+        ConfigError: this process is a rank among others, no optimizer is known that keeps as many tensors as the plan says, or gradients
+            are sparse.
         OpFault: an op of the model depends on the values of tensors.
     """
-    if any(state.is_gathered for state in plan.parameter_states):
-        raise ConfigError(
-            "a dry run cannot count memory under memory.zero: 3 or memory.offload: optimizer+parameters, where weights are freed and keep "
-            "their tensors",
-            hint="leave out the dry run, or take memory.zero: 2 and memory.offload: optimizer",
-        )
     if any(state.gradient is not None and state.gradient.is_sparse for state in plan.parameter_states):
         raise ConfigError(
             "a dry run cannot tell which rows a sparse gradient has (an embedding has sparse=True), because its tensors have no values",

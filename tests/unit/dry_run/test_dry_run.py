@@ -123,6 +123,23 @@ def test_gradients_are_let_go_when_their_sums_have_come(num_micro_batch: int) ->
     assert found[1] - found[0] <= (-2 if num_micro_batch == 1 else 0) * bucket
 
 
+@pytest.mark.parametrize("offload", ["none", slow("optimizer+parameters")])
+@pytest.mark.parametrize("again", ["none", "blocks"])
+def test_weights_are_there_while_they_are_read(offload: str, again: str) -> None:
+    """What is gathered, or comes from hosts, is held in parts, and by buckets where ops read it."""
+    mode, bucket = captured(Deep), 4 * WIDTH * (WIDTH + 1)
+    settings = {"pipeline.num_micro_batch": 2, "communication.bucket_bytes": bucket, "planning.search": "off", "recompute.policy": again}
+    asked = Config(settings | {"memory.zero": "3", "memory.offload": offload})
+    plan = make_plan(mode.graph, cluster_of(2), asked)
+    found, step = dry_run(plan, mode, asked), estimate(plan, mode.graph, cluster_of(2), Costs.of(asked))
+    for device, peak in found.of.items():
+        use = step.of(device).peak
+        assert 0 <= peak.held_bytes - use.weights - use.optimizer <= 60 * 512
+        assert 0.94 * use.total <= peak.num_bytes <= use.total + 60 * 512
+    whole = dry_run(make_plan(mode.graph, cluster_of(2), Config(settings | {"memory.zero": "2"})), mode, Config(settings))
+    assert found.of["device0"].num_bytes <= whole.of["device0"].num_bytes - 2 * bucket
+
+
 @pytest.mark.parametrize("kept", [0, slow(1), slow(2), 3])
 def test_optimizers_keep_what_the_settings_say(kept: int) -> None:
     weight_bytes = 4 * WIDTH * WIDTH

@@ -55,6 +55,9 @@ class Watch:
         """Around the making of a tensor in the memory of the host."""
         return _NOTHING
 
+    def resized(self, tensor: torch.Tensor) -> None:
+        """The memory of a tensor that stays has been let go, or is there again."""
+
     def sent(self, sender: Place, receiver: Place, channel: Channel, wire: torch.Tensor) -> None:
         """A tensor's way has begun."""
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import Tensor
@@ -42,7 +42,7 @@ class GatheredWeights:
         groups: one per owner set.
         waits: how communication is waited for.
         copies: from the host.
-        watch: told of each wait.
+        watch: told of each wait, of memory that comes and goes, and of what is made on the host.
 
     Attributes:
         buckets: as given.
@@ -72,7 +72,8 @@ class GatheredWeights:
                 self.parts[name] = tensors[name].data
             elif state.is_gathered:
                 dtype, there = getattr(torch, state.compute.dtype), home(state.compute, tensors[name].device)
-                self.parts[name] = pinned(own.data.to(there, dtype), copies.device) if state.is_copied else own.data
+                with watch.on_host() if state.compute.home == "host" else nullcontext():
+                    self.parts[name] = pinned(own.data.to(there, dtype), copies.device) if state.is_copied else own.data
         self.numbers: dict[str, tuple[int, ...]] = {}
         self._parcels: dict[int, Parcel] = {}
         for number, bucket in enumerate(buckets):
@@ -196,6 +197,7 @@ class GatheredWeights:
         memory = place.held.untyped_storage()
         if not self._users[memory._cdata]:
             memory.resize_(place.held.numel() * place.held.element_size())
+            self._watch.resized(place.held)
         self._users[memory._cdata] += 1
 
     def _drop(self, numbers: Iterable[int]) -> None:
@@ -207,3 +209,4 @@ class GatheredWeights:
                     self._users[memory._cdata] -= 1
                     if not self._users[memory._cdata]:
                         memory.resize_(0)
+                        self._watch.resized(place.held)
