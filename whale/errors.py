@@ -63,6 +63,10 @@ class PlanError(WhaleError):
     """No plan exists for this model, cluster and configuration, or a plan is not consistent."""
 
 
+class OutOfMemory(PlanError):
+    """A plan needs more memory than devices, or hosts, have."""
+
+
 class ScheduleError(WhaleError):
     """A schedule that is incomplete, out of order, or would deadlock."""
 
@@ -141,8 +145,7 @@ def raise_faults(faults: Sequence[WhaleError]) -> None:
 
 
 def _raise_together(faults: Sequence[WhaleError]) -> NoReturn:
-    kinds = {type(fault) for fault in faults}
-    kind = kinds.pop() if len(kinds) == 1 else WhaleError
+    kind = next(kind for kind in type(faults[0]).__mro__ if all(isinstance(fault, kind) for fault in faults))
     listing = "\n".join(f"{number}. {fault}" for number, fault in enumerate(faults, start=1))
     raise kind(f"{len(faults)} faults\n{listing}")
 

@@ -6,7 +6,7 @@ import pickle
 
 import pytest
 
-from whale.errors import ClusterError, ConfigError, WhaleError, first_few, raise_faults
+from whale.errors import ClusterError, ConfigError, OutOfMemory, PlanError, WhaleError, first_few, raise_faults
 from whale.ir.scope import SourceLine
 
 
@@ -39,6 +39,8 @@ def test_several_faults_are_numbered() -> None:
 def test_faults_of_several_kinds_are_of_their_common_class() -> None:
     with pytest.raises(WhaleError) as caught:
         raise_faults([ConfigError("a"), ClusterError("b")])
+    with pytest.raises(PlanError, match="2 faults"):
+        raise_faults([OutOfMemory("a"), PlanError("b")])
     assert type(caught.value) is WhaleError
 
 

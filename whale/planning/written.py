@@ -74,7 +74,7 @@ def state_plan(graph: ModelGraph, cluster: Cluster, config: Config, rows: int | 
         raise_faults(list(memory_faults(step, cluster)))
     except PlanError as fault:  # it may have a line of the model; where that plan is written comes behind it
         where = first.at() if fault.where is None else f"{fault.where}, in the plan at {first.at()}"
-        raise PlanError(fault.message, where=where, hint=fault.hint) from None
+        raise type(fault)(fault.message, where=where, hint=fault.hint) from None
     written = Choice("plan", "everything", "as it is written", bound=f"the written plan at {first.at()}")
     return replace(plan, choices=(written, *explain_step(step))), step
 

@@ -13,7 +13,7 @@ from itertools import count
 from typing import Literal
 
 from whale.config import Config
-from whale.errors import AnnotationError, ConfigError, PlanError
+from whale.errors import AnnotationError, ConfigError, OutOfMemory, PlanError
 from whale.estimate import Costs, StepEstimate, estimate_with
 from whale.estimate.prices.prices import Prices
 from whale.estimate.step.redundancy import redundancy_of
@@ -148,7 +148,7 @@ def advise(
     own = _Adviser(graph, cluster, config, rows, tell)
     try:
         found = own.searched("the cluster as it is", cluster, effort=config.planning.effort)
-    except PlanError as fault:
+    except OutOfMemory as fault:
         return Advised(None, fault.message, (*own.more(None), own.memory(None)))
     advice = (*own.groups(found), *own.front(found), *own.more(found), *own.links(found), *own.redundancy(found), own.memory(found))
     return Advised(found, "", advice)

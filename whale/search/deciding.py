@@ -13,7 +13,7 @@ from pathlib import Path
 
 from whale.config import Config, read_plan
 from whale.config.keys import choice_text, range_of
-from whale.errors import BatchError, ConfigError, PlanError, WhaleError
+from whale.errors import BatchError, ConfigError, OutOfMemory, PlanError, WhaleError
 from whale.estimate import Costs, StepEstimate
 from whale.ir.cluster import Cluster
 from whale.ir.graph import ModelGraph
@@ -168,12 +168,13 @@ def with_states(
         may_compare: whether a plan that fits may give way to a faster one that shares out more.
 
     Raises:
-        PlanError: nothing fits; with the figures of the state that takes least.
+        OutOfMemory: nothing fits; with the figures of the state that takes least.
+        WhaleError: there is no plan for another reason than memory.
     """
     zero, is_open = config.memory.zero, config.memory.offload == "auto"
     as_needed = is_open or config.memory.offload_as_needed
     levels = ("0", "2", "3") if zero == "auto" and num_devices > 1 else ("0" if zero == "auto" else zero,)
-    lacking: PlanError | None = None
+    lacking: OutOfMemory | None = None
 
     def at_home(home: str) -> Planned | None:
         """The plan with the level of ``memory.zero`` that is least, or fastest; None where none fits."""
@@ -185,7 +186,7 @@ def with_states(
             own = config.with_values({"memory.zero": level, "memory.offload": home, "memory.offload_as_needed": as_needed})
             try:
                 other = planned(own)
-            except PlanError as fault:
+            except OutOfMemory as fault:
                 lacking = fault
                 continue
             if found is None:

@@ -15,7 +15,7 @@ import numpy as np
 
 from whale.config import Config
 from whale.config.replicas import REPLICAS
-from whale.errors import ConfigError, PlanError, WhaleError
+from whale.errors import ConfigError, OutOfMemory, WhaleError
 from whale.ir.cluster import Device
 from whale.ir.graph import ModelGraph
 from whale.planning.pipeline.balance import MemoryShortage, shortage
@@ -64,7 +64,7 @@ def failure(
         return error
     if not remedies.missing:
         return _nothing(free, remedies.lineups)
-    return PlanError(
+    return OutOfMemory(
         f"out of memory: weights, gradients and optimizer state alone exceed the memory of any replica's devices by "
         f"{format_bytes(remedies.missing)}",
         hint=hint,

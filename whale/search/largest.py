@@ -14,7 +14,7 @@ from functools import partial
 
 from whale.config import Config
 from whale.config.keys import Choice, choice_text
-from whale.errors import PlanError, WhaleError
+from whale.errors import OutOfMemory, PlanError, WhaleError
 from whale.estimate import Costs, StepEstimate
 from whale.estimate.memory.memory import state_bytes
 from whale.estimate.prices.prices import Prices
@@ -153,9 +153,10 @@ def largest(depths: Depths, config: Config, tell: Callable[[str], None]) -> Iter
         tell: is called with each depth that is tried.
 
     Raises:
-        PlanError: not even the captured blocks fit, with any state; that of the last.
+        OutOfMemory: not even the captured blocks fit, with any state; that of the last.
+        WhaleError: there is no plan for another reason.
     """
-    fault: PlanError | None = None
+    fault: OutOfMemory | None = None
     known: list[Plan] = []
     least = depths.num_captured
     for zero, offload in open_states(config):
@@ -168,7 +169,7 @@ def largest(depths: Depths, config: Config, tell: Callable[[str], None]) -> Iter
         own = _State(depths, settings, tell_depth, known)
         try:
             least = own.deepest(least)
-        except PlanError as error:
+        except OutOfMemory as error:
             fault = error
             continue
         yield Largest(choice_text(zero), offload, least, depths.graph(least), *own.found[least])
@@ -201,7 +202,7 @@ class _State:
         """The largest number that fits, to one part in `_GRAIN`, from one that does.
 
         Raises:
-            PlanError: the least does not fit.
+            OutOfMemory: the least does not fit.
         """
         best, too_many = least, self.depths.most(self.config) + 1
         if not any(self._fits(best, number) for number in self._recent):
@@ -216,7 +217,7 @@ class _State:
             try:
                 self._search(more)
                 best = more
-            except PlanError:
+            except OutOfMemory:
                 too_many = more
 
     @property

@@ -10,7 +10,7 @@ from typing import Any, cast
 import pytest
 
 from whale.config import Config
-from whale.errors import PlanError
+from whale.errors import OutOfMemory, PlanError
 from whale.hardware import parse_cluster
 from whale.ir.graph import ModelGraph
 from whale.planning.strategy import strategy_of
@@ -47,14 +47,14 @@ class Stated:
         for number, limit in enumerate(self._limits(config)):
             if num_blocks <= limit:
                 return planned(number)
-        raise PlanError("it does not fit")
+        raise OutOfMemory("it does not fit")
 
     def again(self, num_blocks: int, config: Config, plan: Any) -> Any:
         self.num_plans += 1
         limits = self._limits(config)
         if plan.number < len(limits) and num_blocks <= limits[plan.number]:
             return planned(plan.number)
-        raise PlanError("it does not fit")
+        raise OutOfMemory("it does not fit")
 
 
 def found(stated: Stated, config: Config | None = None) -> list[tuple[str, str, int]]:

@@ -9,7 +9,7 @@ import pytest
 
 from tests.unit.planning.graphs import Graph, cluster, device
 from whale.config import Config
-from whale.errors import ConfigError, PlanError
+from whale.errors import ConfigError, OutOfMemory, PlanError
 from whale.estimate import Costs, StepEstimate, estimate
 from whale.ir.cluster import Cluster, Host, Link
 from whale.ir.graph import ModelGraph
@@ -239,7 +239,7 @@ def test_weights_are_shared_out_where_nothing_fits_otherwise() -> None:
 
     def with_zero(config: Config) -> tuple[Plan, StepEstimate]:
         if config.memory.zero != "3":
-            raise PlanError("nothing fits")
+            raise OutOfMemory("nothing fits")
         return planned(on, memory={"zero": 3})
 
     plan, step = with_states(Config({}), 2, with_zero, may_compare=True)
@@ -247,6 +247,25 @@ def test_weights_are_shared_out_where_nothing_fits_otherwise() -> None:
     whole, slow = planned(on, memory={"zero": 2})
     assert not whole.state_of("layer0.weight").is_gathered and slow.step_seconds < step.step_seconds
     assert {each.peak.weights for each in step.devices} == {each.peak.weights / 2 for each in slow.devices}
+
+
+@pytest.mark.parametrize("faulty", ["0", "2", "3"])
+def test_other_faults_are_no_lack_of_memory(faulty: str) -> None:
+    def with_zero(config: Config) -> tuple[Plan, StepEstimate]:
+        if config.memory.zero == faulty:
+            raise PlanError("stage 0 of replica 0 has no op")
+        raise OutOfMemory("nothing fits")
+
+    with pytest.raises(PlanError, match="stage 0 of replica 0 has no op"):
+        with_states(Config({}), 2, with_zero, may_compare=True)
+
+
+def test_what_a_search_finds_short_is_lack_of_memory() -> None:
+    """On devices that not even the weights alone fit on, and on hosts."""
+    for times, host, offload in ((0.01, None, "none"), (2.4, 0.1, "optimizer")):
+        settings = {"memory.fraction": 1.0, "memory.offload": offload}
+        with pytest.raises(OutOfMemory):
+            decide(None, layers(), of_memories(times, times, host=host), Config(settings), rows=8)
 
 
 @pytest.mark.parametrize("zero", [0, 2])

@@ -13,12 +13,12 @@ from functools import cached_property
 
 import numpy as np
 
-from whale.errors import PlanError
+from whale.errors import OutOfMemory
 from whale.estimate.costs.line import Floats
 from whale.units import format_bytes
 
 
-class MemoryShortage(PlanError):
+class MemoryShortage(OutOfMemory):
     """No division fits.
 
     Attributes:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Protocol, TypeVar
 
-from whale.errors import PlanError, raise_faults
+from whale.errors import OutOfMemory, raise_faults
 from whale.estimate import StepEstimate
 from whale.estimate.prices.prices import Prices
 from whale.ir.cluster import Cluster, Device
@@ -59,7 +59,7 @@ class Refused(MemoryShortage):
 
 def refuse_overfull(step: StepEstimate, cluster: Cluster) -> None:
     """Raises `Refused` where a step does not fit in memory."""
-    lacking, faults = dict[Device, int](), list[PlanError]()
+    lacking, faults = dict[Device, int](), list[OutOfMemory]()
     for each, short in overfull(step):
         kind = cluster.by_name[each.devices[0]].kind
         lacking[kind] = max(lacking.get(kind, 0), short)

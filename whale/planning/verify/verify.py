@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from whale.axes import Axes, discover
-from whale.errors import PlanError, WhaleError, first_few, raise_faults
+from whale.errors import OutOfMemory, PlanError, WhaleError, first_few, raise_faults
 from whale.estimate import Costs, StepEstimate, estimate
 from whale.estimate.step.step import DeviceEstimate
 from whale.ir.cluster import Cluster
@@ -315,7 +315,7 @@ def memory_faults(step: StepEstimate, cluster: Cluster) -> Iterator[WhaleError]:
     yield from host_faults(step, cluster)
 
 
-def host_faults(step: StepEstimate, cluster: Cluster) -> Iterator[PlanError]:
+def host_faults(step: StepEstimate, cluster: Cluster) -> Iterator[OutOfMemory]:
     """Hosts whose memory does not hold what a plan keeps there."""
     known, needed = {host.name: host.memory for host in cluster.hosts}, dict[str, float]()
     for each in step.devices:
@@ -327,16 +327,16 @@ def host_faults(step: StepEstimate, cluster: Cluster) -> Iterator[PlanError]:
     for name, num_bytes in needed.items():
         memory = known[name]
         if memory is not None and num_bytes > memory:
-            yield PlanError(
+            yield OutOfMemory(
                 f"out of memory on host {name}: the plan needs {format_bytes(round(num_bytes))}, {format_bytes(memory)} usable",
                 hint="set memory.offload: none, memory.redundancy: 0, use fewer devices of this host, or state the host's memory in the "
                 "cluster file",
             )
 
 
-def memory_fault(each: DeviceEstimate, short: int) -> PlanError:
+def memory_fault(each: DeviceEstimate, short: int) -> OutOfMemory:
     """What is said of a device that is so many bytes short."""
-    return PlanError(
+    return OutOfMemory(
         f"out of memory on {each.name}: the plan needs {format_bytes(each.capacity + short)}, {format_bytes(each.capacity)} usable: "
         f"{format_bytes(short)} short ({each.peak})",
         hint="more micro-batches (pipeline.num_micro_batch), fewer rows, or other devices",
