@@ -949,6 +949,11 @@ class Engine:
         return None if self.state.loss_scale is None else self.state.loss_scale.value
 
     @property
+    def was_skipped(self) -> bool:
+        """Whether the last step left out its update, as its loss or gradients were not finite (``fp16``, ``gradient.skip_nonfinite``)."""
+        return self.state.was_skipped
+
+    @property
     def tensors(self) -> Mapping[str, torch.Tensor]:
         """The parameters and buffers that this rank owns, by name: parameters as its optimizer steps them."""
         return self.state.lasting

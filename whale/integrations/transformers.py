@@ -37,6 +37,7 @@ from whale.ir.plan import Plan
 _ITEMS = "num_items_in_batch"
 _FOLDER = "whale"
 _SCHEDULER = "scheduler.pt"
+_NO_DDP = "leave it out: there is no DistributedDataParallel"
 
 
 class WhaleTrainer(Trainer):  # type: ignore[misc]
@@ -74,8 +75,9 @@ class WhaleTrainer(Trainer):  # type: ignore[misc]
         _check(args)
         args.per_device_train_batch_size *= args.world_size
         args.per_device_eval_batch_size *= args.world_size
-        precision = {"precision.dtype": "bf16"} if args.bf16 else {"precision.dtype": "fp16"} if args.fp16 else {}
-        settings = load_config(config, environment={}, base=load_config(precision, environment={}))
+        dtype = next((each for each in ("bf16", "fp16", "tf32") if getattr(args, each)), None)
+        asked = {"runtime.seed": args.seed} | ({} if dtype is None else {"precision.dtype": dtype})
+        settings = load_config(config, environment={}, base=load_config(asked, environment={}))
         self._sources: dict[str, Any] = {"config": settings, "cluster": cluster, "plan": plan}
         self.engine: Engine | None = None
         super().__init__(model, args, *others, **options)
@@ -172,6 +174,7 @@ class WhaleTrainer(Trainer):  # type: ignore[misc]
     def create_optimizer(self, model: nn.Module | None = None) -> Any:
         if self.optimizer is None:
             self.optimizer = EngineOptimizer(self._at_work, self.args.learning_rate, lambda: 1 / self._num_means)
+            self.accelerator.stepped_by = self._at_work
         return self.optimizer
 
     @property
@@ -248,7 +251,7 @@ class WhaleTrainer(Trainer):  # type: ignore[misc]
         if self.engine is None:
             super().save_model(output_dir, _internal_call)
             return
-        state = self.engine.state_dict(None if self.args.save_on_each_node else 0)
+        state = self.engine.state_dict(0)
         if self.args.should_save:
             self._save(output_dir, state_dict=state)
         if self.args.push_to_hub and not _internal_call:
@@ -293,6 +296,11 @@ class OneProcess(Accelerator):  # type: ignore[misc]
 
     num_processes = 1
     process_index = 0
+    stepped_by: Engine | None = None
+
+    @property
+    def optimizer_step_was_skipped(self) -> bool:
+        return self.stepped_by is not None and self.stepped_by.was_skipped
 
     def prepare(self, *values: Any, **options: Any) -> Any:
         found = tuple(self.prepare_data_loader(each) if isinstance(each, DataLoader) else each for each in values)
@@ -388,10 +396,29 @@ def _check(args: TrainingArguments) -> None:
         "use_liger_kernel": "leave it out: its kernels are no operators that can be captured",
         "batch_eval_metrics": "leave it out",
         "full_determinism": "set torch.use_deterministic_algorithms in the script",
+        "fp16_full_eval": "set fp16=True: evaluation is in the type of the training",
+        "bf16_full_eval": "set bf16=True: evaluation is in the type of the training",
+        "save_on_each_node": "leave it out: a checkpoint is one folder, to which ranks of all hosts write",
+        "enable_jit_checkpoint": "set runtime.save_on_sigterm: on in config=, which saves on all ranks",
+        "torch_empty_cache_steps": "leave it out: whale plan says what fits",
+        "parallelism_config": "leave it out: the plan says how the model is divided",
+        "debug": "leave it out: it watches a model that does not run; a loss that is not finite is an error that names the rank",
+        "ddp_bucket_cap_mb": "set communication.bucket_bytes in config=",
+        "ddp_find_unused_parameters": _NO_DDP,
+        "ddp_broadcast_buffers": _NO_DDP,
+        "ddp_static_graph": _NO_DDP,
     }
     for name, hint in refused.items():
-        if getattr(args, name, None):
-            raise ConfigError(f"WhaleTrainer does not support TrainingArguments.{name} (it is {getattr(args, name)!r})", hint=hint)
+        if (value := getattr(args, name, None)) or (value is not None and name.startswith("ddp_")):
+            raise ConfigError(f"WhaleTrainer does not support TrainingArguments.{name} (it is {value!r})", hint=hint)
+    if getattr(args.accelerator_config, "split_batches", False):
+        hint = "leave it out, and divide per_device_train_batch_size by the number of ranks"
+        raise ConfigError("WhaleTrainer does not support TrainingArguments.accelerator_config with split_batches", hint=hint)
+    if args.use_cpu and torch.cuda.is_available():
+        raise ConfigError(
+            "WhaleTrainer computes on the devices of the plan, which has this machine's GPUs; TrainingArguments.use_cpu is set",
+            hint="leave it out; or hide the GPUs: CUDA_VISIBLE_DEVICES= in the environment",
+        )
 
 
 def _example(loader: Any) -> Mapping[str, Any]:

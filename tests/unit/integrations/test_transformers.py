@@ -11,12 +11,24 @@ import pytest
 import torch
 import transformers
 from torch import nn
+from transformers.trainer_pt_utils import AcceleratorConfig
 
 from whale.errors import CaptureError, ConfigError
 from whale.integrations.transformers import Computed, WhaleTrainer
 
 
-@pytest.mark.parametrize(("name", "value"), [("auto_find_batch_size", True), ("torch_compile", True), ("use_liger_kernel", True)])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("auto_find_batch_size", True),
+        ("torch_compile", True),
+        ("use_liger_kernel", True),
+        ("save_on_each_node", True),
+        ("bf16_full_eval", True),
+        ("ddp_find_unused_parameters", False),
+        ("accelerator_config", AcceleratorConfig(split_batches=True)),
+    ],
+)
 def test_an_argument_that_cannot_be_served_is_an_error_that_names_it(tmp_path: Path, name: str, value: Any) -> None:
     arguments = transformers.TrainingArguments(str(tmp_path), use_cpu=True, report_to="none")
     setattr(arguments, name, value)
@@ -54,6 +66,50 @@ def test_what_comes_in_evaluation_mode_is_trained_in_training_mode(tmp_path: Pat
         trainer.train()
     losses, evaluated = ([each[key] for each in trainer.state.log_history if key in each] for key in ("loss", "eval_loss"))
     assert len(set(losses)) == 4 and len(set(evaluated)) == 1, "dropout draws in each step, and in no evaluation"
+
+
+class Steep(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 1, bias=False)
+        nn.init.ones_(self.linear.weight)
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"loss": self.linear(x).float().square().mean()}
+
+
+def test_a_skipped_step_does_not_move_the_schedule_on(tmp_path: Path) -> None:
+    """As of the plain trainer, whose loop is the one here: its accelerator has no scale of the loss on the CPU."""
+    rows, rates = [{"x": torch.ones(4)} for _ in range(8)], []
+    model = Steep()
+    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=1e-3), torch.amp.GradScaler("cpu")
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / 8)
+    for _ in range(8):
+        with torch.autocast("cpu", torch.float16):
+            loss = model(torch.stack([each["x"] for each in rows]))["loss"]
+        scaler.scale(loss).backward()
+        before = scaler.get_scale()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        rates.append(optimizer.param_groups[0]["lr"])
+        if scaler.get_scale() == before:
+            scheduler.step()
+    assert 1 < rates.count(1e-3) < 6, "some steps are skipped, and others are not"
+    arguments = transformers.TrainingArguments(
+        str(tmp_path), use_cpu=True, report_to="none", max_steps=8, learning_rate=1e-3, logging_steps=1, optim="sgd", max_grad_norm=0.0,
+        lr_scheduler_type="linear", save_strategy="no",
+    )  # fmt: skip
+    trainer = WhaleTrainer(Steep(), arguments, train_dataset=rows, config={"precision.dtype": "fp16"})
+    trainer.train()
+    assert [each["learning_rate"] for each in trainer.state.log_history if "loss" in each] == pytest.approx(rates)
+    torch.testing.assert_close(trainer.model.linear.weight, model.linear.weight, rtol=1e-3, atol=0.0)
+
+
+def test_the_seed_is_that_of_dropout(tmp_path: Path) -> None:
+    arguments = transformers.TrainingArguments(str(tmp_path), use_cpu=True, report_to="none", seed=7)
+    for config, seed in ((None, 7), ({"runtime.seed": 3}, 3)):
+        assert WhaleTrainer(nn.Linear(2, 2), arguments, config=config)._sources["config"].runtime.seed == seed
 
 
 def test_compute_loss_gets_the_output_that_is_there() -> None:

@@ -64,6 +64,7 @@ class EngineState:
         loss_scale: of a training in float16; None for others.
         decay: of the averages of weights; None where there are none.
         averages: moving averages of what is kept, by name; empty before the first step.
+        was_skipped: whether the last step left out its update, for a loss or gradients that were not finite.
         is_whole: whether all of it is of one step: no update is under way, and none was left in the middle.
         has_moved_statistics: whether steps have moved buffers (running statistics) on their owners, each by its own rows.
     """
@@ -80,6 +81,7 @@ class EngineState:
     loss_scale: LossScale | None = None
     decay: float | None = None
     averages: dict[str, torch.Tensor] = field(default_factory=dict)
+    was_skipped: bool = False
     is_whole: bool = True
     _is_advancing: bool = False
     _scheduled: object = None
@@ -168,6 +170,7 @@ class EngineState:
             self.scheduler.step(*([loss] if self._scheduler_reads_loss else []))
             self.note_schedule()
         self.noted_settings = self.settings
+        self.was_skipped = not applies
         self.step_number += 1
         self.num_advanced += 1
         self.is_whole = True
