@@ -5,12 +5,13 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from whale.cli.inputs import add_planning_arguments, read_graph, read_settings
+from whale.cli.planned import deepest
 from whale.cli.tables import paragraph
-from whale.search.advice import EFFORT, Advised, advise
+from whale.search.advice import EFFORT, Advised, advise, of_depth
 from whale.units import counted
 
 
@@ -24,6 +25,7 @@ def add_parser(verbs: argparse._SubParsersAction[Any]) -> None:
         f"{EFFORT:.0f} plans, or as many as planning.effort says where that is set.",
     )
     add_planning_arguments(parser, plans=False)
+    parser.add_argument("--largest", action="store_true", help="also say how many of its blocks the model may have to train")
     parser.add_argument("--json", action="store_true", help="print the advice with its numbers as JSON")
     parser.set_defaults(run=run)
 
@@ -33,6 +35,9 @@ def run(arguments: argparse.Namespace) -> int:
     config, cluster = read_settings(arguments)
     graph = read_graph(arguments.source, arguments.arg, arguments.blocks, settings=(config, cluster))
     found = advise(graph, cluster, config, rows=arguments.rows, tell=_tell)
+    if arguments.largest:
+        depth = of_depth(deepest(graph, config, cluster, arguments.rows))
+        found = replace(found, advice=(*found.advice, depth))
     if arguments.json:
         print(json.dumps(_as_data(found), indent=1))
     else:
@@ -46,7 +51,7 @@ def print_advice(found: Advised) -> None:
         print("\n".join(paragraph("nothing fits: ", found.fault)))
     else:
         own = found.found
-        said = f"on {own.plan.where}, {counted(own.plan.planned_rows, 'row')}: {own}"
+        said = f"on {own.plan.where}, {counted(own.plan.planned_rows, 'row')}: {own}; {found.state}"
         print("\n".join(paragraph("", said)))
     for each in found.advice:
         print("\n".join(paragraph("- ", each.says)))
@@ -57,5 +62,5 @@ def _tell(what: str) -> None:
 
 
 def _as_data(found: Advised) -> dict[str, object]:
-    plan = None if found.found is None else {"arrangement": str(found.found.strategy), "value": found.found.value}
+    plan = None if found.found is None else {"arrangement": str(found.found.strategy), "value": found.found.value, "state": found.state}
     return {"plan": plan, "fault": found.fault, "advice": [asdict(each) for each in found.advice]}

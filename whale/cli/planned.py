@@ -112,26 +112,36 @@ def _finished(arguments: argparse.Namespace, found: Planned) -> Planned:
     return found
 
 
-def planned_largest(arguments: argparse.Namespace) -> tuple[tuple[Largest, ...], Planned]:
-    """The deepest versions of a model that fit, for each state of its parameters; and the plan of the last, which is the deepest.
+def deepest(graph: ModelGraph, config: Config, cluster: Cluster, rows: int | None) -> tuple[Largest, ...]:
+    """The deepest versions of a model that fit, for each state of its parameters.
 
     Raises:
         CaptureError: no blocks repeat in the model.
-        ConfigError: a plan is given, or settings of a depth.
+        ConfigError: settings of a depth are given.
         PlanError: not even the unrepeated model fits.
     """
     from whale.workloads import count_blocks, repeat_blocks
 
+    num_blocks = count_blocks(graph)
+    with progress("looking for the deepest model") as tell:
+        return tuple(largest(Depths(lambda number: repeat_blocks(graph, number), num_blocks, cluster, rows), config, tell))
+
+
+def planned_largest(arguments: argparse.Namespace) -> tuple[tuple[Largest, ...], Planned]:
+    """What `deepest` finds, and the plan of the last, which is the deepest.
+
+    Raises:
+        ConfigError: a plan is given.
+        WhaleError: as `deepest`.
+    """
     check_report(arguments.report)
     if arguments.plan is not None:
         raise ConfigError(f"--largest and --plan {arguments.plan} cannot be given together: --largest searches a plan for each depth")
     config, cluster = read_settings(arguments)
     graph = read_graph(arguments.source, arguments.arg, arguments.blocks, settings=(config, cluster))
-    num_blocks = count_blocks(graph)
-    with progress("looking for the deepest model") as tell:
-        sizes = tuple(largest(Depths(lambda number: repeat_blocks(graph, number), num_blocks, cluster, arguments.rows), config, tell))
-    deepest = sizes[-1]
-    return sizes, _finished(arguments, Planned(deepest.graph, config, cluster, deepest.plan, deepest.step))
+    sizes = deepest(graph, config, cluster, arguments.rows)
+    last = sizes[-1]
+    return sizes, _finished(arguments, Planned(last.graph, config, cluster, last.plan, last.step))
 
 
 def _warn_of_stages(config: Config, plan: Plan) -> None:

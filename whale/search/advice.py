@@ -7,73 +7,26 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import count
 from typing import Literal
 
 from whale.config import Config
+from whale.config.keys import choice_text
 from whale.errors import AnnotationError, ConfigError, OutOfMemory, PlanError
 from whale.estimate import Costs, StepEstimate, estimate_with
 from whale.estimate.prices.prices import Prices
 from whale.estimate.step.redundancy import redundancy_of
-from whale.ir.cluster import Cluster, Device, Host, Link
+from whale.ir.cluster import Cluster, Device
 from whale.ir.graph import ModelGraph
-from whale.ir.plan import Plan, Replica
+from whale.ir.plan import Choice, Plan, Replica
+from whale.search.changes import faster_between, faster_inside, one_more, with_plenty
+from whale.search.deciding import with_states
 from whale.search.freedom import pin_of
+from whale.search.largest import Largest
 from whale.search.result import Candidate, SearchResult
 from whale.search.searching import search
 from whale.units import format_bytes, format_seconds
-
-PLENTY_BYTES = 1 << 50
-"""Memory of a device where what fits is no question."""
-
-
-def one_more(cluster: Cluster, kind: Device) -> tuple[Cluster, str]:
-    """A cluster with one more device of a kind, and where it is, in words.
-
-    It is in the first host that has several devices and one of that kind; else on a host of its own, like the first that has one, if
-    a network links any two hosts; else beside that one. A host that is paid for as a whole costs as much more as it has more devices.
-    """
-    having = [host for host in cluster.hosts if any(device.kind == kind for device in host.devices)]
-    crowded = next((host for host in having if len(host.devices) > 1), None)
-    own = crowded or having[0]
-    like = next(device for device in own.devices if device.kind == kind)
-    if crowded is None and cluster.network is not None:
-        names = (f"{own.name}-like{number or ''}" for number in count())
-        name = next(each for each in names if each not in cluster.host_by_name)
-        alone = replace(own, name=name, devices=(replace(like, name=f"{name}/0", host=name),))
-        return replace(cluster, hosts=(*cluster.hosts, alone)), f"on a host like {own.name}"
-    name = next(f"{own.name}/{number}" for number in count(len(own.devices)) if f"{own.name}/{number}" not in cluster.by_name)
-    price = None if own.price_per_hour is None else own.price_per_hour * (len(own.devices) + 1) / len(own.devices)
-    grown = replace(own, devices=(*own.devices, replace(like, name=name)), price_per_hour=price)
-    return replace(cluster, hosts=tuple(grown if host is own else host for host in cluster.hosts)), f"in host {own.name}"
-
-
-def faster_between(cluster: Cluster, factor: float) -> Cluster:
-    """A cluster whose links between hosts, and cards, have so many times the bandwidth."""
-    hosts = tuple(replace(host, card=None if host.card is None else host.card * factor) for host in cluster.hosts)
-    network = None if cluster.network is None else _faster(cluster.network, factor)
-    return replace(cluster, hosts=hosts, network=network, pairs=tuple((pair, _faster(link, factor)) for pair, link in cluster.pairs))
-
-
-def faster_inside(cluster: Cluster, factor: float) -> Cluster:
-    """A cluster whose links inside hosts have so many times the bandwidth."""
-    return replace(cluster, hosts=tuple(replace(host, link=_faster(host.link, factor)) for host in cluster.hosts))
-
-
-def with_plenty(cluster: Cluster) -> Cluster:
-    """A cluster on whose devices anything fits."""
-
-    def roomy(host: Host) -> Host:
-        return replace(host, devices=tuple(replace(device, memory=PLENTY_BYTES) for device in host.devices))
-
-    return replace(cluster, hosts=tuple(map(roomy, cluster.hosts)))
-
-
-def _faster(link: Link, factor: float) -> Link:
-    return replace(link, bandwidth=link.bandwidth * factor)
-
 
 EFFORT = 30.0
 """Plans that each search of a changed cluster makes at most where ``planning.effort`` is not set: there are many of them."""
@@ -84,7 +37,7 @@ WORTH = 1.02
 FACTOR = 2
 """So many times as fast are the links that are asked about."""
 
-About = Literal["devices", "front", "more", "link", "memory", "redundancy"]
+About = Literal["devices", "front", "state", "more", "link", "memory", "redundancy", "depth"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,10 +46,10 @@ class Advice:
 
     Attributes:
         about: what it is about.
-        subject: which devices or links.
+        subject: which devices, links or settings.
         says: the sentence.
-        value: of the plan that it speaks for, by the objective; of memory bytes, of redundancy the seconds of a copying. None where there
-            is no such plan.
+        value: of the plan that it speaks for, by the objective; of memory bytes, of redundancy the seconds of a copying, of depths blocks.
+            None where there is none.
         beside: of the plan that it is compared with, likewise.
     """
 
@@ -115,11 +68,13 @@ class Advised:
         found: the search on the cluster as it is; None where nothing fits.
         fault: why nothing fits; "" where something does.
         advice: what there is to say.
+        state: ``memory.zero`` and ``memory.offload`` of the plan; "" where nothing fits.
     """
 
     found: SearchResult | None
     fault: str
     advice: tuple[Advice, ...]
+    state: str = ""
 
 
 def advise(
@@ -149,9 +104,11 @@ def advise(
     try:
         found = own.searched("the cluster as it is", cluster, effort=config.planning.effort)
     except OutOfMemory as fault:
-        return Advised(None, fault.message, (*own.more(None), own.memory(None)))
-    advice = (*own.groups(found), *own.front(found), *own.more(found), *own.links(found), *own.redundancy(found), own.memory(found))
-    return Advised(found, "", advice)
+        return Advised(None, fault.message, (*own.on_hosts(), *own.more(None), own.memory(None)))
+    states = tuple(own.states(found))
+    before = (*own.groups(found), *own.front(found), *states)
+    advice = (*before, *own.more(found), *own.links(found), *own.redundancy(found), own.memory(found))
+    return Advised(found, "", advice, said_state(found.plan, config))
 
 
 @dataclass(frozen=True)
@@ -163,6 +120,7 @@ class _Adviser:
     config: Config
     rows: int | None
     tell: Callable[[str], None] | None
+    _by_state: list[SearchResult] = field(default_factory=list, init=False, compare=False)  # of the last search, those that fit
 
     def searched(
         self,
@@ -174,6 +132,8 @@ class _Adviser:
     ) -> SearchResult:
         """The outcome of a search on a cluster, told before it begins; what is known to be good there is where it starts.
 
+        As in any plan as little state is shared out or on hosts as fits, or more where that is faster.
+
         Args:
             using: a kind that all plans have.
             effort: of it; None for that of a changed cluster.
@@ -183,7 +143,16 @@ class _Adviser:
         if effort is None:
             effort = self.config.planning.effort if "planning.effort" in self.config.explicit else EFFORT
         known = [each.strategy for each in start]
-        return search(self.graph, cluster, self.config, rows=self.rows, effort=effort, start=known, using=using)
+        self._by_state.clear()
+
+        def under(config: Config) -> tuple[Plan, StepEstimate]:
+            found = search(self.graph, cluster, config, rows=self.rows, effort=effort, start=known, using=using)
+            self._by_state.append(found)
+            return found.plan, found.step
+
+        compares = self.config.planning.objective == "step_time"
+        plan, step = with_states(self.config, len(cluster.devices), under, may_compare=compares)
+        return replace(next(each for each in self._by_state if each.step is step), plan=plan)
 
     def groups(self, found: SearchResult) -> Iterator[Advice]:
         """Whether each kind of device is worth using."""
@@ -220,6 +189,8 @@ class _Adviser:
         except (PlanError, AnnotationError):
             return Advice("devices", name, f"use {subject}: on one there is no plan ({text(found.value)} together)", found.value, None)
         ratio = alone / found.value
+        if ratio < WORTH:
+            return Advice("devices", name, f"one {name} is as good ({text(alone)}, {text(found.value)} on all)", alone, found.value)
         return Advice("devices", name, f"use {subject}: {ratio:.2f}x one ({text(found.value)}, {text(alone)} on one)", found.value, alone)
 
     def _unused(self, found: SearchResult, kind: Device) -> Advice:
@@ -291,6 +262,30 @@ class _Adviser:
                 return replica
         return None
 
+    def states(self, found: SearchResult) -> Iterator[Advice]:
+        """Why state is shared out or on hosts, where settings leave it open; right after the search."""
+        said = state_choice(found.plan)
+        if said is None:
+            return
+        others = [each.value for each in self._by_state if each.step is not found.step]
+        if not others:
+            yield Advice("state", "memory", f"{said.decision}: {said.bound}", found.value, None)
+        elif min(others) >= WORTH * found.value:
+            numbers = f"{found.objective.text(found.value)}, {said.bound}"
+            yield Advice("state", "memory", f"{said.decision}: {min(others) / found.value:.2f}x ({numbers})", found.value, min(others))
+
+    def on_hosts(self) -> Iterator[Advice]:
+        """Whether what does not fit would with some of it on hosts, where settings do not say where state lives."""
+        if "memory.offload" in self.config.explicit:
+            return
+        try:
+            found = replace(self, config=self.config.with_values({"memory.offload": "auto"})).searched("with memory of hosts", self.cluster)
+        except PlanError:
+            yield Advice("state", "memory.offload", "memory.offload: auto: nothing fits with it either", None, None)
+            return
+        says = f"memory.offload: auto: then it fits ({found.objective.text(found.value)}; {said_state(found.plan, self.config)})"
+        yield Advice("state", "memory.offload", says, found.value, None)
+
     def more(self, found: SearchResult | None) -> Iterator[Advice]:
         """What one more device of each kind would bring; the cluster's plan is still there to take."""
         for kind, name in self.names.items():
@@ -340,6 +335,10 @@ class _Adviser:
             self.tell("the least memory")
         config = self.config.with_values({"planning.objective": "memory"})
         small = search(self.graph, with_plenty(self.cluster), config, rows=self.rows)
+        if self.config.memory.zero == "auto" and len(self.cluster.devices) > 1:
+            shared, known = config.with_values({"memory.zero": "3"}), [small.strategy]
+            least = search(self.graph, with_plenty(self.cluster), shared, rows=self.rows, effort=EFFORT, start=known)
+            small = min(small, least, key=lambda each: each.value)
         costs = Costs.of(self.config)
         need = small.value / costs.memory_fraction
         says = f"the model would train on devices of {format_bytes(need)}: {small.strategy}"
@@ -368,6 +367,36 @@ class _Adviser:
         """What each kind is called: its model, with its memory where several kinds have one."""
         models = Counter(kind.model for kind in self.counts)
         return {kind: kind.model if models[kind.model] == 1 else f"{kind.model} of {format_bytes(kind.memory)}" for kind in self.counts}
+
+
+def of_depth(sizes: Sequence[Largest]) -> Advice:
+    """How deep the model may become.
+
+    Args:
+        sizes: `largest`, from the state that takes the most memory of devices to what takes the least.
+    """
+    most, plain = max(each.num_blocks for each in sizes), sizes[0]
+    best = next(each for each in sizes if WORTH * each.num_blocks >= most)  # no more is shared out or on hosts than brings something
+    told = [f"memory.zero: {own.zero}, memory.offload: {own.offload}, {format_seconds(own.step.step_seconds)}" for own in (best, plain)]
+    says = f"with {best.num_blocks} blocks, {best.num_parameters / 1e6:,.0f} M parameters, the model still trains ({told[0]}"
+    beside = "" if best is plain else f"; with {plain.num_blocks}: {told[1]}"
+    return Advice("depth", "blocks", f"{says}{beside})", float(best.num_blocks), float(plain.num_blocks))
+
+
+def state_choice(plan: Plan) -> Choice | None:
+    """What was decided of the state of parameters, where settings left it open and it is not plain."""
+    return next((each for each in plan.choices if (each.pass_name, each.subject) == ("memory", "state")), None)
+
+
+def said_state(plan: Plan, config: Config) -> str:
+    """``memory.zero`` and ``memory.offload`` of a plan that was made with these settings."""
+    said = state_choice(plan)
+    if said is not None:
+        return said.decision
+    zero, offload = (
+        setting if setting != "auto" else plain for setting, plain in ((config.memory.zero, "0"), (config.memory.offload, "none"))
+    )
+    return f"memory.zero: {choice_text(zero)}, memory.offload: {offload}"
 
 
 def why_slower(step: StepEstimate, seconds: float) -> str:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -15,10 +17,12 @@ from whale.config import Config
 from whale.errors import ConfigError
 from whale.estimate import estimate
 from whale.ir.cluster import Cluster
+from whale.ir.plan import Choice
 from whale.ir.serialization import to_json
 from whale.planning import make_plan
 from whale.search import advice, search
-from whale.search.advice import About, Advice, Advised, advise, faster_between, one_more, why_slower
+from whale.search.advice import About, Advice, Advised, advise, of_depth, why_slower
+from whale.search.changes import faster_between, one_more
 
 GRAPH = layers([64] * 4)
 
@@ -140,9 +144,48 @@ def test_advice_from_measured_times(tmp_path: Path) -> None:
 def test_where_nothing_fits_it_says_what_would() -> None:
     found = advised(made([[(1e9, 100_000)]], network=1e9))
     assert found.found is None and "out of memory" in found.fault
-    more, memory = found.advice
+    _, more, memory = found.advice
     assert more.says.startswith("one more 1e+09 in host h0: ")
     assert memory.value is not None and memory.beside == 100_000 < memory.value
+
+    assert [each.says for each in about(found, "state")] == ["memory.offload: auto: nothing fits with it either"]
+    (hosts,) = about(advised(made([[(1e9, 190_000)]], network=1e9)), "state")
+    assert hosts.says.startswith("memory.offload: auto: then it fits (") and "memory.offload: optimizer (" in hosts.says
+    asked = advise(GRAPH, made([[(1e9, 190_000)]], network=1e9), Config({"memory.offload": "none"}), rows=16)
+    assert asked.found is None and not about(asked, "state")
+
+
+STATE = Choice("memory", "state", "memory.zero: 2, memory.offload: none", bound="nothing fits otherwise")
+
+
+@pytest.mark.parametrize("fits", [("2",), ("0", "2")])
+def test_the_state_is_named_and_why_unless_it_brings_less_than_two_percent(fits: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = made([[(1e9, GIB)] * 2], network=1e12)
+    plain = advised(cluster, effort=1)
+    assert plain.state == "memory.zero: 0, memory.offload: none" and not about(plain, "state")
+
+    def with_two(config: Config, num_devices: int, planned: Any, *, may_compare: bool) -> Any:
+        plan, step = [planned(config.with_values({"memory.zero": zero})) for zero in fits][-1]
+        return replace(plan, choices=(STATE, *plan.choices)), step
+
+    monkeypatch.setattr(advice, "with_states", with_two)
+    found = advised(cluster, effort=1)
+    assert found.state == STATE.decision
+    assert [each.says for each in about(found, "state")] == ([f"{STATE.decision}: {STATE.bound}"] if len(fits) == 1 else [])
+
+
+def test_of_depths_that_are_as_good_the_plainest_state_is_named() -> None:
+    def size(zero: str, offload: str, num_blocks: int) -> Any:
+        return SimpleNamespace(
+            zero=zero, offload=offload, num_blocks=num_blocks, num_parameters=num_blocks * 10**6, step=SimpleNamespace(step_seconds=1.0)
+        )
+
+    sizes = [size("0", "none", 40), size("3", "none", 100), size("3", "optimizer", 101)]
+    assert of_depth(sizes).says == (
+        "with 100 blocks, 100 M parameters, the model still trains (memory.zero: 3, memory.offload: none, 1 s; with 40: memory.zero: 0, "
+        "memory.offload: none, 1 s)"
+    )
+    assert of_depth(sizes[:1]).says.endswith("(memory.zero: 0, memory.offload: none, 1 s)")
 
 
 def test_a_model_that_is_divided_already_gets_no_advice() -> None:
