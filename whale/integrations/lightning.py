@@ -305,10 +305,15 @@ class CapturedHooks(nn.Module):
         given = zip(_HOOKS, (training_step, validation_step, test_step, predict_step), strict=True)
         hook, batch = next((name, value) for name, value in given if value is not None)
         values: dict[str, Any] = {}
-        with self._logging(values) as options:
+        with self._logging(hook, values) as options:
             call = getattr(self.module, hook)
             found = call(batch, BatchIndex(hook)) if hook in self._with_index else call(batch)
         loss = found["loss"] if hook == "training_step" and isinstance(found, Mapping) else found
+        if loss is not found and (others := [name for name in found if name != "loss"]):
+            raise CaptureError(
+                f"WhaleStrategy does not support training_step returning more than its loss ({', '.join(map(str, others))})",
+                hint="leave it out: outputs are what validation_step and predict_step return",
+            )
         seen = self._seen()
         assert seen is not None, "the strategy has it"
         seen.options[hook] = options
@@ -326,9 +331,10 @@ class CapturedHooks(nn.Module):
         return list(values.values())[int(next(iter(logged)))]
 
     @contextmanager
-    def _logging(self, values: dict[str, Any]) -> Iterator[dict[str, dict[str, Any]]]:
-        """Takes what is logged in place of the module."""
+    def _logging(self, hook: str, values: dict[str, Any]) -> Iterator[dict[str, dict[str, Any]]]:
+        """Takes what is logged in place of the module, and lets nobody read the trainer, which is another in each step."""
         options: dict[str, dict[str, Any]] = {}
+        trainer = self.module._trainer
 
         def log(name: str, value: Any, *others: Any, **how: Any) -> None:
             if not isinstance(value, Tensor):
@@ -338,12 +344,32 @@ class CapturedHooks(nn.Module):
                 )
             values[name] = value
             options[name] = {**dict(zip(_OPTIONS, others, strict=False)), **how}
+            if not isinstance(options[name].get("batch_size", 0), int | None):
+                del options[name]["batch_size"]  # it is of the example; Lightning finds that of each batch
 
-        self.module.log = log
+        self.module.log, self.module._trainer = log, CapturedTrainer(hook)
         try:
             yield options
         finally:
+            self.module._trainer = trainer
             del self.module.log
+
+
+class CapturedTrainer:
+    """Stands for the trainer, and so for its loggers, epoch and step, on which a captured hook cannot depend.
+
+    Args:
+        hook: that is captured.
+    """
+
+    def __init__(self, hook: str) -> None:
+        self._hook = hook
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise CaptureError(
+            f"{self._hook} reads trainer.{name} (by self.trainer, self.{name} or the like), but is captured once for all batches",
+            hint="do what depends on it in a hook that is not captured: on_train_batch_start, on_train_batch_end; self.log logs the loss",
+        )
 
 
 class BatchIndex:

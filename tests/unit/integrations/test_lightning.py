@@ -46,8 +46,14 @@ def fit(module: Any, *, validates: bool = False, ckpt_path: str | None = None, *
         (lambda module, loss, batch_idx: loss if batch_idx == 0 else 2 * loss, "uses its batch_idx"),
         (lambda module, loss, batch_idx: module.log("twice", 2 * loss) or loss, r"training_step logging other values than its loss .twice"),
         (lambda module, loss, batch_idx: module.log("number", 1.0) or loss, r"self.log of what is no tensor .number: float"),
+        (lambda module, loss, batch_idx: {"loss": loss, "twice": 2 * loss}, "training_step returning more than its loss .twice"),
+        (
+            lambda module, loss, batch_idx: loss * (1 + module.current_epoch),
+            "training_step reads trainer.current_epoch ",
+        ),
+        (lambda module, loss, batch_idx: module.logger.log_metrics({"loss": loss}) or loss, r"training_step reads trainer.logger"),
     ],
-    ids=["modulo", "comparison", "another value", "a number"],
+    ids=["modulo", "comparison", "another value", "a number", "another output", "the epoch", "a logger"],
 )
 def test_what_a_captured_step_cannot_do_is_said(change: Any, said: str) -> None:
     with pytest.raises(CaptureError, match=said):
@@ -91,3 +97,24 @@ def test_what_a_hook_returns_is_of_all_rows() -> None:
     trainer = fit(module, validates=True, max_epochs=1, max_steps=-1)
     torch.testing.assert_close(module.outputs, module.linear(ROWS[4:]).detach())  # by the trained weights, which have come back
     assert float(trainer.callback_metrics["largest"]) == pytest.approx(float(module.linear(ROWS).amax().detach()))
+
+
+class Counted(Module):
+    def training_step(self, batch: Tensor) -> Tensor:
+        loss = self.linear(batch).square().mean()
+        self.log("loss", loss, on_step=False, on_epoch=True, batch_size=batch.size(0))
+        return loss
+
+
+def test_means_over_batches_are_weighted_by_their_own_rows() -> None:
+    """A last batch of fewer rows, with a batch_size that is read from the batch."""
+    from whale.integrations.lightning import WhaleStrategy
+
+    def logged(**options: Any) -> float:
+        torch.manual_seed(0)
+        module, given = Counted(), {"accelerator": "cpu", "max_epochs": 1, "logger": False, "enable_checkpointing": False}
+        trainer = lightning.Trainer(**given, enable_progress_bar=False, enable_model_summary=False, **options)
+        trainer.fit(module, DataLoader(torch.cat([ROWS, 9 * ROWS[:1]]), batch_size=4))
+        return float(trainer.callback_metrics["loss"])
+
+    assert logged(strategy=WhaleStrategy()) == pytest.approx(logged())
