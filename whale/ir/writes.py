@@ -17,6 +17,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
+from typing import Any, Protocol, TypeVar
 
 from whale.ir.graph import ModelGraph, Op
 
@@ -25,6 +26,31 @@ SILENT_WRITERS = frozenset({"batch_norm", "instance_norm"})
 
 TRAINING = 5
 """The place of the argument that says whether they do."""
+
+
+class Call(Protocol):
+    """A call of a torch op in a graph."""
+
+    @property
+    def target(self) -> Any: ...
+    @property
+    def args(self) -> tuple[Any, ...]: ...
+    @property
+    def kwargs(self) -> Mapping[str, Any]: ...
+
+
+C = TypeVar("C", bound=Call)
+
+
+def marked_arguments(call: C, *, writes: bool) -> list[C]:
+    """The arguments, calls themselves, in whose memory the schema of an op says that its results may lie; or that it writes."""
+    schema, found = getattr(call.target, "_schema", None), list[C]()
+    for position, argument in enumerate(() if schema is None else schema.arguments):
+        if argument.alias_info is None or (writes and not argument.alias_info.is_write):
+            continue
+        value = call.args[position] if position < len(call.args) else call.kwargs.get(argument.name)
+        found += [item for item in (value if isinstance(value, (list, tuple)) else (value,)) if isinstance(item, type(call))]
+    return found
 
 
 def written_storages(graph: ModelGraph, op: Op) -> tuple[str, ...]:

@@ -10,16 +10,17 @@ from torch import Tensor, fx
 
 from whale.capture.flat.sizes import tensors_of
 from whale.errors import OpFault
+from whale.ir.writes import marked_arguments
 
 
 def written_arguments(node: fx.Node) -> list[fx.Node]:
     """The arguments that an op changes in place."""
-    return _aliased(node, writes=True)
+    return marked_arguments(node, writes=True)
 
 
 def viewed_arguments(node: fx.Node) -> list[fx.Node]:
     """The arguments that an op's results may share memory with, or do share it with here: some ops return what they got."""
-    return [] if _converts(node) else _aliased(node, writes=False) or _shared(node)
+    return [] if _converts(node) else marked_arguments(node, writes=False) or _shared(node)
 
 
 def _converts(node: fx.Node) -> bool:
@@ -37,19 +38,6 @@ def _shared(node: fx.Node) -> list[fx.Node]:
     if not sources or not isinstance(result, Tensor) or not isinstance(source, Tensor):
         return []
     return sources if result.untyped_storage()._cdata == source.untyped_storage()._cdata else []
-
-
-def _aliased(node: fx.Node, writes: bool) -> list[fx.Node]:
-    schema = getattr(node.target, "_schema", None)
-    if schema is None:
-        return []
-    found = []
-    for position, argument in enumerate(schema.arguments):
-        if argument.alias_info is None or (writes and not argument.alias_info.is_write):
-            continue
-        value = node.args[position] if position < len(node.args) else node.kwargs.get(argument.name)
-        found += [item for item in (value if isinstance(value, (list, tuple)) else (value,)) if isinstance(item, fx.Node)]
-    return found
 
 
 def ancestors(node: fx.Node) -> set[fx.Node]:

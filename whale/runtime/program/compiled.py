@@ -27,7 +27,7 @@ from torch import fx, nn
 from whale.deferred import deferred
 from whale.errors import first_few, warn
 from whale.ir.scope import SourceLine
-from whale.ir.writes import SILENT_WRITERS, TRAINING
+from whale.ir.writes import SILENT_WRITERS, TRAINING, marked_arguments
 from whale.runtime.program.bringing import bring, bring_again, let_go, let_go_again
 from whale.runtime.program.marks import op_of
 from whale.runtime.program.segments import take_out
@@ -341,15 +341,10 @@ def _may_share(target: Any) -> bool:
 
 
 def _written(node: fx.Node) -> list[fx.Node]:
-    target = node.target
-    if not isinstance(target, torch._ops.OpOverload):
-        return []
-    if target._schema.name.removeprefix("aten::") in SILENT_WRITERS:
+    if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.name.removeprefix("aten::") in SILENT_WRITERS:
         trains = len(node.args) <= TRAINING or node.args[TRAINING] is not False
         return [source for source in node.args[3:5] if trains and isinstance(source, fx.Node)]
-    pairs = zip(target._schema.arguments, node.args, strict=False)
-    marked = [value for argument, value in pairs if argument.alias_info is not None and argument.alias_info.is_write]
-    return [source for source in marked if isinstance(source, fx.Node)]
+    return marked_arguments(node, writes=True)
 
 
 def _code(graph: fx.Graph) -> str:
