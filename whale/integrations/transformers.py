@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -151,8 +151,12 @@ class WhaleTrainer(Trainer):  # type: ignore[misc]
             own = trainer()
             assert own is not None, "it steps"
             inputs = {key: value for key, value in batch.items() if key != _ITEMS}
-            given = dict(inputs)
-            return own.compute_loss(Computed(own.model, output, inputs), given, num_items_in_batch=batch.get(_ITEMS))
+            given, state = dict(inputs), own.state
+            own.state = UncapturedState()
+            try:
+                return own.compute_loss(Computed(own.model, output, inputs), given, num_items_in_batch=batch.get(_ITEMS))
+            finally:
+                own.state = state
 
         return loss
 
@@ -372,6 +376,16 @@ class Computed:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._model, name)
+
+
+class UncapturedState:
+    """Stands for a trainer's state, which is another in each step, while `compute_loss` is captured."""
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise CaptureError(
+            f"compute_loss reads self.state.{name}, but is captured once for all steps",
+            hint="make it a part of the batch, in the data collator",
+        )
 
 
 def _on_this_machine(args: TrainingArguments) -> TrainingArguments:

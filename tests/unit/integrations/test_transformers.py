@@ -68,6 +68,19 @@ def test_what_comes_in_evaluation_mode_is_trained_in_training_mode(tmp_path: Pat
     assert len(set(losses)) == 4 and len(set(evaluated)) == 1, "dropout draws in each step, and in no evaluation"
 
 
+class Annealed(WhaleTrainer):
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None) -> Any:
+        return model(**inputs)["loss"] * (1 + self.state.global_step)
+
+
+def test_a_loss_that_depends_on_the_step_is_refused(tmp_path: Path) -> None:
+    arguments = transformers.TrainingArguments(str(tmp_path), use_cpu=True, report_to="none", max_steps=2)
+    trainer = Annealed(Dropping(), arguments, train_dataset=[{"x": torch.ones(4)}] * 8)
+    with pytest.raises(CaptureError, match=r"compute_loss reads self.state.global_step, but is captured once"):
+        trainer.train()
+    assert trainer.state.global_step == 0
+
+
 class Steep(nn.Module):
     def __init__(self) -> None:
         super().__init__()
