@@ -19,6 +19,9 @@ from tests.unit.report.pages import Page
 from whale.errors import BatchError, ConfigError
 from whale.ir.plan import Plan
 from whale.ir.schedule import Kind, Schedule
+from whale.ir.serialization import read_value
+from whale.ir.timeline import STEPS, RecordedRun
+from whale.report import differences
 
 BLOCKS = (Block("linear"), Block("gelu"), Block("linear"), Block("linear"), Block("gelu"), Block("linear"))
 PIPELINES = Description(tokens=False, blocks=BLOCKS, segments=(Segment(0), Segment(3)), placement="construction")
@@ -67,6 +70,9 @@ def test_everything_is_recorded_and_nothing_is_changed(keys: dict[str, object], 
             _check_segments(own, recomputes="recompute.policy" in keys)
     _check_what_travels(found)
     assert all(any(event.get("cat") == "weights" for event in own) == ("memory.zero" in keys) for own in found.values())
+    run = read_value(RecordedRun, tmp_path / "there" / STEPS)
+    assert [each.step_number for each in run.steps] == [2, 3] and [each.device for each in run.steps[0].devices] == list(plan.devices)
+    assert len({name for name, *_ in differences(run, run)}) == 4 + 2 * len(plan.devices)
     page = Page((tmp_path / "there" / "report.html").read_text())
     assert [len(track["runs"]) for track in page.data["tracks"]] == [2] * len(page.data["tracks"])
     assert "among the 2 recorded, 16 rows; all devices have one clock" in page.text

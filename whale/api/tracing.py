@@ -1,6 +1,6 @@
-"""Recording chosen steps of a run: `trace.directory` gets trace.json for Perfetto, and report.html, the picture of a step.
+"""Recording chosen steps of a run: `trace.directory` gets trace.json for Perfetto, report.html, the picture of a step, and steps.json.
 
-After each recorded step the ranks hand what they saw to rank 0, which writes both files anew; so a run that ends early
+After each recorded step the ranks hand what they saw to rank 0, which writes the files anew; so a run that ends early
 leaves what it has done.
 """
 
@@ -18,7 +18,8 @@ from whale.errors import ConfigError, warn
 from whale.estimate import Costs, StepEstimate, estimate
 from whale.ir.cluster import Cluster
 from whale.ir.graph import ModelGraph
-from whale.ir.timeline import StepRecording
+from whale.ir.serialization import to_json
+from whale.ir.timeline import STEPS, StepRecording
 from whale.runtime.execute.roster import Roster
 from whale.runtime.recording.rank_step import RankStep, put_together
 from whale.runtime.recording.recorder import Recorder
@@ -98,7 +99,7 @@ class Tracing:
         self._is_closed = True
 
     def _write(self, step_number: int, num_rows: int, seen: list[RankStep]) -> None:
-        from whale.report import report_html, trace_json  # needed where steps are recorded alone
+        from whale.report import recorded_run, report_html, trace_json  # needed where steps are recorded alone
 
         plan = self.roster.plan
         devices = dict(zip(self.roster.world_ranks, plan.devices, strict=True))
@@ -107,6 +108,7 @@ class Tracing:
         pages = {
             TRACE: trace_json(plan, self._predicted, self._recordings),
             REPORT: report_html(plan, self.graph, self.cluster, self._predicted, self._recordings, title=title),
+            STEPS: to_json(recorded_run(plan, self._predicted, self._recordings)),
         }
         try:
             for name, text in pages.items():

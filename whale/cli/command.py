@@ -10,7 +10,7 @@ from importlib.metadata import version
 from typing import Any
 
 import whale
-from whale.cli import advise, capture, checkpoint, doctor, launch, measure, plan, schedule, simulate
+from whale.cli import advise, capture, checkpoint, doctor, launch, measure, plan, report, schedule, simulate
 from whale.cli.inputs import refuse_unknown
 from whale.config import did_you_mean
 from whale.errors import WhaleError, is_debugging
@@ -53,8 +53,8 @@ def make_parser() -> Parser:
     parser.add_argument("--version", action=_Version)
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
     for add_parser in (
-        doctor.add_parser, capture.add_parser, plan.add_parser, simulate.add_parser, advise.add_parser, schedule.add_parser,
-        measure.add_probe_parser, measure.add_profile_parser, checkpoint.add_parser, launch.add_parser,
+        doctor.add_parser, capture.add_parser, plan.add_parser, simulate.add_parser, advise.add_parser, report.add_parser,
+        schedule.add_parser, measure.add_probe_parser, measure.add_profile_parser, checkpoint.add_parser, launch.add_parser,
     ):  # fmt: skip
         add_parser(verbs)
     parser.verbs = tuple(verbs.choices)

@@ -137,6 +137,37 @@ class StepRecording:
         return max((each.end for each in self.devices), default=0.0)
 
 
+STEPS = "steps.json"
+"""The file of a recorded run, in the folder that it is recorded in."""
+
+
+@dataclass(frozen=True)
+class RecordedRun:
+    """The recorded steps of a run.
+
+    Attributes:
+        plan: what it ran, in words.
+        planned_rows: of the batch that the plan is for.
+        predicted_seconds: of a step.
+        steps: in order.
+    """
+
+    plan: str
+    planned_rows: int
+    predicted_seconds: float
+    steps: tuple[StepRecording, ...]
+
+    @property
+    def alike(self) -> tuple[StepRecording, ...]:
+        """Those with as many rows as the plan is for; all where there are none."""
+        return tuple(each for each in self.steps if each.num_rows == self.planned_rows) or self.steps
+
+    @property
+    def shown(self) -> StepRecording | None:
+        """Of these the one of middle length; None where nothing was recorded."""
+        return sorted(self.alike, key=lambda each: each.step_seconds)[len(self.alike) // 2] if self.steps else None
+
+
 def _length(intervals: Iterable[tuple[float, float]]) -> float:
     """Of all intervals together, where they overlap once."""
     total, reached = 0.0, -inf

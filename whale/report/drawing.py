@@ -38,6 +38,7 @@ def drawing(tracks: Sequence[Track]) -> dict[str, object]:
 
     track_of = {name: number for number, track in enumerate(tracks) for name in track.estimate.devices}
     return {
+        "names": ("predicted", "measured"),
         "seconds": seconds,
         "ticks": NUM_TICKS,
         "kinds": [kind.value for kind in Kind],
@@ -48,6 +49,41 @@ def drawing(tracks: Sequence[Track]) -> dict[str, object]:
             for message in _messages(number, [own[number] for own in runs if number < len(own)], track_of, ticks)
         ],
     }
+
+
+def drawing_of_two(pairs: Sequence[Sequence[DeviceTimeline]], names: tuple[str, str]) -> dict[str, object]:
+    """Likewise of two measured runs, each device with its own track.
+
+    Args:
+        pairs: per device, its timeline in both; one without bars where it is in one run alone.
+        names: of the runs.
+    """
+    seconds = max((run.end for each in pairs for run in each), default=0.0) or 1.0
+
+    def ticks(time: float) -> int:
+        return round(time / seconds * NUM_TICKS)
+
+    track_of = {pair[0].device: number for number, pair in enumerate(pairs)}
+    tracks = [
+        {"name": pair[0].device, "alike": 0, "title": _stages(pair), "capacity": 0, "held": 0, "runs": [_run(run, ticks) for run in pair]}
+        for pair in pairs
+    ]
+    messages = [found for number in (0, 1) for found in _messages(number, [pair[number] for pair in pairs], track_of, ticks)]
+    return {
+        "names": names,
+        "isTogether": True,
+        "seconds": seconds,
+        "ticks": NUM_TICKS,
+        "kinds": [kind.value for kind in Kind],
+        "tracks": tracks,
+        "messages": messages,
+    }
+
+
+def _stages(runs: Sequence[DeviceTimeline]) -> str:
+    """The stages that a device computes in some of two runs."""
+    found = sorted({span.action.stage for run in runs for span in run.computations if span.action.stage is not None})
+    return f"stage {', '.join(map(str, found))}" if found else ""
 
 
 def _track(track: Track, runs: Sequence[DeviceTimeline], ticks: Ticks) -> dict[str, object]:

@@ -8,7 +8,7 @@
     LOSS: "sum of the loss starts", SEND_F: "starts to send", SEND_B: "starts to send", POST_F: "starts to receive", POST_B: "starts to receive",
     RECV_F: "waits for an activation", RECV_B: "waits for a gradient",
   };
-  const WORKS = new Set(["F", "B", "I", "W", "R", "STEP"]), RUNS = ["predicted", "measured"];
+  const WORKS = new Set(["F", "B", "I", "W", "R", "STEP"]), RUNS = data.names, TAGS = RUNS.map((name) => name[0]);
   const HUES = [255, 55, 150, 345, 205, 100, 300, 25];  // of micro-batches, in turn; neighbours lie far apart
   const AXIS = 24, BAR = 22, SYNC = 7, GAP = 12, LABEL = 17, STRIP = 54;
   const MUCH = 2;  // a run so many times as long as the other is not drawn on the other's scale
@@ -52,7 +52,7 @@
     ({ run, source, target, microBatch: Number(/\d+$/.exec(name)[0]), start, end }));
   const ends = [0, 1].map((run) => Math.max(1, ...data.tracks.flatMap((track) => !track.runs[run] ? [] :
     ["bars", "syncs", "waits"].map((what) => track.runs[run][what].reduce((most, bar) => Math.max(most, bar.at(-1)), 0)))));
-  const options = { messages: true, stretch: isMeasured && Math.max(...ends) > MUCH * Math.min(...ends) };
+  const options = { messages: true, stretch: isMeasured && !data.isTogether && Math.max(...ends) > MUCH * Math.min(...ends) };
   const scaleOf = (run) => (options.stretch ? data.ticks / ends[run] : 1);
   const x = (tick, run) => gutter + ((tick * scaleOf(run) - view.from) / (view.to - view.from)) * (pageWidth - gutter);
   for (const track of data.tracks) {
@@ -215,7 +215,7 @@
     context.textAlign = "right";
     for (const row of rows.filter((each) => each.what === "bars")) {
       context.fillStyle = colour(row.run ? "measured" : "accent");
-      context.fillText(row.run ? "m" : "p", gutter - 6, row.y + BAR / 2 + 1);
+      context.fillText(TAGS[row.run], gutter - 6, row.y + BAR / 2 + 1);
     }
   }
   function outline(context, { row, bar }) {
@@ -225,6 +225,7 @@
   }
 
   function drawMemory() {
+    if (!memory) return;  // none was counted
     const step = STRIP + (isWide ? GAP : GAP + LABEL), width = pageWidth;
     const height = AXIS + 4 + data.tracks.length * step, context = prepare(memory, height);
     axis(context, width, height);
@@ -379,7 +380,7 @@
     });
     entries.push([colour("other"), "optimizer; below a bar: gradients being summed"]);
     if (isMeasured) {
-      entries.unshift(["none", "p predicted, m measured"]);
+      if (!data.isTogether) entries.unshift(["none", RUNS.map((name, number) => `${TAGS[number]} ${name}`).join(", ")]);
       entries.push([colour("wait"), "waiting"]);
     }
     if (data.tracks.some((track) => track.runs.some((run) => run.segments.length))) {

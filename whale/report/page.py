@@ -6,7 +6,7 @@ Beside the picture: tiles, tables of devices and links, and what runs where, equ
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from html import escape
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from whale.estimate import StepEstimate, bubble_rate
 from whale.ir.cluster import Cluster
 from whale.ir.graph import ModelGraph
 from whale.ir.plan import Edge, Plan, Replica, Stage, describe_order, describe_shape, describe_shards
-from whale.ir.timeline import StepRecording, Timeline
+from whale.ir.timeline import RecordedRun, StepRecording, Timeline
 from whale.report.drawing import Track, drawing, drawn_tracks, make_tracks
 from whale.report.straggler import straggler_words
 from whale.units import counted, format_bytes, format_count, format_seconds, format_share
@@ -230,23 +230,23 @@ def report_html(
     Returns:
         A page that needs no network and no other file.
     """
-    alike = [each for each in recordings if each.num_rows == plan.planned_rows] or recordings
-    recording = sorted(alike, key=lambda each: each.step_seconds)[len(alike) // 2] if alike else None
+    run = recorded_run(plan, step, recordings)
+    alike, recording = run.alike, run.shown
     tracks = make_tracks(plan, step, recording)
     drawn = drawn_tracks(tracks, step.straggler.devices[0])
     heading = title or f"One step on {plan.cluster}"
-    figures = f'<dl class="tiles">{"".join(tiles(plan, step, recording))}</dl>'
+    notes = _left_out(tracks, drawn), _of_recording(recordings, alike, recording)
     words = straggler_words(plan, graph, cluster, step, tracks)
     parts = (
-        f"<header><h1>{escape(heading)}</h1>\n{paragraph(_subtitle(plan))}{figures}</header>\n",
+        header(heading, [run.plan], tiles(plan, step, recording)),
         section("straggler", "Who holds up the step", "".join(map(paragraph, words))),
-        section("time", "Time", _time(tracks, drawn, _of_recording(recordings, alike, recording), is_measured=recording is not None)),
+        section("time", "Time", time_section(notes, is_measured=recording is not None)),
         section("memory", "Memory", _memory(recording)),
         section("structure", "What runs where", structure(plan, graph)),
         section("devices", "Devices and links", _noise(cluster) + device_table(cluster, step, tracks) + link_table(step)),
         section("why", "Why the plan is as it is", _choices(plan)),
     )
-    return _page(heading, "".join(parts), json.dumps(drawing(drawn), separators=(",", ":")))
+    return whole_page(heading, "".join(parts), drawing(drawn))
 
 
 def _noise(cluster: Cluster) -> str:
@@ -254,7 +254,26 @@ def _noise(cluster: Cluster) -> str:
     return "".join(paragraph(f"Warning: {warning}.") for warning in cluster.warnings)
 
 
-def _page(title: str, body: str, data: str) -> str:
+def recorded_run(plan: Plan, step: StepEstimate, recordings: Sequence[StepRecording]) -> RecordedRun:
+    """Recorded steps of a plan, with what is predicted."""
+    return RecordedRun(_subtitle(plan), plan.planned_rows, step.step_seconds, tuple(recordings))
+
+
+def header(heading: str, texts: Iterable[str], tiles: Iterable[str]) -> str:
+    """The top of a page: its heading, what it is of, and figures."""
+    told = "".join(map(paragraph, texts))
+    return f'<header><h1>{escape(heading)}</h1>\n{told}<dl class="tiles">{"".join(tiles)}</dl></header>\n'
+
+
+def whole_page(title: str, body: str, picture: Mapping[str, object]) -> str:
+    """A page that stands alone.
+
+    Args:
+        title: of it.
+        body: HTML.
+        picture: what the script draws.
+    """
+    data = json.dumps(picture, separators=(",", ":"))
     style, script = (Path(__file__).with_name(name).read_text() for name in ("page.css", "page.js"))
     return (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">\n'
@@ -284,9 +303,14 @@ _TIMELINE = (
 )
 
 
-def _time(tracks: Sequence[Track], drawn: Sequence[Track], told: str, *, is_measured: bool) -> str:
+def time_section(notes: Iterable[str], *, is_measured: bool) -> str:
+    """The canvas with its tools.
+
+    Args:
+        notes: sentences below it.
+        is_measured: whether there are two runs.
+    """
     tools = _TOOLS + (_STRETCH if is_measured else "")
-    notes = [_left_out(tracks, drawn), told]
     return (
         f'<div class="tools">{tools}</div>\n<div class="legend" id="legend"></div>\n{_TIMELINE}\n<p id="told" aria-live="polite"></p>\n'
         + "".join(paragraph(note) for note in notes if note)
