@@ -13,6 +13,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -123,20 +124,25 @@ def devices_of(cluster: Cluster) -> list[str]:
 
 @dataclass(frozen=True)
 class Fall:
-    """What the launchers of this run saw last: when the first rank fell, in seconds of ``time.time()``, and the steps done by then."""
+    """What the launchers of this run saw last: when the first rank fell, in seconds of ``time.time()``, and the steps done by then.
+
+    Of these nothing is known where no host had room to note them.
+    """
 
     when: float
-    step: int
+    step: int | None
 
     @staticmethod
     def of(folder: Path, world: World) -> Fall | None:
         """The first of all hosts; None where nothing has happened. All ranks of the world call it."""
-        try:
-            own = json.loads((folder / FALL).read_text())
-        except (OSError, ValueError):
-            own = None
+        own = None
+        with suppress(OSError):
+            try:
+                own = json.loads((folder / FALL).read_text())
+            except ValueError:  # it is empty
+                own = [(folder / FALL).stat().st_mtime, None]
         found: list[Any] = [each for each in world.gather_objects(own) if each is not None]
-        return Fall(min(when for when, _ in found), max(step for _, step in found)) if found else None
+        return Fall(min(when for when, _ in found), max((step for _, step in found if step is not None), default=None)) if found else None
 
 
 def tell_resumed(step: int, source: str, fall: Fall | None, before: Sequence[str], now: Sequence[str], reason: str) -> None:
@@ -152,7 +158,8 @@ def tell_resumed(step: int, source: str, fall: Fall | None, before: Sequence[str
     """
     said = [f"goes on after step {step}, from {source}"]
     if fall is not None:
-        said.append(f"lost: {time.time() - fall.when:.1f} s, {counted(max(fall.step - step, 0), 'step')}")
+        steps = "an unknown number of steps" if fall.step is None else counted(max(fall.step - step, 0), "step")
+        said.append(f"lost: {time.time() - fall.when:.1f} s, {steps}")
     if before:
         changes = (("gone", Counter(before) - Counter(now)), ("new", Counter(now) - Counter(before)))
         said += [f"{word}: {', '.join(f'{number} x {name}' for name, number in devices.items())}" for word, devices in changes if devices]

@@ -204,3 +204,11 @@ def test_copies_need_somebody_to_leave_them_and_somebody_to_keep_them(tmp_path: 
     engine.step(BATCH)
     lose_peers(engine)
     assert [file.name.split("_")[1:] for file in (tmp_path / "kept").glob("*.json")] == [["1", "0.json"]]
+
+
+def test_a_fall_that_nobody_had_room_to_note_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "kept").mkdir()
+    (tmp_path / "kept" / FALL).touch()
+    parallelize(config=keeping(tmp_path / "kept")).resume(tmp_path / "saved")
+    assert "goes on after step 0, from the start; lost: 0." in (said := capsys.readouterr().err) and "an unknown number of steps" in said
+    assert not (tmp_path / "kept" / FALL).exists()
