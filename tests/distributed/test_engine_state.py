@@ -78,6 +78,7 @@ def test_a_state_knows_no_process_group() -> None:
         "loss_scale",
         "decay",
         "averages",
+        "was_skipped",
         "is_whole",
     }
     assert {name for name in EngineState.__dataclass_fields__ if not name.startswith("_")} == names
