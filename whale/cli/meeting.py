@@ -31,8 +31,9 @@ SETTLING_SECONDS = 1.5
 class Meeting(DynamicRendezvousHandler):
     """torchrun's rendezvous over c10d, whose agents begin anew where one of them has gone silent, too."""
 
-    _num_met = 0
-    _gone_since = math.inf
+    _met: frozenset[object] = frozenset()
+    _silent_since = math.inf
+    _is_told = False
 
     def get_backend(self) -> str:
         """Its name among torchrun's."""
@@ -40,29 +41,43 @@ class Meeting(DynamicRendezvousHandler):
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Meets with the launchers that are there."""
-        self._num_met, self._gone_since = 0, math.inf
+        self._stop_heartbeats()
+        self._met, self._silent_since, self._is_told = frozenset(), math.inf, False
         (Path(os.environ[KEEP]) / LOST).unlink(missing_ok=True)
         found = super().next_rendezvous()
-        self._num_met = found.world_size
+        with self._heartbeat_lock:
+            self._met = frozenset(self._state_holder.state.participants)
         return found
 
     def num_nodes_waiting(self) -> int:
-        """For how many launchers all are to begin anew: those that wait, and those that are gone."""
+        """For how many launchers all are to begin anew: those that wait, and those that are silent."""
         num_waiting: int = super().num_nodes_waiting()
-        state = self._state_holder.state
-        num_gone = 0 if state.closed else self._num_met - len(state.participants)
-        if num_gone <= 0 or num_waiting:
-            self._gone_since = math.inf
-            return num_waiting
-        self._gone_since = min(self._gone_since, time.monotonic())
-        if time.monotonic() - self._gone_since < SETTLING_SECONDS:
+        with self._heartbeat_lock:
+            return self._tell_silent() or num_waiting
+
+    def _keep_alive(self) -> None:
+        """Of the thread that gives signs of life. The agent itself may be ending its ranks, which may wait for those of a silent host."""
+        super()._keep_alive()
+        with self._heartbeat_lock:
+            self._tell_silent()
+
+    def _tell_silent(self) -> int:
+        """Tells the ranks, once, that launchers are silent; how many are."""
+        state, num_met = self._state_holder.state, len(self._met)
+        silent = frozenset() if state.closed else self._met - {*state.participants, *state.wait_list, *state.redundancy_list}
+        if not silent:
+            self._silent_since = math.inf
             return 0
-        with suppress(OSError):  # no room: ranks notice by themselves
-            Path(os.environ[KEEP]).mkdir(mode=0o700, exist_ok=True)
-            (Path(os.environ[KEEP]) / LOST).touch()
-        print(f"whale run: {num_gone} of {self._num_met} launchers cannot be reached; all ranks begin anew", file=sys.stderr, flush=True)
-        self._num_met = 0
-        return num_gone
+        self._silent_since = min(self._silent_since, time.monotonic())
+        if time.monotonic() - self._silent_since < SETTLING_SECONDS:
+            return 0
+        if not self._is_told:
+            self._is_told = True
+            with suppress(OSError):  # no room: ranks notice by themselves
+                Path(os.environ[KEEP]).mkdir(mode=0o700, exist_ok=True)
+                (Path(os.environ[KEEP]) / LOST).touch()
+            print(f"whale run: {len(silent)} of {num_met} launchers cannot be reached; all ranks begin anew", file=sys.stderr, flush=True)
+        return len(silent)
 
 
 def register() -> None:

@@ -13,6 +13,7 @@ from typing import Any, cast
 import pytest
 import torch
 from torch.distributed.elastic.rendezvous import RendezvousParameters
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _NodeDesc
 
 from whale.cli import deaths, launch
 from whale.cli.deaths import MOST_IN_VAIN, Deaths
@@ -55,6 +56,9 @@ def test_bad_numbers_of_launchers_start_nothing(words: list[str], said: str) -> 
         launch.run([*words, "train.py"])
 
 
+OTHERS = {_NodeDesc("other", 1, 0), _NodeDesc("other", 2, 0)}
+
+
 def test_agents_begin_anew_where_a_launcher_has_gone_silent(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -64,14 +68,34 @@ def test_agents_begin_anew_where_a_launcher_has_gone_silent(
     sign, own = tmp_path / "kept" / LOST, {"is_host": "1", "keep_alive_interval": "60", "keep_alive_max_attempt": "60"}
     meeting = _meeting(RendezvousParameters(MEETING, "localhost:0", "run", 1, 1, "localhost", **own))
     assert meeting.next_rendezvous().world_size == 1 and meeting.num_nodes_waiting() == 0 and not sign.exists()
-    meeting._num_met = 3  # two more were there, and have no sign of life among those of the rendezvous
+    meeting._met |= OTHERS  # were there, and have no sign of life among those of the rendezvous
     assert meeting.num_nodes_waiting() == 2 and sign.exists()
     assert "whale run: 2 of 3 launchers cannot be reached" in capsys.readouterr().err
-    assert meeting.num_nodes_waiting() == 0 and capsys.readouterr().err == "", "it is said once"
-    assert meeting.next_rendezvous().world_size == 1 and not sign.exists()
-    meeting._num_met = 2
+    assert meeting.num_nodes_waiting() == 2 and capsys.readouterr().err == "", "it is said once"
+    assert meeting.next_rendezvous().world_size == 1 and meeting.num_nodes_waiting() == 0 and not sign.exists()
+    meeting._met |= OTHERS
     meeting.set_closed()
     assert meeting.num_nodes_waiting() == 0, "they have ended"
+    meeting.shutdown()
+
+
+def test_ranks_hear_of_a_silent_launcher_while_others_wait_to_begin_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(KEEP, str(tmp_path / "kept"))
+    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    monkeypatch.setattr("whale.cli.meeting.SETTLING_SECONDS", 3600.0)
+    sign, own = tmp_path / "kept" / LOST, {"is_host": "1", "keep_alive_interval": "60", "keep_alive_max_attempt": "60"}
+    meeting = _meeting(RendezvousParameters(MEETING, "localhost:0", "run", 1, 3, "localhost", last_call_timeout="1", **own))
+    meeting.next_rendezvous()
+    meeting._met |= OTHERS
+    meeting._state_holder.state.wait_list.add(min(OTHERS, key=str))
+    meeting._state_holder.mark_dirty()
+    assert meeting.num_nodes_waiting() == 1 and not sign.exists(), "all begin anew; the other may be between two meetings"
+    monkeypatch.setattr("whale.cli.meeting.SETTLING_SECONDS", 0.0)
+    meeting._keep_alive()  # in a thread, while the agent waits for the ranks to end
+    assert sign.exists() and "whale run: 1 of 3 launchers cannot be reached" in capsys.readouterr().err
+    assert meeting.num_nodes_waiting() == 1
     meeting.shutdown()
 
 
