@@ -43,7 +43,7 @@ from typing import Any
 
 SIGNALS, APART = ("KILL", "STOP", "TERM", "host"), ("network", "disk", "memory")
 PARTS = ("notice", "meet", "import", "open", "state", "first")
-RANKS_OF_HOST, NUM_HOSTS = 2, 2
+RANKS_OF_HOST, NUM_HOSTS, SILENT_SECONDS = 2, 2, 4
 STEPS_OF_SAVE = 20
 UNSHARE = ("unshare", "--mount", "--net", "--uts", *(() if os.geteuid() == 0 else ("--map-root-user",)))
 NETWORK = "10.77.0"
@@ -262,7 +262,7 @@ def measure(folder: Path, faults: int, seed: int, kinds: Sequence[str], gap: int
     with open(folder / "log", "w") as log, ExitStack() as hosts_end:
         hosts = []
         for number in range(NUM_HOSTS):
-            place = ["--rdzv-endpoint", f"{address}:{store.port}", "--rdzv-conf", "is_host=0"]
+            place = ["--rdzv-endpoint", f"{address}:{store.port}", "--rdzv-conf", f"is_host=0,keep_alive_max_attempt={SILENT_SECONDS}"]
             place += ["--local-addr", f"{NETWORK}.{number + 1}" if is_apart else address]
             words = [*place, "--ranks", str(RANKS_OF_HOST), __file__, "--rank-of", str(folder)]
             command = [sys.executable, "-m", "whale", "run", "--elastic", f"1:{NUM_HOSTS}", *words]

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ import torch.distributed as dist
 
 from tests.distributed.test_launch import PATIENCE_SECONDS, wait_until
 from tests.distributed.world import World
+from whale.cli.elastic import SILENT_SECONDS
 from whale.comm import Launched, connect
 from whale.errors import RuntimeFault
 
@@ -32,14 +34,16 @@ class Launchers:
         folder: of the run.
         num_ranks: of each.
         words: faults, as the script takes them.
+        silent_seconds: so long may one be silent; where none is lost, more than a busy machine ever holds one up.
     """
 
-    def __init__(self, folder: Path, num_ranks: int, *words: str, bounds: str = "1:2") -> None:
+    def __init__(self, folder: Path, num_ranks: int, *words: str, bounds: str = "1:2", silent_seconds: int = PATIENCE_SECONDS) -> None:
         self.folder, self.words = folder, words
         self.started: list[subprocess.Popen[str]] = []
         self.environment: dict[str, str] = {}
         self._store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-        place = ("--rdzv-endpoint", f"localhost:{self._store.port}", "--rdzv-conf", "is_host=0", "--local-addr", "localhost")
+        meeting = f"is_host=0,keep_alive_max_attempt={silent_seconds}"  # of one second each
+        place = ("--rdzv-endpoint", f"localhost:{self._store.port}", "--rdzv-conf", meeting, "--local-addr", "localhost")
         flags = ("--elastic", bounds, *place, "--ranks", str(num_ranks), "--timeout", "60")
         self._command = [sys.executable, "-m", "whale", "run", *flags, str(SCRIPT), str(folder), str(NUM_STEPS), *words]
 
@@ -66,10 +70,10 @@ def losses_in(folder: Path) -> list[tuple[int, float, list[int]]]:
 
 
 @contextmanager
-def launchers(folder: Path, num_ranks: int, *words: str, bounds: str = "1:2") -> Iterator[Launchers]:
+def launchers(folder: Path, num_ranks: int, *words: str, **settings: Any) -> Iterator[Launchers]:
     """Launchers that all end here."""
     folder.mkdir()
-    found = Launchers(folder, num_ranks, *words, bounds=bounds)
+    found = Launchers(folder, num_ranks, *words, **settings)
     try:
         yield found
     finally:
@@ -87,7 +91,7 @@ def check_undisturbed(losses: list[tuple[int, float, list[int]]], folder: Path) 
 
 
 def test_a_launcher_is_killed_and_another_comes(tmp_path: Path) -> None:
-    with launchers(tmp_path / "run", 1, "6:1:launcher") as run:
+    with launchers(tmp_path / "run", 1, "6:1:launcher", silent_seconds=SILENT_SECONDS) as run:
         run.start(enough=2)
         run.start(enough=2)
         wait_until(lambda: any(len(rows) == 1 for *_, rows in run.losses), "one rank goes on alone")

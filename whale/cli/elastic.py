@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+from math import ceil
 
 from whale.errors import ConfigError
 
@@ -29,8 +30,8 @@ LAST_CALL_SECONDS = 3
 SHUTDOWN, SHUTDOWN_SECONDS = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", 120
 """torchrun's variable for the time from SIGTERM to SIGKILL, and so long may ranks take to leave what they hold."""
 
-BEATS = 4
-"""So many signs of life may a launcher miss before the others meet without it."""
+SILENT_SECONDS, LEAST_BEATS = 10, 4
+"""So long may a launcher give no sign of life, and so many may it miss, before the others meet without it: it may share a busy host."""
 
 
 def be_elastic(arguments: argparse.Namespace) -> dict[str, str]:
@@ -58,7 +59,8 @@ def be_elastic(arguments: argparse.Namespace) -> dict[str, str]:
             )
         arguments.rdzv_endpoint, arguments.local_addr = "localhost:0", arguments.local_addr or "localhost"
     beat_seconds = 1 + most // 64
-    own = f"last_call_timeout={LAST_CALL_SECONDS},keep_alive_interval={beat_seconds},keep_alive_max_attempt={BEATS}"
+    beats = max(LEAST_BEATS, ceil(SILENT_SECONDS / beat_seconds))
+    own = f"last_call_timeout={LAST_CALL_SECONDS},keep_alive_interval={beat_seconds},keep_alive_max_attempt={beats}"
     arguments.rdzv_conf = f"{own},{arguments.rdzv_conf}" if arguments.rdzv_conf else own  # of equal keys the last counts
     arguments.max_restarts = arguments.max_restarts or MOST_RESTARTS
     # torchrun would let ranks meet at the store of the first launcher, which may be gone, by a number of restarts that launchers differ in

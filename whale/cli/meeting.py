@@ -18,7 +18,7 @@ from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousParam
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, RendezvousTimeout
 
-from whale.cli.elastic import BEATS, KEEP, MEETING
+from whale.cli.elastic import KEEP, MEETING, SILENT_SECONDS
 from whale.runtime.execute.status import LOST
 
 TIMEOUTS = ("join", "last_call", "close", "heartbeat")
@@ -97,6 +97,6 @@ def _meeting(parameters: RendezvousParameters) -> Meeting:
         parameters.local_addr,
         RendezvousTimeout(**{name: timedelta(seconds=limit) for name, limit in seconds.items() if limit is not None}),
         keep_alive_interval=parameters.get_as_int("keep_alive_interval") or 1,
-        keep_alive_max_attempt=parameters.get_as_int("keep_alive_max_attempt") or BEATS,
+        keep_alive_max_attempt=parameters.get_as_int("keep_alive_max_attempt") or SILENT_SECONDS,
     )
     return found

@@ -37,6 +37,7 @@ def test_torchruns_rendezvous_is_set_and_the_users_words_win() -> None:
     assert arguments.max_restarts == 5 and arguments.rdzv_conf.endswith(",last_call_timeout=60")
     alone = launch.make_parser().parse_args(["--elastic", "1", "train.py"])
     be_elastic(alone)
+    assert alone.rdzv_conf == "last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=10"
     assert (alone.nnodes, alone.rdzv_endpoint, alone.local_addr) == ("1:1", "localhost:0", "localhost")
 
 
