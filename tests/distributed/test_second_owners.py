@@ -120,9 +120,8 @@ def lose(rank: int, size: int, loss: Loss, folder: str) -> None:
 
 
 def write(engine: Engine) -> None:
-    with torch.no_grad():
-        for value in engine.parameters.values():
-            value.mul_(0.5)
+    for value in engine.parameters.values():
+        value.data.mul_(0.5)  # by which torch counts no version
 
 
 def check_bytes(engine: Engine, loss: Loss, rank: int) -> None:

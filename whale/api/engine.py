@@ -63,7 +63,7 @@ from whale.units import counted
 if TYPE_CHECKING:
     from whale.api.adapting import Adapting
     from whale.ir.health import Health
-    from whale.runtime.checkpoint.copies import StepCopies
+    from whale.runtime.checkpoint.copies import Copies, StepCopies
 
 Found = TypeVar("Found")
 
@@ -286,7 +286,7 @@ class Engine:
             copies, every = self._keeping.copies, self.opening.settings.memory.redundancy_steps
             if copies is not None and self._keeping.purpose is not None and copies.follows_steps and self.state.step_number % every == 0:
                 self._copy_state(self._data.now)
-                copies.note(self.state)
+                copies.is_with_script = True
         clipping = self.runtime.clipping
         self._log.end(self.state.step_number, loss, None if clipping is None else clipping.last)
         if self._tracing is not None:
@@ -613,7 +613,7 @@ class Engine:
         if keeping is not None:
             self._copy_between("resume", self._data.now)
             if keeping.copies is not None:
-                keeping.copies.note(self.state)
+                keeping.copies.is_with_script = True
             world.barrier()  # all have read it
             forget_kept(keeping.folder, str(folder))
         return extra
@@ -630,7 +630,7 @@ class Engine:
         ways: list[tuple[int, Callable[[], int]]] = []
         if keeping.copies is not None:
             copies = keeping.copies  # those of the end of a step are not of the state that the script has made of it
-            usable = copies.steps[1:] if copies.has(state.step_number) and copies.is_written(state) else copies.steps
+            usable = copies.steps[1:] if copies.has(state.step_number) and self._may_be_written(keeping, copies) else copies.steps
             ways += [(each.step, partial(self._keep_copies, keeping, each)) for each in usable]
         if state.is_whole and not keeping.is_changing:
             ways.insert(1, (state.step_number, partial(self._keep, keeping)))  # behind the copies of which most are whole
@@ -671,11 +671,29 @@ class Engine:
         if keeping is None or (copies := keeping.copies) is None or keeping.purpose is None:
             return
         is_there = copies.has(number)
-        is_written = self.runtime.call_together(call, asks=is_there and copies.is_written(self.state))
-        copies.trust()
-        copies.follows_steps &= not is_written
+        with self.runtime.status.reporting():
+            asks = is_there and self._is_written(keeping, copies)
+        is_written = self.runtime.call_together(call, asks=asks)
+        copies.is_with_script = False
+        if is_written:
+            copies.follows_steps = False
+            copies.forget(number)
         if is_written or not is_there:
             self._copy_state(position)
+
+    def _is_written(self, keeping: FaultKeeper, copies: Copies) -> bool:
+        """Whether the script, where it has taken over, has changed what this rank has copies of."""
+        return copies.is_with_script and not copies.are_of(*self._held(None, keeping.random, copies.duty.chosen))
+
+    def _may_be_written(self, keeping: FaultKeeper, copies: Copies) -> bool:
+        """As `_is_written`, where peers may be lost, and a GPU wait for them."""
+        if copies.is_with_script:
+            try:
+                await_device(self.runtime.roster.world.device)
+                return self._is_written(keeping, copies)
+            except Exception:  # a GPU's too: then nobody can tell
+                return True
+        return False
 
     def _keep_copies(self, keeping: FaultKeeper, copies: StepCopies) -> int:
         """Writes the copies of a step into memory of the host; the number of bytes."""
@@ -815,8 +833,9 @@ class Engine:
             self.opening = opening
             runtime, tracing = opening.open(roster, holdings, state)
             self._take_up(state, runtime, tracing, decided, decided.seconds + time.perf_counter() - begun)
-        if self._keeping is not None and self._keeping.copies is not None:
-            self._keeping.copies.note(state)
+        if self._keeping is not None and self._keeping.copies is not None and self._keeping.purpose is not None:
+            self._copy_state(self._data.now)  # the duties are others
+            self._keeping.copies.is_with_script = True
         for loader, source in loaders:
             loader.read_from(source)
         return self.plan

@@ -6,12 +6,15 @@ import json
 import re
 import time
 from collections import namedtuple
+from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 import torch
+from torch import Tensor
 
 import whale
 from tests.unit.api.test_guards import BATCH, parallelize, same, weights
@@ -19,6 +22,7 @@ from whale.api.engine import Engine
 from whale.api.keeping import Fall, await_device, tell_resumed
 from whale.comm.waiting import fault
 from whale.errors import CheckpointError, ConfigError, RuntimeFault
+from whale.runtime.checkpoint.copies import Copies, Duty
 from whale.runtime.execute.finite import HostCopy
 from whale.runtime.execute.status import FALL
 
@@ -204,6 +208,44 @@ def test_copies_need_somebody_to_leave_them_and_somebody_to_keep_them(tmp_path: 
     engine.step(BATCH)
     lose_peers(engine)
     assert [file.name.split("_")[1:] for file in (tmp_path / "kept").glob("*.json")] == [["1", "0.json"]]
+
+
+def weight(engine: Engine) -> Tensor:
+    return next(iter(engine.state.kept.values()))
+
+
+def optimizer(engine: Engine) -> torch.optim.Optimizer:
+    assert engine.optimizer is not None
+    return engine.optimizer
+
+
+WRITES: dict[str, Callable[[Engine], object]] = {
+    "a weight": lambda engine: weight(engine).detach().neg_(),
+    "data of a weight": lambda engine: weight(engine).data.neg_(),
+    "what the optimizer keeps": lambda engine: optimizer(engine).state[weight(engine)]["exp_avg"].zero_(),
+    "all that the optimizer keeps": lambda engine: optimizer(engine).state.clear(),
+    "the learning rate": lambda engine: optimizer(engine).param_groups[0].update(lr=7.0),
+    "the decay of averages": lambda engine: engine.average(0.25),
+    "the schedule": lambda engine: engine.scheduler.load_state_dict({**engine.scheduler.state_dict(), "last_epoch": 7}),
+}
+
+
+@pytest.mark.parametrize("what", WRITES)
+def test_what_the_script_writes_is_not_what_there_are_copies_of(tmp_path: Path, what: str) -> None:
+    scheduler = partial(torch.optim.lr_scheduler.StepLR, step_size=1)
+    engine = parallelize(optimizer=partial(torch.optim.Adam, lr=0.1), scheduler=scheduler, config=keeping(tmp_path))
+    engine.average(0.5)
+    engine.step(BATCH)
+    engine.step(BATCH)
+    assert engine._keeping is not None
+    copies, random = Copies(engine.runtime.roster.world, ["a"]), engine._keeping.random
+    copies.duty = Duty(dict.fromkeys(engine.tensors, (0,)), frozenset(), None, ())
+    copies.make(2, *engine._held({"row": 8}, random))
+    assert copies.are_of(*engine._held(None, random))
+    engine.evaluate(BATCH, averaged=True)
+    assert copies.are_of(*engine._held(None, random)), "weights are what they were"
+    WRITES[what](engine)
+    assert not copies.are_of(*engine._held(None, random))
 
 
 def test_a_fall_that_nobody_had_room_to_note_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -29,7 +29,7 @@ def test_a_stage_without_replica_is_sent_to_the_other_host() -> None:
     assert found is not None and dict(found.host_bytes) == dict.fromkeys(("h0", "h1"), 2 * (2 + 2) * LAYER_BYTES)
     link = hosts.link("h0/0", "h1/0")
     assert found.survives == "host" and found.link.endswith(("out", "in")) and found.sent_bytes == ("h0/0", 2 * LAYER_BYTES)
-    assert found.seconds == pytest.approx(link.seconds(2 * LAYER_BYTES) + 2 * LAYER_BYTES / 5e11)
+    assert found.seconds == pytest.approx(link.seconds(2 * LAYER_BYTES) + 2 * 2 * LAYER_BYTES / 5e11)
     assert "survives the loss of any one host: copies after each step take" in str(found)
 
 

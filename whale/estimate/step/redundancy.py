@@ -20,7 +20,7 @@ class Redundancy:
     Attributes:
         survives: what may be lost: ``host``, or ``device`` where there is one host.
         every: steps from one copying to the next.
-        seconds: that a copying takes.
+        seconds: that a copying takes, and to hold the state to it as the next step begins.
         link: the side of a link that is busy longest; empty where nothing is sent.
         sent_bytes: of a copying, by the device that sends most, and its name.
         host_bytes: by host, the memory that copies take.
@@ -71,7 +71,7 @@ def redundancy_of(plan: Plan, prices: Prices, every: int) -> Redundancy | None:
     return Redundancy(
         "host" if len(set(hosts)) > 1 else "device",
         every,
-        max(own) + busy.get(link, 0.0),
+        2 * max(own) + busy.get(link, 0.0),
         link,
         (devices[first], found.sent_bytes[first]),
         tuple(memory.items()),

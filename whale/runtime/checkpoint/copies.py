@@ -24,9 +24,11 @@ from whale.ir.graph import ModelGraph
 from whale.runtime.checkpoint.boxes import Box
 from whale.runtime.checkpoint.contents import Piece
 from whale.runtime.execute.roster import Roster
-from whale.runtime.state.engine_state import EngineState
 from whale.runtime.state.holdings import Holdings
 from whale.sharding.second_owners import NUM_STEPS_KEPT, second_owners
+
+_POSITION = "extra.position"
+"""The key of where the data goes on: a script that leaves an epoch has changed nothing of the state."""
 
 
 @dataclass(frozen=True)
@@ -75,14 +77,16 @@ class Copies:
         steps: those that are whole, the newest first.
         duty: of this rank, under the plan at work.
         follows_steps: whether copies are made as a step ends; else as the next begins, for the script writes into the state in between.
+        is_with_script: whether the script may have changed what there are copies of, and others have not been asked yet.
     """
 
     duty: Duty
     follows_steps = True
+    is_with_script = False
 
     def __init__(self, world: World, hosts: Sequence[str]) -> None:
         self.steps: tuple[StepCopies, ...] = ()
-        self._seen: object = None
+        self._own: tuple[Mapping[object, Tensor], Mapping[str, Any]] = {}, {}
         self._world, self._hosts, self._number = world, hosts, 0
         self._rooms: list[dict[object, Tensor]] = [{} for _ in range(NUM_STEPS_KEPT)]
 
@@ -97,7 +101,7 @@ class Copies:
     def make(self, step: int, pieces: Sequence[Piece], plain: Mapping[str, Any]) -> None:
         """Copies what is this rank's duty; all ranks of the world call it, and have come here together.
 
-        They take the place of other copies of the step, else of the oldest.
+        They take the place of the oldest, and where they are whole, of others of the step.
 
         On a GPU the host waits for all that it was asked to do.
 
@@ -110,41 +114,38 @@ class Copies:
         """
         duty = self.duty
         self._await_device()
-        self._seen = None
-        self.steps = tuple(each for each in self.steps if each.step != step)[: NUM_STEPS_KEPT - 1]
+        self.is_with_script = False
+        self.steps = self.steps[: NUM_STEPS_KEPT - 1]
         free = next(number for number in range(NUM_STEPS_KEPT) if all(number != each.room for each in self.steps))
         rooms = self._rooms[free]
         sent = [piece for piece in pieces if _name(piece) not in duty.chosen or _name(piece) in duty.sent]  # the others: of plain data
         stays = [piece for piece in pieces if _name(piece) in duty.chosen and _name(piece) not in duty.sent]
         found = [*self._copied(rooms, "sent", sent), *self._copied(rooms, "stays", stays)]
         self._await_device()
+        self._own = {_place(piece): piece[-1] for piece in found}, _lasting(plain)
         known = dict(plain)
         for table, their_plain, source in self._exchanged(step, rooms, sent, plain, duty):
             found += _views(rooms[source], table)
             known = {**their_plain, **known}
-        each_once = {(piece[0], piece[2]): piece for piece in found}  # what is not divided with a parameter, several ranks have
-        self.steps = (StepCopies(step, self._number, free, tuple(each_once.values()), known), *self.steps)
+        each_once = {_place(piece): piece for piece in found}  # what is not divided with a parameter, several ranks have
+        whole = StepCopies(step, self._number, free, tuple(each_once.values()), known)
+        self.steps = (whole, *(each for each in self.steps if each.step != step))
         self._number += 1
 
-    def forget(self) -> None:
-        """The state becomes another than that of the next step."""
-        self.steps = ()
+    def forget(self, step: int | None = None) -> None:
+        """The state becomes another than that of the next step, or of one step is another than there are copies of."""
+        self.steps = tuple(each for each in self.steps if step is not None and each.step != step)
 
     def has(self, step: int) -> bool:
         """Whether there are copies of a step, the last."""
         return bool(self.steps) and self.steps[0].step == step
 
-    def note(self, state: EngineState) -> None:
-        """Takes down what the state looks like as the script takes over."""
-        self._seen = _look(state)
-
-    def is_written(self, state: EngineState) -> bool:
-        """Whether the script, where it has taken over, has written into it."""
-        return self._seen is not None and self._seen != _look(state)
-
-    def trust(self) -> None:
-        """The script has come back, and all ranks know whether one has written."""
-        self._seen = None
+    def are_of(self, pieces: Sequence[Piece], plain: Mapping[str, Any]) -> bool:
+        """Whether the last copies have what this rank would copy now, to the last bit, but for where the data goes on."""
+        copies, told = self._own
+        now = {_place(piece): piece[-1] for piece in pieces}
+        is_alike = told == _lasting(plain) and now.keys() == copies.keys()
+        return is_alike and all(_is_same(value, copies[place]) for place, value in now.items())
 
     def _await_device(self) -> None:
         if self._world.device.type == "cuda":
@@ -196,9 +197,25 @@ class Copies:
             waits.wait(Launched(work, blocks_host=True), action, peers)
 
 
-def _look(state: EngineState) -> object:
-    """What changes where somebody writes into weights, buffers or the optimizer's settings."""
-    return [tensor._version for tensor in state.lasting.values()], state.settings
+def _lasting(plain: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in plain.items() if key != _POSITION}
+
+
+def _is_same(value: Tensor, copy: Tensor) -> bool:
+    """Whether two tensors have the same bits; the second may lie in host memory, of which little is brought at a time."""
+    if (value.dtype, value.shape) != (copy.dtype, copy.shape):
+        return False
+    bits = [torch.split(each.reshape(-1).view(_BITS[min(each.itemsize, 8)]), _NUM_COMPARED) for each in (value, copy)]
+    return all(torch.equal(own, other.to(own.device)) for own, other in zip(*bits, strict=True))
+
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_NUM_COMPARED = 1 << 24
+
+
+def _place(piece: Piece) -> tuple[str, Box]:
+    """What a piece is of."""
+    return piece[0], piece[2]
 
 
 _Form = tuple[str, tuple[int, ...], Box, torch.dtype, tuple[int, ...]]
