@@ -117,7 +117,8 @@ class _Remedies:
     def __init__(self, free: FreeSpace) -> None:
         self._free, self._forms = free, free.forms
         self.lineups = list(free.space.lineups(free.alone))
-        lacking = {strategy: max(map(free.forms.shortage, strategy.replicas)) for strategy in self.lineups}
+        fewest = free.freedom.micro_batches or 1
+        lacking = {own: max(free.forms.shortage(replica, fewest) for replica in own.replicas) for own in self.lineups}
         self.missing = min(lacking.values(), default=0)
         self._nearest = sorted(self.lineups, key=lambda strategy: (lacking[strategy], len(strategy.replicas)))[:NUM_NEAREST]
 

@@ -119,11 +119,11 @@ class ClosedForms:
         lack = max(float(np.max(lane.held - (1 + self.unsure(strategy)) * lane.rooms)) for lane in lanes)
         return ClosedForm(seconds, max(0.0, lack), max(float(lane.held.max()) for lane in lanes)), lanes
 
-    def least(self, strategy: Strategy) -> tuple[float, float]:
+    def least(self, strategy: Strategy, num_micro_batch: int) -> tuple[float, float]:
         """At least so many seconds of a step, if nothing but computing took time, and bytes on its fullest device."""
         speed = sum(replica.count * self.speed(replica) for replica in strategy.replicas)
         fewest = min(replica.num_devices // replica.count for replica in strategy.replicas)
-        return 1 / speed, float(self.planner.points.parameters[0, -1]) / fewest
+        return 1 / speed, self._state(fewest, num_micro_batch) / fewest
 
     def relaxed(self, strategy: Strategy, orders: Sequence[Order], counts: Sequence[int]) -> tuple[Floats, Floats]:
         """At least so many seconds of a step, and about so many bytes on its fullest device, if the model could be cut anywhere.
@@ -143,18 +143,21 @@ class ClosedForms:
             rank = 1 / sum(number / self.totals(each.kind, each.width, rows) for each, number in replica.numbers.items())
             idle, alive = self._turns(tuple(orders), tuple(counts), p)
             kept, recomputed = points.kept_fixed[-1] + points.kept_per_row[-1] * rows, np.ones_like(speeds)
-            overflows = points.parameters[0, -1] + alive * kept > self.room(replica)
+            narrowest = min(each.width for each in replica.numbers)
+            whole, even = (
+                np.array([self._state(number, own) for own in counts]) for number in (replica.num_devices // replica.count, p * narrowest)
+            )
+            overflows = whole + alive * kept > self.room(replica)
             recomputed[overflows | np.array([[order.recomputes] for order in orders])] += self._shares[0]
             uneven = 1 + p * np.array([[order.num_chunks] for order in orders]) / (2 * points.num_units)
             passes = (m + idle) * rank * recomputed * uneven
-            narrowest = min(each.width for each in replica.numbers)
             if p > 1:
                 hops = self.places.hops(own)
                 crossing = (self._least_crossing[0] + self._least_crossing[1] * rows) / 2 / narrowest
                 passes = passes + 2 * (float(hops.latency[:-1].sum()) + crossing * float(hops.per_byte[:-1].sum()))
                 passes = np.maximum(passes, m * crossing * float(hops.crowded[:-1].max()))
             speeds += replica.count * taken / passes
-            held = np.maximum(held, (points.parameters[0, -1] + np.minimum(m, p) * kept) / (p * narrowest))
+            held = np.maximum(held, (even + np.minimum(m, p) * kept) / (p * narrowest))
             if training:
                 late = np.array([[order.schedule in WEIGHTS_LAST] for order in orders])
                 hidden = (BACKWARD + late * idle) * rank * alike
@@ -210,14 +213,17 @@ class ClosedForms:
         inner = slice(1, -1) if points.num_units > 1 else slice(None)
         return float(points.crossing_fixed[inner].min()), float(points.crossing_per_row[inner].min())
 
-    def shortage(self, replica: ReplicaSpec) -> int:
-        """Bytes by which the parameters alone overflow one replica, with one micro-batch; 0 where they fit."""
-        trained, number = (
-            float(self.planner.pieces.trained(self.planner.cluster.devices[0].kind, 1)[-1]),
-            replica.num_devices // replica.count,
-        )
-        needed = float(self.planner.points.parameters[0, -1]) - number * self.planner.prices.let_go(trained / number)
-        return max(0, int(needed) - self.room(replica))
+    def shortage(self, replica: ReplicaSpec, num_micro_batch: int) -> int:
+        """Bytes by which the parameters alone overflow one replica; 0 where they fit."""
+        return max(0, int(self._state(replica.num_devices // replica.count, num_micro_batch)) - self.room(replica))
+
+    def _state(self, num_devices: int, num_micro_batch: int) -> float:
+        """Bytes of all parameters with what training adds, on so many devices together that have equal parts of them."""
+        prices, whole = self.planner.prices, float(self.planner.points.parameters[0, -1])
+        if num_micro_batch > 1:
+            return whole
+        gradients = float(self.planner.pieces.gradients(self.planner.cluster.devices[0].kind, 1)[-1])
+        return whole - num_devices * prices.let_go(gradients / num_devices)
 
     @staticmethod
     def _in_turn(strategy: Strategy) -> float:

@@ -145,12 +145,12 @@ class FreeSpace:
         """Sets of replicas, with what they come to at least if nothing but computing took time."""
         for strategy in self.space.lineups(self.alone):
             orders, counts = self.space.turns(strategy)
-            if not orders or not counts or any(map(self.forms.shortage, strategy.replicas)):
+            if not orders or not counts or any(self.forms.shortage(replica, counts[0]) for replica in strategy.replicas):
                 continue
             if strategy.near is not False or self.freedom.near is False:
                 first = counts[0] == 1 and orders[0] == self.freedom.orders[0]
                 self.num_strategies += (len(orders) * len(counts) - first * (len(orders) - 1)) * len(self.freedom.policies)
-            seconds, held = self.forms.least(strategy)
+            seconds, held = self.forms.least(strategy, counts[0])
             yield self.objective.likely(strategy, seconds, held), _Family(strategy, orders, counts)
 
     def _relaxed(self, family: _Family) -> Floats:

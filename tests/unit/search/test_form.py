@@ -2,22 +2,35 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import combinations, pairwise
+from unittest import mock
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
-from tests.examples import slow
+from tests.examples import at_most, slow
 from tests.unit.search.exhaustive import seater_of, space_of
 from tests.unit.search.test_search import GIB, layers, made
 from whale.config import Config
+from whale.errors import WhaleError
 from whale.estimate import all_reduce_seconds
+from whale.estimate.prices.part import Part
+from whale.estimate.prices.prices import Prices
 from whale.hardware import parse_cluster
+from whale.ir.cluster import Cluster
+from whale.ir.graph import ModelGraph
+from whale.planning import make_plan
 from whale.planning.cutting.partition import _least
+from whale.planning.cutting.stage_tables import StageTables
+from whale.planning.pipeline.recompute import KEEP_ALL
+from whale.planning.pipeline.scheduling import shape_pipeline
+from whale.planning.shard.stage_price import kept_by
 from whale.planning.strategy import RankSpec, ReplicaSpec, Strategy
 from whale.search.form import ClosedForms
+from whale.search.freedom import ORDERS
 from whale.search.places import Places
 from whale.workloads import GPT
 
@@ -58,7 +71,84 @@ def test_gradients_that_go_to_keepers_as_they_are_made_are_not_counted_together(
     replica = ReplicaSpec((rank,), 4, schedule="1f1b", num_chunks=1, num_micro_batch=1, recompute="none")
     strategy = Strategy((replica,), near=True)
     assert len(forms.planner.realize(forms.places.named(strategy)).plan.replicas) == 4
-    assert forms.shortage(replica) == 0 and forms.of(strategy).lack == 0
+    assert forms.shortage(replica, 1) == 0 and forms.of(strategy).lack == 0
+    whole = float(forms.planner.points.parameters[0, -1])
+    assert forms.shortage(replica, 2) == int(whole) - forms.room(replica) > 0, "several micro-batches add theirs up"
+    assert [forms.least(strategy, number)[1] for number in (1, 2)] == [whole - forms.planner.prices.let_go(float(weights)), whole]
+    one, two = forms.relaxed(strategy, [ORDERS[0]], [1, 2])[1]
+    assert one == pytest.approx(forms.of(strategy).held) and two - one > 0.9 * forms.planner.prices.let_go(float(weights))
+
+
+@pytest.mark.parametrize("more", [{}, {"gradient.dtype": "bf16"}], ids=["own type", "rounded"])
+@pytest.mark.parametrize("num_rows", [4, 64])
+def test_what_is_let_go_is_no_more_than_the_estimate_finds(more: dict[str, object], num_rows: int) -> None:
+    cluster = made([[(1e9, GIB)] * 4], network=1e9)
+    settings = Config({"memory.zero": "2", "communication.bucket_bytes": 64 * 64 * 4, **more})
+    forms = ClosedForms(seater_of(layers([64] * 16), cluster, settings, num_rows))
+    replica = ReplicaSpec((RankSpec(cluster.devices[0].kind),), 4, schedule="1f1b", num_chunks=1, num_micro_batch=1, recompute="none")
+    strategy = Strategy((replica,), near=True)
+    fullest = max(each.peak.total for each in forms.planner.realize(forms.places.named(strategy)).step.devices)
+    assert fullest <= forms.of(strategy).held <= 1.5 * fullest
+
+
+@st.composite
+def tight(draw: st.DrawFn) -> tuple[ModelGraph, Cluster, Config, int]:
+    """A model in pipelines on devices of which some have too little memory for much of it."""
+    widths = draw(st.lists(st.sampled_from([16, 32, 64]), min_size=4, max_size=16))
+    num_stages, num_replicas = draw(st.integers(1, 3)), draw(st.integers(2, 3))
+    dtype, size = draw(st.sampled_from([None, "bf16"])), draw(st.sampled_from([1, 4096, 16384, 49152]))
+    mode, share = draw(st.sampled_from(["train", "predict"])), draw(st.floats(0.1, 1.1))
+    return tight_of(widths, mode, num_stages, num_replicas, share, size, dtype, num_replicas * draw(st.sampled_from([1, 4, 32])))
+
+
+def tight_of(
+    widths: list[int], mode: str, num_stages: int, num_replicas: int, share: float, bucket_bytes: int, dtype: str | None, num_rows: int
+) -> tuple[ModelGraph, Cluster, Config, int]:
+    """`share` is that of what training, or predicting, holds of all parameters which the first device of each replica has room for."""
+    graph = replace(layers(widths), mode=mode)
+    needed = sum(each.spec.num_bytes for each in graph.parameters) * (4 if mode == "train" else 1)
+    hosts = [[(8e9, round(needed * share / 0.9)), *[(1e9, GIB)] * (num_stages - 1)]] * num_replicas
+    settings = {
+        "memory.zero": "2",
+        "communication.bucket_bytes": bucket_bytes,
+        "planning.search": "off",
+        "pipeline.num_stages": num_stages,
+        "pipeline.num_micro_batch": 1,
+        "recompute.policy": "none",
+    }
+    return graph, made(hosts, network=1e9), Config(settings | ({"gradient.dtype": dtype} if dtype else {})), num_rows
+
+
+@at_most(100)
+@given(tight())
+@example(tight_of([64] * 16, "predict", 2, 3, 0.6, 1, None, 12))
+@example(tight_of([64] * 16, "train", 2, 3, 0.45, 1, "bf16", 12))
+@example(tight_of([64] * 16, "train", 2, 3, 0.3, 16384, None, 12))
+def test_what_fits_with_all_gradients_together_fits_as_they_are_let_go(case: tuple[ModelGraph, Cluster, Config, int]) -> None:
+    graph, cluster, config, num_rows = case
+    with mock.patch.object(Prices, "spared_share", 0.0):
+        try:
+            make_plan(graph, cluster, config, rows=num_rows)
+        except WhaleError:
+            return
+    make_plan(graph, cluster, config, rows=num_rows)
+
+
+def test_replicas_of_unlike_micro_batches_have_their_gradients_together() -> None:
+    graph, cluster = layers([64] * 16), made([[(1e9, GIB)] * 4], network=1e9)
+    config = Config({"memory.zero": "2", "communication.bucket_bytes": 1})
+    one, two = (shape_pipeline(config.with_values({"pipeline.num_micro_batch": number}), None, 1) for number in (1, 2))
+    planner = seater_of(graph, cluster, config, 4)
+    names = tuple(each.name for each in graph.parameters)
+    part = Part(tuple(planner.points.spine), names, ())
+    for pipelines in ([one, one], [one, two]):
+        prices = kept_by(planner.prices, pipelines)
+        tables = StageTables(planner.points, planner.pieces, prices, one, KEEP_ALL)
+        held, whole = tables.loads((("h0/0",),), 1, (0, planner.points.num_units))[0], prices.part(part).parameter_bytes
+        with mock.patch.object(Prices, "spared_share", 0.0):
+            lets_go = tables.loads((("h0/0",),), 1, (0, planner.points.num_units))[0] - held
+        assert lets_go == sum(map(prices.parameter_bytes, names)) - whole
+        assert (lets_go > 0) == (pipelines[1] is one)
 
 
 def test_each_rank_sums_over_the_links_between_its_own_devices() -> None:

@@ -384,8 +384,19 @@ class Prices:
 
     def let_go(self, num_bytes: Value) -> Value:
         """Bytes of so many of gradients that are never there together with the others, where one micro-batch makes them."""
-        found: Value = np.maximum(0.0, num_bytes * self.spared_share - (NUM_AT_ONCE + 1) * self.costs.bucket_bytes)
+        found: Value = np.maximum(0.0, num_bytes * self.spared_share - self._not_let_go)
         return found
+
+    @cached_property
+    def _not_let_go(self) -> int:
+        """Bytes of gradients that are there beside equal parts of what keepers have: of buckets, each of one gradient at least.
+
+        Those that are on their way, one that fills, one by which a keeper of whole parameters may have more than others, and the memory
+        in which one gathers.
+        """
+        own = [max(self.costs.bucket_bytes, self.held(each.name).gradient) for each in self.graph.parameters]
+        largest = sorted(own, reverse=True)[: NUM_AT_ONCE + 2]
+        return sum(largest) + max(largest, default=0)
 
     def lasting_bytes(self, name: str) -> float:
         """`parameter_bytes` without what is let go so."""

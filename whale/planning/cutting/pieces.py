@@ -71,7 +71,7 @@ class _Columns:
         before: per place to cut, how many ops of each column are before it: ``[places, columns]``.
         collective_costs: per place, seconds of what the ops before it exchange in a split group, forward and backward: ``[2, 2, places]``.
         started: likewise of the host: ``[2, places]``.
-        trained: per place, bytes of trainable parameters on a device, each where it is read first.
+        trained: per place, bytes of trainable parameters on a device, each where it is read first, and of their gradients: ``[2, places]``.
         shares: of a device of a split group, per place what of the parameters before it is on it, and of what is kept, as a line by rows:
             ``[3, places]``.
     """
@@ -106,7 +106,7 @@ class _Columns:
         sums = (self.before @ own).T
         away = sums[9:11]
         forward, back = sums[:2] + self.collective_costs[0] + away, sums[2:4] + self.collective_costs[1] + away
-        brought, overlapped = prices.bringing(kind, self.trained)
+        brought, overlapped = prices.bringing(kind, self.trained[0])
         forward[0] += brought
         back[0] += brought * training
         started = [np.maximum(own, overlapped) for own in (sums[6] + self.started[0], sums[7] + self.started[1])]
@@ -169,7 +169,15 @@ class Pieces:
         """Per place, bytes of trainable parameters before it on a device; each counts where it is read first."""
         columns = self._of(kind, width, None)
         assert columns is not None, "asked for a split that there is none of"
-        return columns.trained
+        found: Floats = columns.trained[0]
+        return found
+
+    def gradients(self, kind: Device, width: int) -> Floats:
+        """Per place, likewise bytes of their gradients."""
+        columns = self._of(kind, width, None)
+        assert columns is not None, "asked for a split that there is none of"
+        found: Floats = columns.trained[1]
+        return found
 
     def held(self, kind: Device, width: int) -> Floats:
         """Per place, bytes of parameters with what training adds, and of what is kept for backward, as a line: ``[3, places]``.
@@ -247,7 +255,7 @@ class Pieces:
             np.cumsum(ops, axis=0)[points.bounds],
             nothing,
             nothing[0],
-            np.concatenate(([0.0], np.cumsum(self._trained(prices, stands) * bound)))[points.bounds],
+            np.concatenate((np.zeros((2, 1)), np.cumsum(self._trained(prices, stands) * bound, axis=1)), axis=1)[:, points.bounds],
             self._held(prices, stands)
             + np.concatenate((np.zeros((1, len(points.bounds))), nothing[0] if copies is None else self._before(copies, alike))),
         )
@@ -275,9 +283,9 @@ class Pieces:
         return result
 
     def _trained(self, prices: Prices, stands: NDArray[np.int64]) -> Floats:
-        """Per op of the spine, bytes of the trainable parameters that it is the first to read."""
+        """Per op of the spine, bytes of the trainable parameters that it is the first to read, and of their gradients."""
         seen, graph = set[str](), self.prices.graph
-        found = np.zeros(len(self.points.spine))
+        found = np.zeros((2, len(self.points.spine)))
         local = {position: prices.graph.ops[position] for position in set(stands.tolist())}
         for index, name in enumerate(self.points.spine):
             new = [each for each in graph.parameters_among(graph.by_name[name].inputs) if each.name not in seen]
@@ -288,7 +296,8 @@ class Pieces:
             share = sum(each.spec.num_bytes for each in there) / max(
                 1, sum(p.spec.num_bytes for p in graph.parameters_among(graph.by_name[prices.graph.ops[int(stands[index])].name].inputs))
             )
-            found[index] = share * sum(each.spec.num_bytes for each in new if each.kind == "parameter" and each.trainable)
+            found[0, index] = share * sum(each.spec.num_bytes for each in new if each.kind == "parameter" and each.trainable)
+            found[1, index] = share * sum(self.prices.held(each.name).gradient for each in new)
         return found
 
     @cached_property

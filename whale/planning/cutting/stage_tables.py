@@ -306,9 +306,9 @@ class StageTables:
             held, kept = parameters[ends] - parameters[starts], fixed + per_row * num_rows
         else:
             held, kept = points.parameters[starts, ends], points.kept_fixed + points.kept_per_row * num_rows
-        if self.pipeline.num_micro_batch == 1 and self.prices.spared_share:
-            trained = self.pieces.trained(cut or self.prices.cluster.devices[0].kind, width if cut else 1)
-            held = held - self.prices.let_go(trained[ends] - trained[starts])
+        if self.pipeline.num_micro_batch == 1 and (self.prices.sums_at_once or not self.prices.num_keepers):
+            gradients = self.pieces.gradients(cut or self.prices.cluster.devices[0].kind, width if cut else 1)
+            held = held - self.prices.let_go(gradients[ends] - gradients[starts])
         in_flight, recomputed, waiting, share = self._shapes[:, stage]
         found: Floats = held + expected_bytes(in_flight, recomputed, waiting, share, received, kept[ends] - kept[starts], self._entering)
         return found
