@@ -106,6 +106,7 @@ class Engine:
         self._guards = Guards(modes.model, train.graph, tensors, world.device, trains=trains, warns=is_first)
         self._warns_of_no_optimizer, self._has_told_of_parts = not trains and is_first, False
         self._log = StepLog.of(opening.settings.runtime, world)
+        self._warns_of_no_resume = opening.settings.memory.redundancy != "0" and is_first
         self._saved: tuple[Path, int, object] | None = None  # the last: where, of which step, with what
         self._keeping = FaultKeeper.of(opening.settings, world)
         weakref.finalize(self, world.notice.leave).atexit = False  # while the interpreter ends, SIGTERM stays unheard
@@ -222,6 +223,10 @@ class Engine:
         if self._warns_of_no_optimizer:
             self._warns_of_no_optimizer = False
             warn("no weights are updated: parallelize was given no optimizer=, so step computes gradients only")
+        if self._warns_of_no_resume:
+            self._warns_of_no_resume = False
+            if self._keeping is not None and self._keeping.purpose is None:
+                warn("memory.redundancy has no effect: nobody goes on from copies, for engine.resume was not called before the first step")
         if self.state.step_number == self._first_step and self._accumulated is None:
             with progress("taking the first step", on_first=self.runtime.roster.world.rank == 0) as note:
                 if self.runtime.compilation is not None:
@@ -622,7 +627,7 @@ class Engine:
         """Keeps the last whole step, as far as this rank holds it, and the copies that it has, in memory of its host.
 
         It says so, or why it cannot. A rank that was in the midst of an update, or of another change, keeps copies alone, and so does one
-        whose GPU does not come to an end; one with a loss that is no finite number keeps nothing.
+        whose GPU does not come to an end. What a loss that is no finite number may have gone into is not kept.
         """
         keeping, state = self._keeping, self.state
         if keeping is None or keeping.purpose is None or keeping.is_done:
@@ -643,8 +648,8 @@ class Engine:
                 size = error
             tell_kept(self.runtime.roster.world.rank, step, size)
 
-    def _check_losses(self) -> None:
-        if self.runtime.losses.has_bad():
+    def _check_losses(self, step_number: int) -> None:
+        if self.runtime.losses.has_bad(step_number):
             raise CheckpointError("the loss of one of the last steps is not finite, and may have gone into the weights")
 
     def _copy_state(self, position: Mapping[str, int] | None) -> None:
@@ -697,7 +702,7 @@ class Engine:
 
     def _keep_copies(self, keeping: FaultKeeper, copies: StepCopies) -> int:
         """Writes the copies of a step into memory of the host; the number of bytes."""
-        self._check_losses()
+        self._check_losses(copies.step)
         return self._write(keeping, f".{copies.number}_{copies.step}", copies.pieces, copies.plain)
 
     def _keep(self, keeping: FaultKeeper) -> int:
@@ -713,7 +718,7 @@ class Engine:
             else:  # its update was done
                 random = random_state()
         await_device(self.runtime.roster.world.device)
-        self._check_losses()
+        self._check_losses(state.step_number)
         return self._write(keeping, f"_{state.step_number}", *self._held(position, random), self.runtime.unmerged(state))
 
     def _held(
@@ -789,6 +794,12 @@ class Engine:
         self.runtime.call_together("replan")
         self._check_applied("replan")
         opening = replace(self.opening.with_settings(config), given=plan)
+        before, after = self.opening.settings.memory.redundancy, opening.settings.memory.redundancy
+        if before != after:
+            raise ConfigError(
+                f"engine.replan: memory.redundancy: {after} has no effect, as training began with {before}",
+                hint="set it where whale.parallelize is called, or in the environment; memory.redundancy_steps may change",
+            )
         found = on_first_rank(opening.world, lambda: None if cluster is None else opening.on(cluster).attachment.cluster)
         if found is not None:
             opening = opening.on(found)

@@ -204,10 +204,15 @@ def test_copies_need_somebody_to_leave_them_and_somebody_to_keep_them(tmp_path: 
         parallelize(config={"memory.redundancy": 1})
     with pytest.warns(UserWarning, match="memory.redundancy: 1 survives nothing: there is no other rank"):
         engine = parallelize(config={"memory.redundancy": 1, **keeping(tmp_path / "kept")})
+    with pytest.raises(ConfigError, match=r"engine.replan: memory.redundancy: 0 has no effect, as training began with 1"):
+        engine.replan(config={"memory.redundancy": 0})
+    with pytest.warns(UserWarning, match="nobody goes on from copies, for engine.resume was not called before the first step") as told:
+        engine.step(BATCH)
+        engine.step(BATCH)
+    assert len(told) == 1 and told[0].filename == __file__
     engine.resume(tmp_path / "saved")
-    engine.step(BATCH)
     lose_peers(engine)
-    assert [file.name.split("_")[1:] for file in (tmp_path / "kept").glob("*.json")] == [["1", "0.json"]]
+    assert [file.name.split("_")[1:] for file in (tmp_path / "kept").glob("*.json")] == [["2", "0.json"]]
 
 
 def weight(engine: Engine) -> Tensor:

@@ -61,6 +61,7 @@ class LossWatch:
     def __init__(self, world: World) -> None:
         self._world = world
         self._copied: deque[tuple[int, LossAccount, HostCopy]] = deque()
+        self._bad_step: int | None = None
 
     def look(self, step_number: int, account: LossAccount, loss: torch.Tensor) -> None:
         """Looks at a loss, or at an earlier one.
@@ -87,15 +88,20 @@ class LossWatch:
         """
         while len(self._copied) > num_left:
             step_number, account, loss = self._copied.popleft()
+            if not math.isfinite(loss.read()):
+                self._bad_step = step_number  # peers may be lost while all say where it arose
             self._check(step_number, account, loss.read(), "it has gone into the weights since, load a checkpoint")
 
-    def has_bad(self) -> bool:
-        """Whether a loss that is on the host, and that nobody has looked at yet, is infinite or no number; waits for nothing and nobody."""
-        return any(loss.has_arrived and not math.isfinite(loss.read()) for _, _, loss in self._copied)
+    def has_bad(self, num_steps: int) -> bool:
+        """Whether a loss that has gone into the weights of so many steps is infinite or no number; waits for nothing and nobody."""
+        if self._bad_step is not None and self._bad_step < num_steps:
+            return True
+        return any(number < num_steps and loss.has_arrived and not math.isfinite(loss.read()) for number, _, loss in self._copied)
 
     def forget(self) -> None:
         """Looks no more at the losses of weights that have been replaced."""
         self._copied.clear()
+        self._bad_step = None
 
     def ranks_of(self, account: LossAccount) -> str:
         """The ranks whose own part of the loss is no number, in words; all ranks of the world call it."""

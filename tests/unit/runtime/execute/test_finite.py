@@ -21,6 +21,9 @@ class Arrived:
     def synchronize(self) -> None:
         pass
 
+    def query(self) -> bool:
+        return True
+
 
 def watch_of(*losses: float) -> LossWatch:
     device = torch.device("cpu")
@@ -44,3 +47,18 @@ def test_losses_of_replaced_weights_are_forgotten() -> None:
         watch.settle(2)
     watch.forget()
     watch.settle()
+
+
+def test_a_loss_that_is_no_number_is_in_the_weights_of_later_steps_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    watch = watch_of(1.0, torch.nan, 1.0)
+    assert [watch.has_bad(number) for number in range(4)] == [False, False, True, True]
+    monkeypatch.setattr(LossWatch, "ranks_of", lost)
+    with pytest.raises(RuntimeFault, match="a peer is lost"):
+        watch.settle()
+    assert [watch.has_bad(number) for number in range(4)] == [False, False, True, True], "it was looked at, and nobody was told"
+    watch.forget()
+    assert not watch.has_bad(3)
+
+
+def lost(*_: object) -> None:
+    raise RuntimeFault("a peer is lost")
