@@ -56,7 +56,8 @@ def run_python(page: Path, after: Callable[[Block], None] = lambda block: None) 
 
 
 @cache
-def _captured(source: str, pairs: tuple[str, ...], *how: Any) -> ModelGraph:
+def _captured(folder: Path, source: str, pairs: tuple[str, ...], *how: Any) -> ModelGraph:
+    assert folder == Path.cwd(), "what a name of a file means depends on it"
     return _capture(source, pairs, *how)
 
 
@@ -68,7 +69,9 @@ def captures_kept() -> Iterator[None]:
     """Inside of it commands that work on the same model of the examples, in the same folder, capture it once."""
 
     def graph_of(source: str, pairs: Sequence[str], *how: Any) -> ModelGraph:
-        return (_captured if source.startswith("examples/") else _capture)(source, tuple(pairs), *how)
+        if not source.startswith("examples/"):
+            return _capture(source, pairs, *how)
+        return _captured(Path.cwd(), source, tuple(pairs), *how)
 
     with mock.patch.object(inputs, "_graph_of", graph_of):
         yield
