@@ -164,7 +164,7 @@ def test_heads_say_what_their_command_prints(
 ) -> None:
     monkeypatch.chdir(ROOT.parent)
     torch.set_num_threads(1)
-    command = re.search(r"^# (?:Command:)? +whale ((?:plan|explain|simulate) .*)$", file.read_text(), re.MULTILINE)
+    command = re.search(r"^# (?:Command:)? +whale ((?:plan|simulate) .*)$", file.read_text(), re.MULTILINE)
     with captures_kept():
         assert command is not None and main(shlex.split(command[1])) == 0
     head_quote(file).check(capsys.readouterr().out, update=request.config.getoption("--update-golden"))
