@@ -122,6 +122,7 @@ class Engine:
         self._guards.take_up(state.tensors)
         if self._keeping is not None and self._keeping.copies is not None:
             self._keeping.copies.take_up(runtime.roster, runtime.holdings, self.model_graph)
+            self._keeping.check_room(self._keeping.copies.host_bytes, warns=runtime.roster.world.local_rank == 0)
         if self._hears_sigterm:
             runtime.roster.world.notice.listen()
         if self._adapting is not None:

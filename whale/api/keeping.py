@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from shutil import disk_usage
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
@@ -94,6 +95,14 @@ class FaultKeeper:
 
                 found.copies = Copies(world, hosts)
         return found
+
+    def check_room(self, num_bytes: int, *, warns: bool) -> None:
+        """Looks whether copies of so many bytes, of all ranks of the host, could be left in its memory beside themselves."""
+        if warns and num_bytes > (free := disk_usage(self.folder.parent).free):
+            warn(
+                f"memory.redundancy: where ranks are lost, copies of {format_bytes(num_bytes)} are left in {self.folder.parent}, which has "
+                f"{format_bytes(free)} free: some will not be kept"
+            )
 
     def rest(self) -> None:
         """A step is done."""

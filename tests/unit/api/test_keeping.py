@@ -19,7 +19,7 @@ from torch import Tensor
 import whale
 from tests.unit.api.test_guards import BATCH, parallelize, same, weights
 from whale.api.engine import Engine
-from whale.api.keeping import Fall, await_device, tell_resumed
+from whale.api.keeping import Fall, FaultKeeper, await_device, tell_resumed
 from whale.comm.waiting import fault
 from whale.errors import CheckpointError, ConfigError, RuntimeFault
 from whale.runtime.checkpoint.copies import Copies, Duty
@@ -157,6 +157,15 @@ def test_a_full_memory_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     engine.leave_state()
     assert "whale: step 1 of rank 0 is not kept: " in (said := capsys.readouterr().err) and "free: 10 B" in said
     assert [*tmp_path.iterdir()] == []
+
+
+def test_a_memory_that_will_not_hold_the_copies_is_told(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
+    keeper = FaultKeeper(tmp_path / "kept", "training")
+    keeper.check_room(1, warns=True)
+    keeper.check_room(1 << 80, warns=False)
+    assert not recwarn
+    with pytest.warns(UserWarning, match=r"copies of .* are left in .*, which has .* free: some will not be kept"):
+        keeper.check_room(1 << 80, warns=True)
 
 
 class Event:
