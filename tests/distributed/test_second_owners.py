@@ -115,6 +115,8 @@ def lose(rank: int, size: int, loss: Loss, folder: str) -> None:
             engine.replan(config={"gradient.clip_norm": 1.0, "memory.zero": "1"})
         engine.step(next(batches))
         engine.step(next(batches))
+    if loss.hosts[rank] in loss.lost:  # another rank of this host was the first to die
+        die()
     with suppress(RuntimeFault):  # weights of those that are lost may be on their way
         engine.close()
 
