@@ -109,8 +109,12 @@ def test_a_launcher_is_killed_and_another_comes(tmp_path: Path) -> None:
 
 
 def wait_for_a_silent_rank(rank: int, num_ranks: int, sign: Path) -> str:
-    """Rank 2 sends nothing, and lives on until rank 0 has given up; rank 1 has hung up before."""
+    """Rank 2 sends nothing, and lives on until rank 0 has given up; rank 1 has hung up before. Of two groups one was destroyed."""
     world, store = connect(timeout_seconds=PATIENCE_SECONDS), dist.distributed_c10d._get_default_store()
+    destroyed, used = dist.new_group(), dist.new_group()
+    for group in (destroyed, used):
+        world.waits.lines.add(group)
+    dist.destroy_process_group(destroyed)
     if rank == 1:
         world.waits.lines.hang_up()
         sign.touch()
@@ -119,7 +123,7 @@ def wait_for_a_silent_rank(rank: int, num_ranks: int, sign: Path) -> str:
         return ""
     world.waits.heed(sign)
     with pytest.raises(RuntimeFault) as caught:
-        world.waits.wait(Launched(dist.irecv(torch.zeros(1), 2), blocks_host=True), "1RECV_F0", [2])
+        world.waits.wait(Launched(dist.irecv(torch.zeros(1), 2, group=used), blocks_host=True), "1RECV_F0", [2])
     store.set("has given up", "")
     assert caught.value.lost_peers
     return str(caught.value)

@@ -82,8 +82,9 @@ class Lines:
         """Closes all lines that go over Gloo: whoever waits at the other end fails at once."""
         if dist.is_initialized():
             for group in (dist.group.WORLD, *self._groups):
-                if group is not None and backend_of(torch.device("cpu"), group) == "gloo":
-                    _close(group)
+                with suppress(KeyError, TypeError, ValueError):  # torch's, of a group that the main thread has destroyed meanwhile
+                    if group is not None and backend_of(torch.device("cpu"), group) == "gloo":
+                        _close(group)
 
 
 def _close(group: dist.ProcessGroup) -> None:
