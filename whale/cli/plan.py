@@ -57,6 +57,8 @@ def run(arguments: argparse.Namespace) -> int:
     check_output(arguments.output)
     if arguments.largest and arguments.runner_up is not None:
         raise ConfigError("--runner-up has no effect with --largest, which prints the best plan of each depth", hint="leave it out")
+    if arguments.largest and arguments.explain and arguments.json:
+        raise ConfigError("--explain has no effect with --largest --json, which prints the figures of each state", hint="leave one out")
     if arguments.output is not None and Path(arguments.output).suffix not in (*_WRITTEN, ".json"):
         raise ConfigError(f"--output writes FILE.yaml or FILE.json, not {arguments.output}")
     sizes, found = planned_largest(arguments) if arguments.largest else ((), planned(arguments, arguments.runner_up))

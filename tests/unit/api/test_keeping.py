@@ -22,7 +22,9 @@ from whale.api.engine import Engine
 from whale.api.keeping import Fall, FaultKeeper, await_device, tell_resumed
 from whale.comm.waiting import fault
 from whale.errors import CheckpointError, ConfigError, RuntimeFault
+from whale.runtime.checkpoint.boxes import Box
 from whale.runtime.checkpoint.copies import Copies, Duty
+from whale.runtime.checkpoint.surviving import keep_part
 from whale.runtime.execute.finite import HostCopy
 from whale.runtime.execute.status import FALL
 
@@ -166,6 +168,15 @@ def test_a_memory_that_will_not_hold_the_copies_is_told(tmp_path: Path, recwarn:
     assert not recwarn
     with pytest.warns(UserWarning, match=r"copies of .* are left in .*, which has .* free: some will not be kept"):
         keeper.check_room(1 << 80, warns=True)
+
+
+def test_what_is_kept_stays_where_the_same_step_comes_again(tmp_path: Path) -> None:
+    pieces = [("model.weight", (1,), Box((0,), (1,)), torch.ones(1))]
+    keep_part(tmp_path, "training_5", "purpose", pieces, {}, rank=0)
+    before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
+    with pytest.raises(CheckpointError, match="File exists"):
+        keep_part(tmp_path, "training_5", "purpose", pieces, {}, rank=0)
+    assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before and len(before) == 2
 
 
 class Event:

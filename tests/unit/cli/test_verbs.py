@@ -236,6 +236,8 @@ def test_explain_prints_every_choice(captured: str, capsys: pytest.CaptureFixtur
     printed = capsys.readouterr().out
     for heading in ("decision", "cost", "bound by", "runner-up"):
         assert heading in printed
+    assert main(["plan", captured, "--ranks", "2", "--largest", "--explain", "--json"]) == 1
+    assert "--explain has no effect with --largest --json" in capsys.readouterr().err
 
 
 SEARCHED = ["model.json", "--cluster", "cluster.yaml", "--rows", "8", "--set", "planning.effort=100"]

@@ -79,6 +79,8 @@ def keep_part(
             stored = write_pieces(data, pieces, lambda: None)
             write_text(name.with_suffix(".part"), to_json(Index(save_id, tuple(stored), {**plain, LACKS: list(lacks), PURPOSE: purpose})))
             name.with_suffix(".part").rename(name)
+        except FileExistsError:  # of the same step, from before: it stays
+            raise
         except BaseException:
             data.unlink(missing_ok=True)
             name.with_suffix(".part").unlink(missing_ok=True)
