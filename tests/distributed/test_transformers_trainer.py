@@ -133,8 +133,10 @@ def test_adapters_of_a_frozen_half_precision_model_learn_other_packages(world: W
     adapting = (script, "--adapt", f"{base}/checkpoint-40", "--steps", "20")
     plain = printed_by(world, 1, *adapting, "--plain", "--output", str(tmp_path / "plain"))
     ours = printed_by(world, 2, *adapting, "--rows", "16", "--output", str(tmp_path / "whale"))
+    losses, own_losses = ([float(each) for each in re.findall(r"'(?:eval_)?loss': '?([\d.]+)", text)] for text in (plain, ours))
+    assert len(losses) == 5 + 2 and own_losses == pytest.approx(losses, rel=0.01), "to the noise of bfloat16"
     found, expected = ([float(each) for each in re.findall(r"'eval_accuracy': '?([\d.]+)", text)] for text in (ours, plain))
-    assert found == pytest.approx(expected, abs=0.05), "to the noise of bfloat16"
+    assert found == pytest.approx(expected, abs=0.05)
     assert found[-1] > 0.35, "a guess has a quarter of four packages"
     theirs, saved = (load_file(tmp_path / each / "checkpoint-20/adapter_model.safetensors") for each in ("plain", "whale"))
     assert {name: (value.dtype, value.shape) for name, value in saved.items()} == {
