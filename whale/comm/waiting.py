@@ -138,6 +138,12 @@ def _store() -> Store:
 LOOK_SECONDS = 1.0
 """How often the monitor looks."""
 
+END_SECONDS = 60.0
+"""So long does a rank that is told to end wait for its device, which may do a step, or wait for a rank that is gone."""
+
+DEVICE_LOOK_SECONDS = 0.001
+"""How often a rank that waits for its device looks."""
+
 LOOK_FOR_SIGN_SECONDS = 0.1
 """How often a rank looks whether the launcher says that others cannot be reached."""
 
@@ -216,6 +222,32 @@ class Waits:
             if self._monitor is None:
                 self._monitor = threading.Thread(target=self._keep_looking, name="whale waits", daemon=True)
                 self._monitor.start()
+
+    def wait_for_device(self, is_done: Callable[[], bool], action: str, ranks: Sequence[int], is_to_end: Callable[[], bool]) -> None:
+        """Waits on the host until a device has done what it was asked to, which may be to wait for ranks that are lost.
+
+        Args:
+            is_done: whether it has.
+            action: what for.
+            ranks: the others.
+            is_to_end: whether this process was told to end; then it waits `END_SECONDS` more.
+
+        Raises:
+            RuntimeFault: ranks are lost, or the limit passed, in this wait or in an earlier one of the device.
+        """
+        until: float | None = None
+        while not is_done():
+            if self._fault is not None:
+                raise self._fault
+            if until is None and is_to_end():
+                until = time.monotonic() + END_SECONDS
+            said = self._lost
+            if said is None and until is not None and time.monotonic() >= until:
+                said = f"the device still waits {END_SECONDS:g} s after SIGTERM"
+            if said is not None:
+                self.lines.hang_up()
+                raise fault(action, ranks, self.timeout, TimeoutError("the device still waits"), said)
+            time.sleep(DEVICE_LOOK_SECONDS)
 
     @contextmanager
     def speaking(self, action: str, ranks: Sequence[int]) -> Iterator[None]:

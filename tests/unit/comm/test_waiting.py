@@ -116,3 +116,15 @@ def test_a_device_that_waits_keeps_nothing_that_was_received(monkeypatch: pytest
     waits.wait(launched(Work(), blocks_host=False), "1RECV_F0", (1,))
     events[1].is_done = True
     assert waits.look(1e12) is None
+
+
+def test_who_waits_for_a_device_gives_up_where_ranks_are_lost_or_it_is_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits, looks = Waits(timedelta(seconds=5)), iter((False, True))
+    waits.wait_for_device(lambda: next(looks), "copying", [1], lambda: True)  # it comes to an end in time
+    monkeypatch.setattr("whale.comm.waiting.END_SECONDS", 0.0)
+    with pytest.raises(RuntimeFault, match="copying with rank 1 did not complete: the device still waits 0 s after SIGTERM") as found:
+        waits.wait_for_device(lambda: False, "copying", [1], lambda: True)
+    assert found.value.lost_peers
+    waits._lost = "ranks of another host cannot be reached"
+    with pytest.raises(RuntimeFault, match="ranks of another host cannot be reached"):
+        waits.wait_for_device(lambda: False, "copying", [1], lambda: False)

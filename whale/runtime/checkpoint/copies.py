@@ -153,7 +153,9 @@ class Copies:
 
     def _await_device(self) -> None:
         if self._world.device.type == "cuda":
-            torch.cuda.current_stream(self._world.device).synchronize()
+            world, event = self._world, torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record(torch.cuda.current_stream(world.device))
+            world.waits.wait_for_device(event.query, "copying the state", range(world.size), lambda: world.notice.has_come)
 
     def _copied(self, rooms: dict[object, Tensor], what: str, pieces: list[Piece]) -> list[Piece]:
         """Copies in memory that is used again; `pieces` are put in the order in which they lie there."""
