@@ -1,4 +1,4 @@
-"""Run by test_launch.py: a 2-stage pipeline, in whose second step rank 1 gets a signal (KILL, STOP) or fails by a warning (WARN)."""
+"""Run by test_launch.py: a 2-stage pipeline, in whose second step rank 1 gets a signal (KILL, TERM, STOP) or fails by a warning (WARN)."""
 
 import os
 import signal

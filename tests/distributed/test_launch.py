@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.examples import slow
+
 SCRIPT = Path(__file__).parent / "death_script.py"
 PATIENCE_SECONDS = 600
 """Of a machine that is busy; a run that takes so long does not end."""
@@ -41,6 +43,13 @@ def test_a_script_gets_its_own_words_and_the_recipe(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(
         "import os, sys\n"
+        "import torch.distributed as dist\n"
+        "from whale.runtime.execute.status import StatusBoard\n"
+        "dist.init_process_group('gloo')\n"
+        "board = StatusBoard.open(dist.get_rank())\n"
+        "dist.barrier()\n"
+        "board.finish()\n"
+        "dist.destroy_process_group()\n"
         "found = sys.argv[1:], os.environ['WHALE_RECIPE'], os.environ['OMP_NUM_THREADS']\n"
         "open(f'{os.path.dirname(__file__)}/{os.environ[\"RANK\"]}.txt', 'w').write(repr(found))\n"
     )
@@ -63,11 +72,12 @@ def test_a_faulty_recipe_starts_no_rank(tmp_path: Path) -> None:
     ("how", "timeout", "said"),
     [
         ("KILL", NEVER, "was killed by SIGKILL; last running in STEP"),
+        slow("TERM", NEVER, "was killed by SIGTERM; last running in STEP", id="TERM"),
         ("STOP", "30", r"stood still \(SIGSTOP, or a debugger\) and was killed; last running in STEP"),
         # torchrun may stop it while it ends, as rank 0 ends at the same time
         ("WARN", NEVER, "(exited with code 1|was stopped by SIGTERM); last failed in STEP: the end"),
     ],
-    ids=["KILL", "STOP", "WARN"],
+    ids=["KILL", None, "STOP", "WARN"],
 )
 def test_a_pipeline_that_loses_a_rank_ends_and_says_where(how: str, timeout: str, said: str) -> None:
     """A dead rank is noticed at once, and one that stands still after the time that a rank may wait; it is named first."""
