@@ -119,7 +119,7 @@ def tight_of(
     return graph, made(hosts, network=1e9), Config(settings | ({"gradient.dtype": dtype} if dtype else {})), num_rows
 
 
-@at_most(100)
+@at_most(100, derandomize=True)  # plans are decided in so many rounds at most: the law was seen to hold, and is not proven
 @given(tight())
 @example(tight_of([64] * 16, "predict", 2, 3, 0.6, 1, None, 12))
 @example(tight_of([64] * 16, "train", 2, 3, 0.45, 1, "bf16", 12))
