@@ -31,6 +31,7 @@ MOMENTS = {
     "sending": (STEPS, STEPS + 1),
     "update": (STEPS, STEPS + 1),
     "move": (STEPS,),
+    "moved": (STEPS,),
 }
 """Of the step behind `STEPS`: where a host is killed, and the steps that may be gone on from."""
 
@@ -108,11 +109,13 @@ def lose(rank: int, size: int, loss: Loss, folder: str) -> None:
             patch.setattr(Copies, "_travel", after(Copies._travel))
         elif loss.moment == "update":
             patch.setattr(EngineState, "advance", after(EngineState.advance))
-        else:
+        elif loss.moment == "move":
             patch.setattr("whale.api.engine.move_state", die)
     with pytest.raises(RuntimeFault):
-        if loss.moment == "move":
+        if loss.moment in ("move", "moved"):
             engine.replan(config={"gradient.clip_norm": 1.0, "memory.zero": "1"})
+        if loss.moment == "moved" and loss.hosts[rank] in loss.lost:
+            die()
         engine.step(next(batches))
         engine.step(next(batches))
     if loss.hosts[rank] in loss.lost:  # another rank of this host was the first to die
@@ -181,7 +184,7 @@ TWO = Loss("abc", "ab", "forward", (("memory.redundancy", 1), ("pipeline.num_sta
 
 @pytest.mark.parametrize(
     "loss",
-    [WRITTEN, TWO, *map(draw, range(6)), *(slow(draw(seed)) for seed in range(6, 12))],
+    [WRITTEN, TWO, *map(draw, range(7)), *(slow(draw(seed)) for seed in range(7, 14))],
     ids=lambda loss: f"{loss.moment} {loss.hosts} without {loss.lost}",
 )
 def test_no_step_but_that_in_flight_is_lost_with_a_host(world: World, loss: Loss, tmp_path: Path) -> None:
