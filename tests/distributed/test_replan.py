@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import io
 import weakref
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, NoReturn
+from unittest import mock
 
 import pytest
 import torch
@@ -21,9 +23,11 @@ from tests.distributed.training import Case, captured_case, largest_of, make_clu
 from tests.distributed.world import World
 from tests.examples import at_most
 from tests.models import Block, Description, Segment, descriptions
+from whale.api import Engine
 from whale.config import Config
 from whale.dry_run import LiveBytes
 from whale.errors import ConfigError, WhaleError
+from whale.runtime.recording.meter import Meter
 from whale.search import decide
 
 TOLERANCE = 1e-10
@@ -234,6 +238,18 @@ def test_a_loader_goes_on_where_it_is(world: World) -> None:
             torch.testing.assert_close(moved[name], value, rtol=1e-9, atol=1e-11)
 
 
+@contextlib.contextmanager
+def equally_fast(engine: Engine, rank: int) -> Iterator[None]:
+    """Has a rank say that each of its rows has taken equally long, on however busy a machine."""
+
+    def seconds(meter: Meter) -> float:
+        start, stop = engine.plan.replica_rows(64)[rank]
+        return (stop - start) * 1e-4
+
+    with mock.patch.object(Meter, "busy_seconds", seconds):
+        yield
+
+
 def misjudged(rank: int, num_ranks: int, case: Case, mode: str) -> tuple[list[float], list[tuple[tuple[int, int], ...]], str]:
     """Trains by a plan that gives one rank most rows, on a cluster whose file says that the other is faster: they are equally fast."""
     there, config = make_cluster((1.0, 8.0)), {"planning.search": "off", "runtime.rebalance": mode, "runtime.rebalance_horizon": 1e9}
@@ -243,7 +259,7 @@ def misjudged(rank: int, num_ranks: int, case: Case, mode: str) -> tuple[list[fl
         made.model, loss=made.loss, optimizer=partial(torch.optim.SGD, lr=1e-3), batch=made.batch, config=config, cluster=there, plan=plan
     )
     losses, rows = [], []
-    with contextlib.redirect_stderr(io.StringIO()) as said:
+    with contextlib.redirect_stderr(io.StringIO()) as said, equally_fast(engine, rank):
         for _ in range(24):
             rows.append(engine.plan.replica_rows(64))
             losses.append(float(engine.step(case.batches[0])))
@@ -285,7 +301,7 @@ def from_loader(rank: int, num_ranks: int, case: Case, source: Source) -> tuple[
     kept = next(iter(loader)) if source == "kept" else None
     if source == "refused":
         engine._checked = refused_move  # type: ignore[method-assign]
-    with contextlib.redirect_stderr(io.StringIO()) as said:
+    with contextlib.redirect_stderr(io.StringIO()) as said, equally_fast(engine, rank):
         for _ in range(24):
             for batch in loader:
                 losses.append(float(engine.step(batch)))
