@@ -64,24 +64,24 @@ def test_cuts_are_chosen_by_the_bytes_that_the_estimate_tells(policy: str, sched
         assert list(by_labels) == pytest.approx(planned, rel=0.15)
 
 
-def least_that_fits(policy: str) -> float:
-    """The device memory in MiB, to a twentieth, below which no plan is found."""
-    low, high = 1.0, fullest(drafted("none")) / 2**20 * 2
-    while high > 1.05 * low:
-        middle = (low * high) ** 0.5
-        try:
-            drafted(policy, f"{middle * 2**20:.0f} B")
-            high = middle
-        except MemoryShortage:
-            low = middle
-    return high
+def fits(policy: str, mebibytes: float) -> bool:
+    try:
+        drafted(policy, f"{mebibytes * 2**20:.0f} B")
+    except MemoryShortage:
+        return False
+    return True
 
 
 @pytest.mark.slow
 def test_the_more_is_computed_again_the_less_memory_is_enough() -> None:
-    kept, blocks, auto = (least_that_fits(policy) for policy in ("none", "blocks", "auto"))
-    assert blocks < 0.85 * kept
-    assert auto < 1.06 * blocks
+    most = fullest(drafted("none")) / 2**20 * 2
+    low, blocks = most / 8, most
+    assert not fits("blocks", low)
+    while blocks > 1.1 * low:
+        middle = (low * blocks) ** 0.5
+        low, blocks = (low, middle) if fits("blocks", middle) else (middle, blocks)
+    assert not fits("none", blocks / 0.85)
+    assert fits("auto", 1.06 * blocks)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
