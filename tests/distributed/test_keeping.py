@@ -101,14 +101,19 @@ def leave(rank: int, size: int, case: Case, folder: str) -> None:
     engine.close()
 
 
-def go_on(rank: int, size: int, case: Case, folder: str, own: tuple[int, ...]) -> tuple[int, list[float], dict[str, Tensor]]:
-    engine, loader = open_engine(case, dict(case.then_config), own[rank], folder)
+def resume(case: Case, config: dict[str, Any], host: int | str, folder: str) -> tuple[int, list[float], dict[str, Tensor]]:
+    """Trains from what was left; the step that it goes on from, the losses, and the weights."""
+    engine, loader = open_engine(case, config, host, folder)
     engine.resume(Path(folder) / "none")
     step, losses = engine.step_number, train(engine, loader, STEPS)
     state = engine.state_dict()
     engine.close()
     assert state is not None
     return step, losses, state
+
+
+def go_on(rank: int, size: int, case: Case, folder: str, own: tuple[int, ...]) -> tuple[int, list[float], dict[str, Tensor]]:
+    return resume(case, dict(case.then_config), own[rank], folder)
 
 
 def undisturbed(rank: int, size: int, case: Case, folder: str) -> tuple[list[float], dict[str, Tensor]]:

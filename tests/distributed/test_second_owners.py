@@ -14,12 +14,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.distributed.test_keeping import STEPS, Case, open_engine, train
+from tests.distributed.test_keeping import STEPS, Case, open_engine, resume
 from tests.distributed.world import RankFailure, World
 from tests.examples import slow
 from whale.api.engine import Engine
 from whale.errors import RuntimeFault
-from whale.runtime.checkpoint.copies import Copies
+from whale.runtime.checkpoint.copies import StateCopies
 from whale.runtime.state.engine_state import EngineState
 from whale.sharding.second_owners import NUM_STEPS_KEPT, second_owners
 
@@ -104,9 +104,9 @@ def lose(rank: int, size: int, loss: Loss, folder: str) -> None:
         elif loss.moment == "script":
             die()
         elif loss.moment == "copying":
-            patch.setattr(Copies, "_copied", die)
+            patch.setattr(StateCopies, "_copied", die)
         elif loss.moment == "sending":
-            patch.setattr(Copies, "_travel", after(Copies._travel))
+            patch.setattr(StateCopies, "_travel", after(StateCopies._travel))
         elif loss.moment == "update":
             patch.setattr(EngineState, "advance", after(EngineState.advance))
         elif loss.moment == "move":
@@ -156,13 +156,7 @@ def after(method: Any) -> Any:
 
 def go_on(rank: int, size: int, loss: Loss, folder: str) -> tuple[int, list[float], dict[str, Tensor]]:
     own = [host for host in loss.hosts if host not in loss.lost][rank]
-    engine, loader = open_engine(replace(loss.case, split=1), dict(loss.then), own, folder)
-    engine.resume(Path(folder) / "none")
-    step, losses = engine.step_number, train(engine, loader, STEPS)
-    state = engine.state_dict()
-    engine.close()
-    assert state is not None
-    return step, losses, state
+    return resume(replace(loss.case, split=1), dict(loss.then), own, folder)
 
 
 def undisturbed(rank: int, size: int, norm: bool, writes: bool, folder: str) -> list[tuple[float, dict[str, Tensor]]]:

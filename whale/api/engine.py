@@ -63,7 +63,7 @@ from whale.units import counted
 if TYPE_CHECKING:
     from whale.api.adapting import Adapting
     from whale.ir.health import Health
-    from whale.runtime.checkpoint.copies import Copies, StepCopies
+    from whale.runtime.checkpoint.copies import StateCopies, StepCopies
 
 Found = TypeVar("Found")
 
@@ -687,11 +687,11 @@ class Engine:
         if is_written or not is_there:
             self._copy_state(position)
 
-    def _is_written(self, keeping: FaultKeeper, copies: Copies) -> bool:
+    def _is_written(self, keeping: FaultKeeper, copies: StateCopies) -> bool:
         """Whether the script, where it has taken over, has changed what this rank has copies of."""
         return copies.is_with_script and not copies.are_of(*self._held(None, keeping.random, copies.duty.chosen))
 
-    def _may_be_written(self, keeping: FaultKeeper, copies: Copies) -> bool:
+    def _may_be_written(self, keeping: FaultKeeper, copies: StateCopies) -> bool:
         """As `_is_written`, where peers may be lost, and a GPU wait for them."""
         if copies.is_with_script:
             try:

@@ -31,7 +31,7 @@ from whale.runtime.execute.status import FALL, LOST
 from whale.units import counted, format_bytes
 
 if TYPE_CHECKING:
-    from whale.runtime.checkpoint.copies import Copies
+    from whale.runtime.checkpoint.copies import StateCopies
 
 DEVICE_SECONDS = 5.0
 """So long may a GPU take to do what it was asked to before its peers were lost; it may wait for one of them for ever."""
@@ -63,7 +63,7 @@ class FaultKeeper:
     begun: tuple[int, Mapping[str, int] | None] | None = None
     random: Mapping[str, Any] = field(default_factory=random_state)
     is_done: bool = False
-    copies: Copies | None = None
+    copies: StateCopies | None = None
 
     @staticmethod
     def of(settings: Config, world: World) -> FaultKeeper | None:
@@ -91,9 +91,9 @@ class FaultKeeper:
                 survives = "nothing: there is no other rank" if world.is_alone else "the loss of a rank, not of the host: there is but one"
                 warn(f"memory.redundancy: {settings.memory.redundancy} survives {survives}")
             if not world.is_alone:
-                from whale.runtime.checkpoint.copies import Copies  # needed here alone
+                from whale.runtime.checkpoint.copies import StateCopies  # needed here alone
 
-                found.copies = Copies(world, hosts)
+                found.copies = StateCopies(world, hosts)
         return found
 
     def check_room(self, num_bytes: int, *, warns: bool) -> None:

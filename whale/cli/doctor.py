@@ -25,6 +25,7 @@ from whale.ir.plan import Plan, describe_shards
 from whale.ir.scope import Scope
 from whale.planning import make_plan
 from whale.planning.explain.mixing import mixed_apart, place_of
+from whale.search.changes import PLENTY_BYTES
 from whale.units import counted
 
 if TYPE_CHECKING:
@@ -120,8 +121,6 @@ def _reason_lines(place: ReasonLine) -> Iterator[str]:
 
 
 Answer = Literal["yes", "exact", "fixed", "not exact", "cannot tell", "refused"]
-PLENTY_BYTES = 1 << 50
-"""Memory of a made-up device: what fits is no question here."""
 
 
 @dataclass(frozen=True, slots=True)

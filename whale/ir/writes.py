@@ -28,7 +28,7 @@ TRAINING = 5
 """The place of the argument that says whether they do."""
 
 
-class Call(Protocol):
+class TorchCall(Protocol):
     """A call of a torch op in a graph."""
 
     @property
@@ -39,7 +39,7 @@ class Call(Protocol):
     def kwargs(self) -> Mapping[str, Any]: ...
 
 
-C = TypeVar("C", bound=Call)
+C = TypeVar("C", bound=TorchCall)
 
 
 def marked_arguments(call: C, *, writes: bool) -> list[C]:

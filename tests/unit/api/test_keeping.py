@@ -23,7 +23,7 @@ from whale.api.keeping import Fall, FaultKeeper, await_device, tell_resumed
 from whale.comm.waiting import fault
 from whale.errors import CheckpointError, ConfigError, RuntimeFault
 from whale.runtime.checkpoint.boxes import Box
-from whale.runtime.checkpoint.copies import Copies, Duty
+from whale.runtime.checkpoint.copies import Duty, StateCopies
 from whale.runtime.checkpoint.surviving import keep_part
 from whale.runtime.execute.finite import HostCopy
 from whale.runtime.execute.status import FALL
@@ -263,7 +263,7 @@ def test_what_the_script_writes_is_not_what_there_are_copies_of(tmp_path: Path, 
     engine.step(BATCH)
     engine.step(BATCH)
     assert engine._keeping is not None
-    copies, random = Copies(engine.runtime.roster.world, ["a"]), engine._keeping.random
+    copies, random = StateCopies(engine.runtime.roster.world, ["a"]), engine._keeping.random
     copies.duty = Duty(dict.fromkeys(engine.tensors, (0,)), frozenset(), None, ())
     copies.make(2, *engine._held({"row": 8}, random))
     assert copies.are_of(*engine._held(None, random))

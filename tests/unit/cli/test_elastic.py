@@ -18,7 +18,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _NodeDesc
 from whale.cli import deaths, launch
 from whale.cli.deaths import MOST_IN_VAIN, Deaths
 from whale.cli.elastic import KEEP, MEETING, MOST_RESTARTS, be_elastic
-from whale.cli.meeting import _meeting
+from whale.cli.meeting import Meeting, _meeting
 from whale.comm import Launched, World
 from whale.errors import ConfigError
 from whale.runtime.execute.call_check import WorldSums
@@ -60,14 +60,20 @@ def test_bad_numbers_of_launchers_start_nothing(words: list[str], said: str) -> 
 OTHERS = {_NodeDesc("other", 1, 0), _NodeDesc("other", 2, 0)}
 
 
+def meeting_of_one(folder: Path, monkeypatch: pytest.MonkeyPatch, most: int, settling: float, **timeouts: str) -> tuple[Meeting, Path]:
+    """A launcher that has met with nobody else yet, and the sign that tells its ranks of silent launchers."""
+    monkeypatch.setenv(KEEP, str(folder / "kept"))
+    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    monkeypatch.setattr("whale.cli.meeting.SETTLING_SECONDS", settling)
+    own = {"is_host": "1", "keep_alive_interval": "60", "keep_alive_max_attempt": "60", **timeouts}
+    meeting = _meeting(RendezvousParameters(MEETING, "localhost:0", "run", 1, most, "localhost", **own))
+    return meeting, folder / "kept" / LOST
+
+
 def test_agents_begin_anew_where_a_launcher_has_gone_silent(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv(KEEP, str(tmp_path / "kept"))
-    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
-    monkeypatch.setattr("whale.cli.meeting.SETTLING_SECONDS", 0.0)
-    sign, own = tmp_path / "kept" / LOST, {"is_host": "1", "keep_alive_interval": "60", "keep_alive_max_attempt": "60"}
-    meeting = _meeting(RendezvousParameters(MEETING, "localhost:0", "run", 1, 1, "localhost", **own))
+    meeting, sign = meeting_of_one(tmp_path, monkeypatch, 1, 0.0)
     assert meeting.next_rendezvous().world_size == 1 and meeting.num_nodes_waiting() == 0 and not sign.exists()
     meeting._met |= OTHERS  # were there, and have no sign of life among those of the rendezvous
     assert meeting.num_nodes_waiting() == 2 and sign.exists()
@@ -83,11 +89,7 @@ def test_agents_begin_anew_where_a_launcher_has_gone_silent(
 def test_ranks_hear_of_a_silent_launcher_while_others_wait_to_begin_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv(KEEP, str(tmp_path / "kept"))
-    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
-    monkeypatch.setattr("whale.cli.meeting.SETTLING_SECONDS", 3600.0)
-    sign, own = tmp_path / "kept" / LOST, {"is_host": "1", "keep_alive_interval": "60", "keep_alive_max_attempt": "60"}
-    meeting = _meeting(RendezvousParameters(MEETING, "localhost:0", "run", 1, 3, "localhost", last_call_timeout="1", **own))
+    meeting, sign = meeting_of_one(tmp_path, monkeypatch, 3, 3600.0, last_call_timeout="1")
     meeting.next_rendezvous()
     meeting._met |= OTHERS
     meeting._state_holder.state.wait_list.add(min(OTHERS, key=str))

@@ -12,6 +12,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
@@ -66,7 +67,7 @@ class StepCopies:
     plain: Mapping[str, Any]
 
 
-class Copies:
+class StateCopies:
     """The copies of the last steps on this rank.
 
     Args:
@@ -238,9 +239,7 @@ def _views(room: Tensor, forms: Sequence[_Form]) -> list[Piece]:
     found: list[Piece] = []
     end = 0
     for key, shape, box, dtype, form in forms:
-        size = dtype.itemsize
-        for length in form:
-            size *= length
+        size = dtype.itemsize * prod(form)
         found.append((key, shape, box, room[end : end + size].view(dtype).view(form)))
         end += size
     return found
