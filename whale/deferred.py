@@ -1,15 +1,15 @@
 """Backward in two parts: input gradients at once (I), weight gradients when the schedule says so (W).
 
-An op that reads a trainable parameter directly, and whose weight gradient is worth moving, is replaced by a function
-whose backward returns the input's gradient and puts the weight's on a queue:
+An op that reads a trainable parameter directly, and whose weight gradient is worth deferring, is replaced by a function
+whose backward returns the input's gradient and queues the weight's:
 
     F   y = linear(x, w)                queue: empty
     I   x.grad = y.grad @ conj(w)       queue: (x, y.grad)
     W   w.grad += y.grad.T @ conj(x)    queue: empty
 
-A parameter that is cast for the op (autocast) counts as read directly: the cast is done with the op, and its gradient's with W.
-Every use of a parameter queues its own part, so shared weights add up; ops without a rule here give their weights'
-gradients in I, which is exact as well, only not delayed.
+A parameter that is cast for the op (autocast) counts as read directly: the cast runs with the op, and its gradient in W.
+Every use of a parameter queues its own part, so shared weights add up. Ops without a rule compute weight gradients in I, which
+is exact as well, but not deferred.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ Types = tuple[torch.dtype | None, ...]
 
 @dataclass(frozen=True)
 class Rule:
-    """How the backward of one op falls apart.
+    """How the backward of one op is divided.
 
     Attributes:
         data: position of the input that is no parameter.
         weights: positions of the parameters.
         input_gradient: from the op's arguments and the output's gradient.
-        weight_gradients: likewise, one per position in `weights`.
-        is_real: whether they are those of real tensors alone: of complex ones the op is left as it is.
-        fits: whether a call is of the plain form that the rule is for; takes the dimensions of its arguments, too.
+        weight_gradients: from the same, one per position in `weights`.
+        is_real: whether they hold for real tensors only; complex calls are left as they are.
+        fits: whether a call has the plain form of the rule; also takes the number of dimensions of its arguments.
     """
 
     data: int
@@ -102,36 +102,31 @@ RULES = {
         fits=lambda node, dims: not any(isinstance(argument, str) for argument in node.args),
     ),
 }
-"""By name, as the entries of operators have it."""
+"""By the name in `Operator.weights`."""
 
 
 @cache
 def rule_of(target: Any) -> Rule | None:
-    """The rule of an operator; None where it has none."""
     name = entry_of(str(target)).weights
     return None if name is None else RULES[name]
 
 
 class WeightQueue:
-    """The weight gradients of one micro-batch that are still to be computed."""
+    """The pending weight gradients of one micro-batch."""
 
     def __init__(self) -> None:
         self._pending: list[tuple[Rule, tuple[Any, ...], Types, torch.Tensor]] = []
 
     def add(self, rule: Rule, args: tuple[Any, ...], types: Types, gradient: torch.Tensor) -> None:
-        """Keeps what one op's weight gradients need: its arguments before they are cast, and the types that they are cast to."""
+        """Queues one op's weight gradients: its arguments before they are cast, and the types to cast them to."""
         self._pending.append((rule, args, types, gradient))
 
     def parameters(self) -> list[torch.Tensor]:
-        """Those that a gradient waits for, once for each use, in the order in which `run` adds them."""
+        """The parameter of each pending gradient, in the order in which `run` adds them."""
         return [parameter for rule, args, _, _ in self._pending for _, parameter in _weights(rule, args)]
 
     def run(self, is_final: Callable[[torch.Tensor], None] | None = None) -> None:
-        """Adds every pending weight gradient to its parameter and forgets it.
-
-        Args:
-            is_final: told of each parameter when the last one is added to it.
-        """
+        """Adds every pending weight gradient to its parameter; `is_final` is called with a parameter after its last one."""
         if not self._pending:
             return
         num_uses = Counter(self.parameters())
@@ -150,7 +145,7 @@ class WeightQueue:
 
 
 def _weights(rule: Rule, args: tuple[Any, ...]) -> list[tuple[int, torch.Tensor]]:
-    """The trainable parameters among an op's arguments, with their place in the rule's list of gradients."""
+    """The trainable parameters among an op's arguments, with their index in the rule's gradients."""
     found = [(number, args[position]) for number, position in enumerate(rule.weights) if position < len(args)]
     return [(number, parameter) for number, parameter in found if parameter is not None and parameter.requires_grad]
 
@@ -190,10 +185,13 @@ class _Deferred(torch.autograd.Function):
 
 
 def deferred(queue: WeightQueue, target: Any, types: Types, *args: Any) -> torch.Tensor:
-    """Runs an op so that its weight gradients wait in a queue, where its rule can tell them.
+    """Runs an op whose weight gradients go to a queue.
 
     Args:
-        types: per argument, what it is cast to before, None for as it is; empty where none is cast.
+        queue: of this micro-batch.
+        target: the op, which has a rule.
+        types: per argument, the type to cast it to first, or None; empty where none is cast.
+        args: of the op.
     """
     rule = rule_of(target)
     assert rule is not None, target
@@ -205,13 +203,13 @@ def deferred(queue: WeightQueue, target: Any, types: Types, *args: Any) -> torch
 
 
 def defer_weights(graph: fx.Graph, parameters: Collection[str], queue: fx.Node, num_dims: Callable[[fx.Node], int]) -> int:
-    """Replaces, in a graph, the ops that have a rule and read trainable parameters directly.
+    """Replaces the ops of a graph that have a rule and read trainable parameters directly.
 
     Args:
-        graph: of a stage, or of a whole model; changed in place.
+        graph: of a stage or a whole model; changed in place.
         parameters: the placeholders of trainable parameters.
         queue: the placeholder of the `WeightQueue`.
-        num_dims: of a node's value, asked of nodes as they were.
+        num_dims: of a node's value; called with nodes of the original graph.
 
     Returns:
         How many were replaced.
@@ -252,6 +250,6 @@ def _brings(argument: Any, parameters: Collection[str]) -> bool:
 
 
 def _cast_of(argument: Any) -> tuple[Any, torch.dtype | None]:
-    """What an argument is cast from, and to which type; the argument itself where it is no cast."""
+    """The source of a cast and its type; (argument, None) where it is no cast."""
     is_cast = isinstance(argument, fx.Node) and argument.target is aten.to.dtype and len(argument.args) == 2 and not argument.kwargs
     return argument.args if is_cast else (argument, None)

@@ -1,8 +1,6 @@
-"""The dry run of a plan: two steps of each distinct rank, without memory for its tensors; devices in alike replicas share one.
+"""The dry run of a plan: two steps of each distinct rank on fake tensors, with the runtime's own program and without peers.
 
-One rank's steps on tensors without contents: the runtime's own program, its messages to peers that are not there, its memory.
-
-Memory is counted storage by storage, op by op, as an allocator would give it out.
+Equal devices of identical replicas share one run. Memory is counted storage by storage, op by op, as an allocator would.
 """
 
 from __future__ import annotations
@@ -41,10 +39,10 @@ __all__ = ["DryRun", "LiveBytes", "Peak", "dry_run"]
 
 
 NUM_STEPS = 2
-"""The first makes the optimizer's state and the programs; the last is looked at."""
+"""The first makes the optimizer's state and the programs; the last is measured."""
 
 _LOOKS = (DataDependentOutputException, DynamicOutputShapeException)
-"""What tensors without contents raise where their values are asked for."""
+"""What fake tensors raise where their values are read."""
 
 _OPTIMIZERS: Mapping[int, Callable[..., torch.optim.Optimizer]] = {
     0: torch.optim.SGD,
@@ -52,17 +50,17 @@ _OPTIMIZERS: Mapping[int, Callable[..., torch.optim.Optimizer]] = {
     2: partial(torch.optim.AdamW, fused=True),
     3: partial(torch.optim.AdamW, fused=True, amsgrad=True),
 }
-"""By the number of tensors that an optimizer keeps for each parameter, one that does."""
+"""By the number of tensors that they keep for each parameter."""
 
 
 @dataclass(frozen=True)
 class Peak:
-    """The most memory that a rank had in a step.
+    """The most memory that a rank used in a step.
 
     Attributes:
-        num_bytes: of all tensors that were there.
-        held_bytes: of those that were there when it began: parameters, optimizer state, buckets of gradients that several ranks sum.
-        action: that it was in.
+        num_bytes: of all live tensors.
+        held_bytes: of those that exist between steps: parameters, optimizer state, buckets of gradients that several ranks sum.
+        action: during which it occurred.
         op: the operator that had just run.
     """
 
@@ -74,7 +72,7 @@ class Peak:
 
 @dataclass(frozen=True)
 class DryRank:
-    """Runs the ranks of a plan without memory for their tensors, one at a time.
+    """Runs the ranks of a plan on fake tensors, one at a time.
 
     Attributes:
         plan: verified.
@@ -95,17 +93,17 @@ class DryRank:
         """The memory of a rank of the plan in a step after the first.
 
         Raises:
-            ConfigError: no optimizer is known that keeps as many tensors as the plan says.
+            ConfigError: no known optimizer keeps as many tensors as the plan says.
             OpFault: an op of the model depends on the values of tensors.
         """
         live = LiveBytes(BLOCK_BYTES)
-        self._fakes.cache_enabled = not self._gathers  # a view that it remembers gives memory back to what was let go
+        self._fakes.cache_enabled = not self._gathers  # a cached view would bring back memory of freed weights
         with _without_values(), imagined_world(rank, len(self.plan.devices)) as world, self._fakes:
-            batch = _batch(self.captured.graph, self.plan.planned_rows)  # lies where the data comes from, and is not counted
+            batch = _batch(self.captured.graph, self.plan.planned_rows)  # is the data source's memory, and not counted
             with live:
                 runtime, state = self._start(world, _Following(live))
                 for tensor in state.tensors.values():
-                    live.measure(tensor)  # what is gathered has no memory by then
+                    live.measure(tensor)  # gathered weights have no memory at this point
                 try:
                     for _ in range(NUM_STEPS):
                         state.forget_gradients()
@@ -141,7 +139,7 @@ class DryRank:
         return runtime, state
 
     def _on_host(self, state: EngineState) -> Iterator[torch.Tensor]:
-        """What the optimizer steps and keeps in the memory of the host."""
+        """What the optimizer steps and keeps in host memory."""
         for name, kept in state.kept.items():
             if self.plan.state_of(name).kept.home == "host":
                 yield kept
@@ -149,7 +147,7 @@ class DryRank:
                     yield from (own for own in state.optimizer.state[kept].values() if isinstance(own, torch.Tensor))
 
     def _tensor(self, name: str, rank: int) -> torch.Tensor:
-        """What a rank holds of a parameter or buffer."""
+        """A rank's part of a parameter or buffer."""
         parameter = self.captured.graph.parameter_by_name[name]
         shape = parameter.spec.shape
         if self.holdings.is_sharded(name):
@@ -169,7 +167,7 @@ class DryRank:
 
 @contextmanager
 def _without_values() -> Iterator[None]:
-    """Says of an op that looks at values that there are none."""
+    """Turns the error of an op that reads values into an `OpFault` that says so."""
     try:
         yield
     except (OpFault, *_LOOKS) as fault:
@@ -184,7 +182,7 @@ def _without_values() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class _Empty:
-    """A captured model whose constants have no contents."""
+    """A captured model with fake constants."""
 
     graph: ModelGraph
     constants: Mapping[str, torch.Tensor]
@@ -193,7 +191,7 @@ class _Empty:
 
 @dataclass(frozen=True)
 class _Following(Watch):
-    """Tells the count of memory which action goes on."""
+    """Tells `LiveBytes` which action runs."""
 
     live: LiveBytes = field(compare=False)
 
@@ -211,14 +209,14 @@ class _Following(Watch):
 
 
 def _batch(model: ModelGraph, num_rows: int) -> BatchView:
-    """A global batch without contents."""
+    """A fake global batch."""
     specs = {op.name: op.outputs[0] for op in model.ops if op.kind == "input" and op.outputs}
     leaves = {name: torch.empty(spec.shape_at(num_rows), dtype=getattr(torch, spec.dtype)) for name, spec in specs.items()}
     return BatchView(leaves, frozenset(name for name, spec in specs.items() if spec.has_rows), num_rows, ((0, num_rows),))
 
 
 def _step(runtime: Runtime, state: EngineState, batch: BatchView) -> None:
-    """One step as in training, but for looks at the loss, which has no value here."""
+    """One training step, except that the loss, which has no value, is not read."""
     step = runtime.train(batch, (state.step_number,))
     if runtime.clipping is not None:
         runtime.clipping.clip()
@@ -230,23 +228,23 @@ def _step(runtime: Runtime, state: EngineState, batch: BatchView) -> None:
 
 
 BLOCK_BYTES = 512
-"""What the allocator of a GPU gives out is a multiple of this."""
+"""Granularity of the CUDA caching allocator."""
 
 
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the memory of all tensors that come into being while it is on, in this thread; not those on the meta device.
+    """Counts the memory of all tensors made while it is active in this thread, except those on the meta device.
 
-    A storage counts from the op that makes it until nobody has it any more. What an op needs while it runs is not seen.
+    A storage counts from the op that makes it until nobody refers to it. Temporary memory inside an op is not seen.
 
     Args:
         block_bytes: every storage takes a multiple of this.
 
     Attributes:
-        live: bytes of those that are still there.
-        peak: the most that were there at once.
-        action: what is being done, as whoever knows it says.
-        is_elsewhere: whether what comes into being lies in other memory, and is not counted.
-        peak_action, peak_op: that action, and the operator that had made its result, or ``gathering weights``, when the most were there.
+        live: current bytes.
+        peak: the most at once.
+        action: what is being done; set from outside.
+        is_elsewhere: whether new tensors are in other memory, and not counted; set from outside.
+        peak_action, peak_op: the action, and the operator that had just run, or ``gathering weights``, at the peak.
     """
 
     def __init__(self, block_bytes: int = 1) -> None:
@@ -258,16 +256,16 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._known: dict[int, int] = {}
 
     def start_anew(self) -> int:
-        """Forgets the peak; what is there stays counted, and is returned."""
+        """Resets the peak; returns the live bytes."""
         self.peak = self.live
         return self.live
 
     def leave_out(self, tensor: torch.Tensor) -> None:
-        """States that a tensor which was counted lies in other memory."""
+        """Stops counting a tensor that is in other memory."""
         self._count(tensor.untyped_storage()._cdata, 0)
 
     def measure(self, tensor: torch.Tensor) -> None:
-        """Takes down how large the memory of a tensor is now, which no op has changed."""
+        """Updates the size of a tensor's storage, which was resized without an op."""
         storage = tensor.untyped_storage()
         if storage._cdata in self._known:
             self._count(storage._cdata, self._blocks(storage.nbytes()))
@@ -312,10 +310,10 @@ def _tensors(values: object) -> list[torch.Tensor]:
 
 @dataclass(frozen=True)
 class DryRun:
-    """What a dry run of a plan found.
+    """The result of a dry run.
 
     Attributes:
-        peaks: per rank that was run, the devices that are like it, itself first, and its peak.
+        peaks: per rank that was run, all devices that it stands for, its own first, and its peak.
     """
 
     peaks: tuple[tuple[tuple[str, ...], Peak], ...]
@@ -332,10 +330,10 @@ class DryRun:
 
 
 def dry_run(plan: Plan, captured: Captured, config: Config) -> DryRun:
-    """Runs two steps of each distinct rank of a plan, and tells the memory of the second.
+    """Runs two steps of each distinct rank of a plan, and returns the memory of the second.
 
-    Operators run for their shapes only, as on the CPU; a model of any size takes next to no memory. What an operator needs while it
-    runs is not counted, nor is the batch.
+    Operators run for their shapes only, as on the CPU; a model of any size takes next to no memory. Temporary memory inside
+    operators and the batch are not counted.
 
     Args:
         plan: verified.
@@ -343,7 +341,7 @@ def dry_run(plan: Plan, captured: Captured, config: Config) -> DryRun:
         config: settings.
 
     Raises:
-        ConfigError: this process is a rank among others, no optimizer is known that keeps as many tensors as the plan says, or gradients
+        ConfigError: this process is a rank among others, no known optimizer keeps as many tensors as the plan says, or gradients
             are sparse.
         OpFault: an op of the model depends on the values of tensors.
     """
@@ -358,14 +356,11 @@ def dry_run(plan: Plan, captured: Captured, config: Config) -> DryRun:
 
 
 def alike_devices(plan: Plan) -> tuple[tuple[str, ...], ...]:
-    """The devices of a plan, those together that have the same place in alike replicas; by their first ranks.
-
-    Replicas are alike that have the same pipeline, stages and rows: each shares with the others what the others share with it.
-    """
+    """The devices of a plan, grouped by equal places in identical replicas (equal pipelines, stages and rows), by their first ranks."""
     found: dict[tuple[Hashable, int, int], list[str]] = {}
     for replica in plan.replicas:
         form = _form(plan, replica)
-        if any(state.kept.sharding == "owners" for state in plan.parameter_states):  # each keeps something else
+        if any(state.kept.sharding == "owners" for state in plan.parameter_states):  # each keeps a different part
             form = form, replica.index
         for rank, stage in enumerate(replica.first_stages):
             for position, device in enumerate(stage.virtual_device.devices):

@@ -1,4 +1,4 @@
-"""Process groups and collectives over `torch.distributed`: the only road between ranks."""
+"""Process groups and collectives over `torch.distributed`: all communication between ranks goes through here."""
 
 from whale.comm.clocks import Clock, compare_clocks
 from whale.comm.groups import Channel, Channels, Groups, RankSet, start_sum, start_sum_into

@@ -1,11 +1,11 @@
-"""How far a rank's clock is ahead of rank 0's, and how sure that is.
+"""The offset of a rank's clock from rank 0's, with its error.
 
 In an all-reduce no rank leaves before the last has entered, so all ranks are inside at some instant. By two clocks:
 
-    rank 0   enter ---------------- leave            the instant lies in both stretches, so
+    rank 0   enter ---------------- leave            both intervals contain the instant, so
     rank r        enter ------ leave                 enter 0 - leave r  <=  clock 0 - clock r  <=  leave 0 - enter r
 
-Each round narrows the bounds. Ranks of one machine have one clock, where the bounds allow it.
+Each round narrows the bounds. Ranks of one machine share a clock, if the bounds allow it.
 """
 
 from __future__ import annotations
@@ -30,19 +30,14 @@ _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 @dataclass(frozen=True, slots=True)
 class Clock:
-    """A rank's clock.
-
-    Attributes:
-        offset: seconds to add to it to have rank 0's.
-        error: by which the offset may be wrong.
-    """
+    """Seconds to add to a rank's clock to get rank 0's, and by how much that may be wrong."""
 
     offset: float = 0.0
     error: float = 0.0
 
 
 def compare_clocks(world: World) -> Clock:
-    """This rank's clock, `time.perf_counter`, beside rank 0's; all ranks of the world call it, and go on at about the same time."""
+    """The offset of this rank's `time.perf_counter`. A collective of the world, which ranks leave at about the same time."""
     if world.is_alone:
         return Clock()
     nothing, rounds = torch.zeros(1), list[Stretch]()
@@ -60,12 +55,7 @@ def compare_clocks(world: World) -> Clock:
 
 
 def clock_between(own: Sequence[Stretch], reference: Sequence[Stretch], *, is_same: bool) -> Clock:
-    """The clock that rounds of both ranks tell.
-
-    Args:
-        own, reference: when this rank and rank 0 were in each round.
-        is_same: whether both are on one machine.
-    """
+    """The clock that follows from the rounds of this rank and rank 0; `is_same`: both are on one machine."""
     low = max(there[0] - here[1] for here, there in zip(own, reference, strict=True))
     high = min(there[1] - here[0] for here, there in zip(own, reference, strict=True))
     if is_same and low <= 0.0 <= high:
@@ -74,5 +64,5 @@ def clock_between(own: Sequence[Stretch], reference: Sequence[Stretch], *, is_sa
 
 
 def _machine() -> str:
-    """What ranks of one machine, since it was last started, have in common."""
+    """An identifier of the machine since its last boot."""
     return _BOOT.read_text() if _BOOT.exists() else str(uuid.getnode())

@@ -1,21 +1,21 @@
-"""Process groups by their ranks, channels between two ranks, and sums over a group.
+"""Process groups by rank set, channels between two ranks, and sums over a group.
 
-Equal rank sets share a group; all are made in one order on every rank.
+Equal rank sets share a group; all groups are made in one order on every rank.
 
-The schedule puts all launches in one order on all ranks, so a channel needs no tags and no more than its order: sends
-and receives between two ranks meet in turn. What is left to choose is what waits behind what. On Gloo nothing does, and all channels are
-the world's group. On NCCL the operations of one communicator run one after the other. There each ordered pair between which something
-travels has a communicator of its own: a receive that waits for a gradient holds up no activation that goes the other way, nor messages of
-other ranks. (One for both ways would be free of deadlock too, by the same order.) A pair that the plan's own batch does not use, such as
-at the seam of uneven rows for a batch of another size, goes through the world's communicator: right, only not side by side with others.
+The schedule puts all launches in one order on all ranks, so a channel needs no tags: sends and receives between two ranks match
+in order. On Gloo operations do not wait for each other, and all channels use the world's group. On NCCL the operations of one
+communicator run one after another, so each ordered pair of ranks has its own: a receive that waits for a gradient then blocks
+neither activations in the other direction nor messages of other ranks. (One for both directions would be free of deadlock, by the
+same order.) A pair that the plan's own batch does not use, such as at uneven rows of a batch of another size, goes through the
+world's communicator: correct, but not concurrent with others.
 
-Two ranks through Gloo hand each other what they have, where that needs no memory to speak of; all other sums reduce:
+Two Gloo ranks exchange whole tensors where that needs little memory; all other sums are all-reduces:
 
     all-reduce   halves around the ring and around again: two messages one after another
-    two ranks    all of it to the other: one message each way, as many bytes; a + b on one rank is b + a on the other, to the last bit
+    two ranks    all of it to the other: one message each way, as many bytes; a + b is commutative, so both have equal bits
 
-Each turn of a message waits until its rank has one, the more so where cores are busy. In place, what is handed over needs memory beside
-the tensor, so only little is. Where the sum is to have memory of its own, what comes is received there, and nothing is copied before.
+Each message waits until its rank is scheduled, longer on busy cores. An in-place exchange needs a buffer, so only small tensors
+are exchanged. A sum into other memory receives there, and needs no copy.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class Groups:
 
     Args:
         world: this process among its peers.
-        rank_sets: every set of ranks that will communicate together, the same on all ranks: groups are
-            made in sorted order, so that no two ranks wait for each other.
+        rank_sets: every set of ranks that will communicate, the same on all ranks. Groups are made in sorted order, so that no two
+            ranks wait for each other.
     """
 
     def __init__(self, world: World, rank_sets: Iterable[RankSet]) -> None:
@@ -54,8 +54,8 @@ class Groups:
                 assert dist.group.WORLD is not None
                 self._groups[ranks] = dist.group.WORLD
                 continue
-            # All ranks take part: where members alone do, torch names a group by how many each has already, and
-            # members that have unlike numbers of groups wait for each other under unlike names.
+            # All ranks take part: else torch names a group by how many each member has already, and members with
+            # different numbers of groups wait for each other under different names.
             with world.speaking("making process groups"):
                 group = dist.new_group(list(ranks), timeout=world.timeout)
             if world.rank in ranks:
@@ -64,7 +64,7 @@ class Groups:
         self._warm_up()
 
     def _warm_up(self) -> None:
-        """Uses each group once where the first use blocks until all are there: in one order on all ranks."""
+        """Uses each NCCL group once, in one order on all ranks: the first use blocks until all are there."""
         if not self._world.is_alone and backend_of(self._world.device) == "nccl":
             nothing = torch.zeros(1, device=self._world.device)
             for ranks in sorted(self._groups):
@@ -74,19 +74,19 @@ class Groups:
         return self._groups[ranks]
 
     def all_reduce(self, tensor: torch.Tensor, ranks: RankSet) -> Launched | None:
-        """Starts the sum of a tensor over ranks, in place; None where there is nobody else."""
+        """Starts an in-place sum over ranks; None for a single rank."""
         return self._started(lambda group: dist.all_reduce(tensor, group=group, async_op=True), tensor, ranks)
 
     def reduce(self, tensor: torch.Tensor, ranks: RankSet, root: int) -> Launched | None:
-        """Starts the sum of a tensor over ranks, in place on one of them; on the others it has no meaning then."""
+        """Starts a sum over ranks, in place on the root; on the others the tensor is undefined afterwards."""
         return self._started(lambda group: dist.reduce(tensor, root, group=group, async_op=True), tensor, ranks)
 
     def broadcast(self, tensor: torch.Tensor, ranks: RankSet, root: int) -> Launched | None:
-        """Starts to give all ranks the tensor that one of them has."""
+        """Starts a broadcast from the root."""
         return self._started(lambda group: dist.broadcast(tensor, root, group=group, async_op=True), tensor, ranks)
 
     def all_gather(self, found: torch.Tensor, tensor: torch.Tensor, ranks: RankSet) -> Launched | None:
-        """Starts to give all ranks the tensors of all, of one shape, one behind the other."""
+        """Starts to gather tensors of one shape into `found`, in rank order."""
         parts = list(found.view(len(ranks), *tensor.shape).unbind())
         return self._started(lambda group: dist.all_gather(parts, tensor, group=group, async_op=True), tensor, ranks)
 
@@ -98,7 +98,7 @@ class Groups:
         return None if work is None else Launched(work, blocks_host(tensor.device, group))
 
     def close(self) -> None:
-        """Destroys the groups made here; the world's own stays."""
+        """Destroys the groups made here, not the world's."""
         for group in self._groups.values():
             if group is not dist.group.WORLD:
                 self._world.waits.lines.remove(group)
@@ -109,11 +109,7 @@ class Groups:
 
 @dataclass(frozen=True, order=True, slots=True)
 class Channel:
-    """An ordered pair of ranks.
-
-    Attributes:
-        source, target: ranks.
-    """
+    """An ordered pair of ranks."""
 
     source: int
     target: int
@@ -124,11 +120,11 @@ class Channels:
 
     Args:
         world: this process among its peers.
-        channels: those that the plan's batch uses, the same on every rank; not asked for where channels need no group.
-        own_groups: whether each channel gets a group of its own; by default where NCCL carries the messages.
+        channels: those that the plan's batch uses, the same on every rank; not read where channels need no group.
+        own_groups: whether each channel gets its own group; by default if NCCL carries the messages.
 
     Attributes:
-        wire_device: where tensors must lie to travel.
+        wire_device: where tensors must be to be sent.
     """
 
     def __init__(self, world: World, channels: Iterable[Channel], *, own_groups: bool | None = None) -> None:
@@ -138,7 +134,7 @@ class Channels:
         has_nccl = self.wire_device.type != "cpu"
         self._blocks_host = not has_nccl
         if has_nccl if own_groups is None else own_groups:
-            # All ranks take part, as in `Groups`: else members with unlike numbers of groups name this one differently.
+            # All ranks take part, as in `Groups`.
             for channel in sorted({channel for channel in channels if channel.source != channel.target}):
                 with world.speaking("making process groups"):
                     group = dist.new_group(sorted((channel.source, channel.target)), timeout=world.timeout)
@@ -148,7 +144,7 @@ class Channels:
             self._warm_up(world)
 
     def _warm_up(self, world: World) -> None:
-        """Sends a byte down each channel, in one order on all ranks: the first use of a communicator blocks until both ends are there."""
+        """Sends a byte through each channel, in one order on all ranks: a communicator's first use blocks until both ends are there."""
         byte = torch.zeros(1, dtype=torch.uint8, device=self.wire_device)
         for channel in sorted(self._groups):
             (self.send if channel.source == world.rank else self.receive)(byte, channel).work.wait()
@@ -158,7 +154,7 @@ class Channels:
         return len(self._groups)
 
     def send(self, tensor: torch.Tensor, channel: Channel) -> Launched:
-        """Starts a send; the tensor must stay untouched until the work is done."""
+        """Starts a send; the tensor must not change until the work is done."""
         work = dist.isend(tensor, channel.target, group=self._groups.get(channel))
         assert work is not None
         return Launched(work, self._blocks_host)
@@ -179,18 +175,14 @@ class Channels:
 
 
 SMALL_BYTES = 1 << 18
-"""The largest small sum: an all-reduce sends more than that in pieces, of which one is added while the next is on its way."""
+"""Largest sum by exchange in place: an all-reduce pipelines larger ones, adding one chunk while the next is in flight."""
 
 
 def start_sum(tensor: torch.Tensor, group: dist.ProcessGroup) -> Launched | None:
-    """Starts the sum of a tensor over a group, in place; it is there once it has been waited for.
-
-    Args:
-        tensor: of one shape on all ranks.
-        group: torch's.
+    """Starts an in-place sum over a group, of tensors of one shape.
 
     Returns:
-        What to wait for; None where it is there already.
+        What to wait for; None if the sum is there already.
     """
     is_small = tensor.numel() * tensor.element_size() <= SMALL_BYTES
     if is_small and _are_two_of_gloo(tensor.device, group):
@@ -201,15 +193,15 @@ def start_sum(tensor: torch.Tensor, group: dist.ProcessGroup) -> Launched | None
 
 
 def start_sum_into(total: torch.Tensor, own: torch.Tensor, group: dist.ProcessGroup) -> Launched | None:
-    """Starts the sum of a tensor over a group in other memory; it is there once it has been waited for.
+    """Starts a sum over a group into other memory.
 
     Args:
-        total: contiguous, where the sum will be.
-        own: of one shape on all ranks; it is read until the sum is there, so nobody may write to it before.
+        total: contiguous; receives the sum.
+        own: this rank's term; it must not change until the sum is there.
         group: torch's.
 
     Returns:
-        What to wait for; None where it is there already.
+        What to wait for; None if the sum is there already.
     """
     if _are_two_of_gloo(own.device, group):
         return _swapped(total, own, lambda: total.add_(own), group)

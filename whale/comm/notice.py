@@ -1,4 +1,4 @@
-"""A notice that this process is about to be ended: SIGTERM, by which spot machines, Slurm and Kubernetes say that SIGKILL follows."""
+"""SIGTERM as a notice: spot machines, Slurm and Kubernetes send it some time before SIGKILL."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from whale.errors import warn
 
 @dataclass(eq=False)
 class Notice:
-    """Hears SIGTERM in place of what would end the process; others that listen in this process hear it too.
+    """A handler of SIGTERM that replaces the default; it also calls other notices of this process.
 
     Attributes:
-        has_come: whether it has, since this listens.
+        has_come: whether the signal has come since `listen`.
     """
 
     has_come: bool = False
@@ -25,10 +25,10 @@ class Notice:
     _before: Any = field(default=signal.SIG_DFL, repr=False)
 
     def listen(self) -> None:
-        """Listens from now on.
+        """Installs the handler.
 
         Warns:
-            UserWarning: this is not the main thread, the only one that Python tells of signals; SIGTERM then does what it did.
+            UserWarning: this is not the main thread, the only one that receives signals; SIGTERM then does what it did.
         """
         if self._listens:
             return
@@ -39,13 +39,13 @@ class Notice:
             )
             return
         self._before = signal.signal(signal.SIGTERM, self._hear)
-        signal.siginterrupt(signal.SIGTERM, False)  # system calls under way, those of libraries too, go on
+        signal.siginterrupt(signal.SIGTERM, False)  # system calls in progress, also those of libraries, go on
         self._listens = True
 
     def leave(self) -> None:
-        """Listens no longer: what was there before listens again, unless it has left too."""
+        """Removes the handler and restores the one before it, unless that has left too."""
         self._listens = False
-        with suppress(ValueError):  # another thread lets go of the last engine: the signal stays unheard
+        with suppress(ValueError):  # the last engine is released by another thread: the signal stays ignored
             heard_by = signal.getsignal(signal.SIGTERM)
             while (other := _behind(heard_by)) is not None and not other._listens:
                 heard_by = other._before
@@ -58,6 +58,6 @@ class Notice:
 
 
 def _behind(handler: object) -> Notice | None:
-    """The notice that a handler is of; None for other handlers."""
+    """The notice whose method a handler is; None for other handlers."""
     owner = getattr(handler, "__self__", None)
     return owner if isinstance(owner, Notice) else None

@@ -1,14 +1,14 @@
-"""Waiting for communication with a limit, and saying who and what was waited for when it runs out, or why a rank cannot go on.
+"""Waits for communication with a time limit, and errors that say what was waited for, with whom, and why a rank failed.
 
-Where the host carries messages (Gloo), it waits, no longer than the limit. Where a device does (NCCL), a wait only orders
-the device's streams and returns at once: the host runs ahead. The limit is then kept by a monitor beside it, which looks
-at what has been waited for; the next wait, or the end of the process by NCCL's own watchdog, tells what it found.
+With Gloo the host waits, no longer than the limit. With NCCL a wait only orders streams and returns at once, and the host runs
+ahead. A monitor thread then keeps the limit for what has been waited for; the next wait raises what it found, if NCCL's own
+watchdog does not end the process first.
 
-A rank that cannot go on says why and hangs up, so that nobody waits for it. Its last words go to the store that all ranks share; the first
-rank to speak is the cause, and who fails because of it adds nothing. Gloo has no call that closes a connection. It closes all those of a
-group when a receive outlasts its limit, and tells the other end, so hanging up is a receive of what nobody sends, with next to no limit.
-Who loses a line hangs up too: the news reaches ranks that have no line to the first. NCCL closes nothing; there the monitor of `Waits`
-reads the words.
+A rank that fails writes the reason to the store that all ranks share and closes its connections, so that nobody waits for it. The
+first rank to write is the cause; ranks that fail because of it write nothing. Gloo has no call that closes a connection, but a
+receive that times out closes all connections of its group, and the other ends notice: so `hang_up` receives, with a tiny limit, what
+nobody sends. A rank that loses a connection hangs up too, so that the news reaches ranks without a connection to the first. NCCL closes
+nothing; there the monitor of `Waits` reads the store.
 """
 
 from __future__ import annotations
@@ -33,21 +33,14 @@ from whale.units import listed
 
 
 def backend_of(device: torch.device, group: dist.ProcessGroup | None = None) -> str | None:
-    """The backend (``gloo``, ``nccl``) that a group uses for tensors of a device; None where it has none for them.
-
-    A group of an imagined world does as Gloo would.
-
-    Args:
-        device: where the tensors lie.
-        group: torch's; the world's own by default.
-    """
-    served = dist.get_backend_config(group)  # "cpu:gloo,cuda:nccl": torch tells the whole, whatever the device
+    """The backend (``gloo``, ``nccl``) of a group for tensors of a device; None if it has none. An imagined world counts as Gloo."""
+    served = dist.get_backend_config(group)  # "cpu:gloo,cuda:nccl", for all devices
     found = dict(pair.split(":") for pair in served.split(",")).get(device.type)
     return "gloo" if found == "fake" else found
 
 
 def blocks_host(device: torch.device, group: dist.ProcessGroup | None = None) -> bool:
-    """Whether who waits for tensors of a device waits on the host; with NCCL the device does."""
+    """Whether a wait for tensors of a device blocks the host; with NCCL it blocks the device's stream."""
     return device.type == "cpu" or backend_of(device, group) != "nccl"
 
 
@@ -57,44 +50,43 @@ _TAG = 0x5EA  # of a message that is never sent
 _MAX_LENGTH = 300
 
 LINGER_SECONDS = 3.0
-"""So long does a rank that fails wait for the others to say why they fail: launchers end all who live when one has ended."""
+"""How long a failed rank waits for the others to report their errors: launchers kill all ranks once one has ended."""
 
 LISTEN_SECONDS = 0.02
-"""So often it looks whether they have."""
+"""Its polling interval."""
 
 
 @dataclass
 class Lines:
-    """The process groups that this process speaks through, beside the world's own."""
+    """The process groups through which this process communicates, besides the world's own."""
 
     _groups: list[dist.ProcessGroup] = field(default_factory=list)
 
     def add(self, group: dist.ProcessGroup) -> None:
-        """A group was made."""
         self._groups.append(group)
 
     def remove(self, group: dist.ProcessGroup) -> None:
-        """A group is about to be destroyed."""
+        """Before the group is destroyed."""
         if group in self._groups:
             self._groups.remove(group)
 
     def hang_up(self) -> None:
-        """Closes all lines that go over Gloo: whoever waits at the other end fails at once."""
+        """Closes all Gloo connections: whoever waits at the other end fails at once."""
         if dist.is_initialized():
             for group in (dist.group.WORLD, *self._groups):
-                with suppress(KeyError, TypeError, ValueError):  # torch's, of a group that the main thread has destroyed meanwhile
+                with suppress(KeyError, TypeError, ValueError):  # the main thread has destroyed the group meanwhile
                     if group is not None and backend_of(torch.device("cpu"), group) == "gloo":
                         _close(group)
 
 
 def _close(group: dist.ProcessGroup) -> None:
-    """Closes all lines of a group; of a peer that has closed its own a receive fails before it outlasts its limit, and closes none."""
+    """Closes all connections of a group. With a peer that has closed its own, the receive fails at once and closes none: try the next."""
     for peer in (rank for rank in dist.get_process_group_ranks(group) if rank != dist.get_rank()):
         try:
             work = dist.irecv(torch.empty(1, dtype=torch.uint8), peer, group=group, tag=_TAG)
             if work is not None:
                 work.wait(timedelta(milliseconds=1))
-        except (RuntimeError, dist.DistError) as error:  # how it ends: nothing comes
+        except (RuntimeError, dist.DistError) as error:  # expected: nothing comes
             if any(word in str(error).lower() for word in _LATE):
                 return
 
@@ -103,15 +95,15 @@ def say_why(error: BaseException) -> None:
     """Leaves the reason why this rank fails, if it is the first to fail."""
     first = (str(error).splitlines() or [""])[0][:_MAX_LENGTH]
     said = f"rank {dist.get_rank()} has failed: {type(error).__name__}" + (f": {first}" if first else "")
-    with suppress(RuntimeError, dist.DistError):  # who kept the store has ended
+    with suppress(RuntimeError, dist.DistError):  # the rank that keeps the store has ended
         _store().compare_set(_WORDS, "", said)
 
 
 def end_together(most_seconds: float) -> None:
-    """Waits, once, until all ranks have come to end in an error, but no longer than that: who comes here has printed its own."""
+    """Waits, once and no longer than `most_seconds`, until all ranks end in an error and have printed theirs."""
     if most_seconds <= 0:
         return
-    with suppress(RuntimeError, dist.DistError):  # who kept the store has ended
+    with suppress(RuntimeError, dist.DistError):  # the rank that keeps the store has ended
         store, until = _store(), time.monotonic() + most_seconds
         ranks = [f"{_ENDED}/{rank}" for rank in range(dist.get_world_size())]
         own = ranks[dist.get_rank()]
@@ -123,7 +115,7 @@ def end_together(most_seconds: float) -> None:
 
 
 def last_words() -> str | None:
-    """What the first rank to fail said; None where none did, or nobody can tell any more."""
+    """The reason left by the first rank to fail; None if there is none, or the store is unreachable."""
     with suppress(RuntimeError, dist.DistError):
         if dist.is_initialized() and _store().check([_WORDS]):
             return bytes(_store().get(_WORDS)).decode()
@@ -136,16 +128,16 @@ def _store() -> Store:
 
 
 LOOK_SECONDS = 1.0
-"""How often the monitor looks."""
+"""Polling interval of the monitor."""
 
 END_SECONDS = 60.0
-"""So long does a rank that is told to end wait for its device, which may do a step, or wait for a rank that is gone."""
+"""How long a rank waits for its device after SIGTERM: it may finish a step, or wait for a lost rank."""
 
 DEVICE_LOOK_SECONDS = 0.001
-"""How often a rank that waits for its device looks."""
+"""Polling interval of a wait for a device."""
 
 LOOK_FOR_SIGN_SECONDS = 0.1
-"""How often a rank looks whether the launcher says that others cannot be reached."""
+"""Polling interval for the launcher's sign that other hosts are lost."""
 
 
 @dataclass(frozen=True)
@@ -154,8 +146,8 @@ class Launched:
 
     Attributes:
         work: torch's.
-        blocks_host: whether waiting for it is the host's; else a device's.
-        finish: what the host does with what has come, once it has waited for it.
+        blocks_host: whether the host waits for it; else a device's stream.
+        finish: what the host does with the received data after the wait.
     """
 
     work: dist.Work
@@ -165,7 +157,7 @@ class Launched:
 
 @dataclass(frozen=True)
 class _DeviceWait:
-    """What a device waits for: whether it is past that, since when it was asked to, for what, and with whom."""
+    """A wait of a device: whether it is over, when it was enqueued, for what, and with whom."""
 
     is_past: Callable[[], bool]
     since: float
@@ -175,12 +167,12 @@ class _DeviceWait:
 
 @dataclass
 class Waits:
-    """How long this process waits for its peers.
+    """How this process waits for its peers.
 
     Attributes:
-        timeout: the longest that any wait may take.
-        lines: to the peers; given up where a wait fails.
-        linger_seconds: so long does this process, where it fails, wait for the others to say why they fail.
+        timeout: the limit of any wait.
+        lines: connections to the peers; closed if a wait fails.
+        linger_seconds: how long this process, if it fails, waits for the errors of others.
     """
 
     timeout: timedelta
@@ -194,10 +186,10 @@ class Waits:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def wait(self, launched: Launched | None, action: str, ranks: Sequence[int]) -> None:
-        """Waits for one piece of communication; where a device does, has it wait.
+        """Waits for communication, on the host or on the device's stream.
 
         Args:
-            launched: what to wait for; None is done already.
+            launched: None is done already.
             action: what it is for (``1RECV_F3``).
             ranks: the other ranks in it.
 
@@ -224,10 +216,10 @@ class Waits:
                 self._monitor.start()
 
     def wait_for_device(self, is_done: Callable[[], bool], action: str, ranks: Sequence[int], is_to_end: Callable[[], bool]) -> None:
-        """Waits on the host until a device has done what it was asked to, which may be to wait for ranks that are lost.
+        """Waits on the host until a device is done, although it may be waiting for lost ranks.
 
         Args:
-            is_done: whether it has.
+            is_done: whether it is.
             action: what for.
             ranks: the others.
             is_to_end: whether this process was told to end; then it waits `END_SECONDS` more.
@@ -251,24 +243,20 @@ class Waits:
 
     @contextmanager
     def speaking(self, action: str, ranks: Sequence[int]) -> Iterator[None]:
-        """Turns what a backend raises inside into the error that says what was being done, and with whom.
-
-        Raises:
-            RuntimeFault: the communication inside failed.
-        """
+        """Turns a backend's error into a `RuntimeFault` that says what was being done, and with whom."""
         try:
             yield
         except (RuntimeError, dist.DistError) as error:
             raise self._failed(action, ranks, error) from error
 
     def _failed(self, action: str, ranks: Sequence[int], error: BaseException) -> RuntimeFault:
-        """The fault of a wait. This rank cannot go on either, so it hangs up."""
-        said = self._lost or last_words()  # the store may be out of reach, too
+        """Hangs up, since this rank cannot go on either, and returns the error."""
+        said = self._lost or last_words()  # the store may be unreachable, too
         self.lines.hang_up()
         return fault(action, ranks, self.timeout, error, said)
 
     def heed(self, sign: Path) -> None:
-        """Gives up, from now on, what this process waits for as soon as a file is there: others cannot be reached, says the launcher."""
+        """Gives up all waits as soon as a file appears, by which the launcher says that other hosts are lost."""
 
         ends = threading.Event()
 
@@ -285,13 +273,13 @@ class Waits:
 
         looking = threading.Thread(target=look, name="whale sign", daemon=True)
         looking.start()
-        atexit.register(leave)  # a thread that is in the midst of it while the interpreter ends would abort the process
+        atexit.register(leave)  # a thread that still runs while the interpreter ends would abort the process
 
     def look(self, now: float) -> RuntimeFault | None:
-        """Forgets what is done, in the order in which it was waited for; the fault if a rank has failed, or the first is overdue.
+        """Drops waits that are over, in order; returns the fault if a rank has failed, or the first wait is overdue.
 
-        The host runs ahead of the device, so what stands in the queue waits for its turn first: the limit of the first counts
-        from when it was asked for, or from when the one before it was seen done, whichever is later.
+        The host runs ahead of the device, so queued waits have not begun: the limit of the first counts from when it was enqueued, or
+        from when its predecessor was seen done, whichever is later.
         """
         while self._watched and self._watched[0].is_past():
             self._watched.popleft()
@@ -303,7 +291,7 @@ class Waits:
         return self._fault
 
     def _keep_looking(self) -> None:
-        """Ends where nothing is left to look at; the next wait starts another."""
+        """Ends when nothing is left to watch; the next wait starts another thread."""
         pause = threading.Event()
         while self.look(time.monotonic()) is None:
             with self._lock:
@@ -311,15 +299,13 @@ class Waits:
                     self._monitor = None
                     return
             pause.wait(LOOK_SECONDS)
-        print(
-            f"RuntimeFault: {self._fault}", file=sys.stderr, flush=True
-        )  # the host may be held up by the device, and never come to raise it
+        print(f"RuntimeFault: {self._fault}", file=sys.stderr, flush=True)  # the host may be blocked by the device, and never raise it
 
 
 def _past(work: dist.Work) -> Callable[[], bool]:
-    """Tells whether a device is past a wait that it was just asked for.
+    """A test whether the device is past a wait that was just enqueued.
 
-    An event behind the wait tells it: who asks the work itself keeps hold of what it has received until the monitor looks.
+    It uses an event after the wait: polling the work itself would keep its tensors alive until the monitor looks.
     """
     if not torch.cuda.is_available():
         return work.is_completed
@@ -333,14 +319,14 @@ _LATE = ("timed out", "timeout", "still waits")
 
 
 def fault(action: str, ranks: Sequence[int], timeout: timedelta, error: BaseException, said: str | None = None) -> RuntimeFault:
-    """The error for communication that did not complete, in our words: what the backend says is its cause.
+    """The error for communication that did not complete; the backend's error is its cause.
 
     Args:
         action: what was being done.
         ranks: with whom.
-        timeout: how long it might have taken.
+        timeout: the limit.
         error: the backend's.
-        said: by the rank that failed first, if one has said anything.
+        said: the reason left by the rank that failed first, if any.
     """
     text = f"{type(error).__name__} {error}".lower()
     if said is not None:

@@ -1,15 +1,14 @@
-"""The world of ranks that torchrun (or nothing) started: joining it, and doing a thing on every rank such that all succeed or all raise.
+r"""The world of ranks: joining it, and running an action on every rank such that all succeed or all raise.
 
-A CPU rank keeps the memory that it frees, so that the next pass finds it there. glibc gives the end of its heap back to the kernel when
-enough of it is free. A step frees what it has kept, pass by pass, and asks for as much again, page by page: of a pass of 40 ms such pages
-took 3 to 7.
+A CPU rank keeps the memory that it frees. glibc otherwise returns the top of its heap to the kernel after each pass, and the next
+pass faults it in again page by page: 3 to 7 ms of a pass of 40 ms.
 
     step     F F F  I I I  W W W  F F F
-    heap     /-----------------\\  /----     given back, and faulted in anew
+    heap     /-----------------\\  /----     returned, and faulted in again
     kept     /--------------------------
 
-Tensors of more than 32 MiB it would map one by one, whatever is freed: of a step of 2.7 s whose largest have 50 MB, 60,000 to 110,000
-faults took 0.1 to 0.2. They come from the heap, too.
+It would also map tensors of more than 32 MiB one by one: in a step of 2.7 s with tensors of 50 MB, 60,000 to 110,000 faults took
+0.1 to 0.2 s. They come from the heap, too.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from typing import Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn.functional  # keeps the group that is there when it is imported: there is to be none
+import torch.distributed.nn.functional  # binds the default group at import: there must be none yet
 from torch.distributed.rendezvous import rendezvous
 
 from whale.comm.notice import Notice
@@ -45,8 +44,8 @@ class World:
         rank, size: as `torch.distributed` numbers them; 0 of 1 without a launcher.
         local_rank, local_size: among the ranks of this host.
         device: where this rank computes.
-        timeout: the longest that any wait may take.
-        is_imagined: whether the peers are not there (`imagined_world`).
+        timeout: the limit of any wait.
+        is_imagined: whether there are no peers in fact (`imagined_world`).
     """
 
     rank: int
@@ -59,12 +58,10 @@ class World:
 
     @cached_property
     def waits(self) -> Waits:
-        """How communication is waited for here."""
         return Waits(self.timeout)
 
     @cached_property
     def notice(self) -> Notice:
-        """Whether this process is about to be ended."""
         return Notice()
 
     @property
@@ -73,12 +70,12 @@ class World:
 
     @property
     def wire_device(self) -> torch.device:
-        """Where tensors must lie to travel from rank to rank: Gloo sends from host memory only."""
+        """Where tensors must be to be sent: Gloo sends from host memory only."""
         return self.device if not self.is_alone and backend_of(self.device) == "nccl" else torch.device("cpu")
 
     @property
     def can_compare(self) -> bool:
-        """Whether there are peers to compare notes with."""
+        """Whether there are peers to exchange values with."""
         return not self.is_alone and not self.is_imagined
 
     def gather_objects(self, value: object) -> list[object]:
@@ -100,21 +97,20 @@ class World:
         return box[0]
 
     def barrier(self) -> None:
-        """Waits for all ranks."""
         if not self.is_alone:
             with self.speaking("waiting for all ranks"):
                 dist.barrier()
 
     def speaking(self, action: str) -> AbstractContextManager[None]:
-        """Around communication with all ranks: what fails in it is a `RuntimeFault` that names the action."""
+        """Around communication with all ranks: an error in it becomes a `RuntimeFault` that names the action."""
         return self.waits.speaking(action, [rank for rank in range(self.size) if rank != self.rank])
 
     @contextmanager
     def all_ranks(self) -> Iterator[None]:
-        """Around what all ranks do together: where it fails on this rank in a way that the others do not know of, they are told at once.
+        """Around what all ranks do together: reports an error of this rank that the others do not know of.
 
-        They know of a `WhaleError`: it is raised on all ranks, or was told to them when it was raised, but for an `OpFault`. After
-        any other error this rank cannot go on with them.
+        They know of a `WhaleError`, which is raised on all ranks or was reported when raised, except an `OpFault`. After any other
+        error this rank cannot go on with them.
         """
         try:
             yield
@@ -127,15 +123,13 @@ class World:
 
 
 def connect(timeout_seconds: float) -> World:
-    """Joins the process group that is there, or makes it from torchrun's environment, or is a world of one.
-
-    A rank of a group that computes on its CPU keeps the memory that it frees.
+    """Joins the existing process group, or makes it from torchrun's environment, or returns a world of one.
 
     Args:
-        timeout_seconds: the longest that any wait may take.
+        timeout_seconds: the limit of any wait.
 
     Raises:
-        ConfigError: the group that is there carries no messages of host memory.
+        ConfigError: the existing group cannot send host memory.
     """
     timeout = timedelta(seconds=timeout_seconds)
     launched = os.environ.get("LOCAL_RANK")
@@ -156,17 +150,17 @@ def connect(timeout_seconds: float) -> World:
 
 
 class Closable(Protocol):
-    """What holds process groups."""
+    """An owner of process groups."""
 
     def close(self) -> None:
-        """Gives them back."""
+        pass
 
 
 def close_at_exit(holder: Closable) -> None:
-    """Closes a holder of process groups that is still alive when the interpreter ends in good order.
+    """Closes an owner of process groups that is still alive at a normal end of the interpreter.
 
-    A group ends its threads when its last holder lets go. Gloo's let go of tensors after the work is done, for which they
-    need the interpreter; one that asks for it while it ends aborts the process, so that a run that went well would fail.
+    A group joins its threads when its last reference goes. Gloo's threads release tensors after the work is done, for which they need
+    the interpreter; one that does so while it ends aborts the process, so that a successful run would fail.
     """
     atexit.register(_close, weakref.ref(holder))
 
@@ -178,13 +172,13 @@ def _close(reference: weakref.ref[Closable]) -> None:
 
 
 def _leave() -> None:
-    """Ends the process group that `connect` made."""
+    """Destroys the process group that `connect` made."""
     if dist.is_initialized() and not _has_failed():
         dist.destroy_process_group()
 
 
 def _say_why(reference: weakref.ref[Waits]) -> None:
-    """Leaves the error that ends this process for the others, which have seen nothing of it, and lets them say theirs before it ends."""
+    """Reports the error that ends this process to the others, and waits for theirs."""
     error = getattr(sys, "last_value", None)
     if isinstance(error, Exception) and dist.is_initialized():
         waits = reference()
@@ -196,12 +190,12 @@ def _say_why(reference: weakref.ref[Waits]) -> None:
 
 
 def _has_failed() -> bool:
-    """Whether an error ends this process: work that peers will never join may be under way, and is not to be waited for."""
+    """Whether an error ends this process: unfinished work that peers will never join must not be waited for."""
     return hasattr(sys, "last_value")
 
 
 def _device(local_rank: str | None) -> torch.device:
-    """The GPU of the rank's number on its host; where no launcher says that, the one that the script has chosen."""
+    """The GPU of the rank's number on its host; without a launcher the script's current one."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
     if local_rank is None:
@@ -212,10 +206,9 @@ def _device(local_rank: str | None) -> torch.device:
 
 
 def _join(device: torch.device, timeout: timedelta) -> None:
-    """Makes the process group, over NCCL where that can be.
+    """Makes the process group, over NCCL where possible.
 
-    The GPU is named to torch: NCCL then makes communicators when a group is made, in one order on all ranks, and not in
-    the midst of the first messages.
+    With `device_id` NCCL makes communicators when a group is made, in one order on all ranks, and not during the first messages.
     """
     store, rank, size = next(iter(rendezvous("env://", timeout=timeout)))
     store.set(f"gpu of rank {rank}", _gpu(device))
@@ -228,11 +221,7 @@ def _join(device: torch.device, timeout: timedelta) -> None:
 
 
 def _check_group() -> None:
-    """Checks that the group, which a user may have made, carries what lies on the host.
-
-    Raises:
-        ConfigError: it does not.
-    """
+    """Raises `ConfigError` if the group, which a user may have made, cannot send host memory."""
     if backend_of(torch.device("cpu")) is None:
         raise ConfigError(
             f"the process group cannot carry tensors in host memory (torch.distributed was initialised with {dist.get_backend_config()!r})",
@@ -241,17 +230,17 @@ def _check_group() -> None:
 
 
 def _gpu(device: torch.device) -> str:
-    """What tells this rank's GPU from all others, wherever they are and however many are visible; empty for a CPU."""
+    """A unique identifier of this rank's GPU, across hosts and visibility masks; empty for a CPU."""
     if device.type != "cuda" or not dist.is_nccl_available():
         return ""
     return str(torch.cuda.get_device_properties(device).uuid)
 
 
 def choose_backend(gpus: Sequence[str]) -> str:
-    """NCCL where every rank has a GPU of its own, Gloo otherwise (``cpu:gloo,cuda:nccl`` fails on a CPU build).
+    """NCCL if every rank has its own GPU, else Gloo (``cpu:gloo,cuda:nccl`` fails on a CPU build).
 
     Args:
-        gpus: per rank, the identity of its GPU; empty without one that NCCL can use.
+        gpus: per rank, the identifier of its GPU; empty without one that NCCL can use.
     """
     return "cpu:gloo,cuda:nccl" if all(gpus) and len(set(gpus)) == len(gpus) else "gloo"
 
@@ -265,16 +254,16 @@ def _reason(gpus: Sequence[str]) -> str:
 
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_MMAP_MAX = -1, -3, -4
-"""Of mallopt(3): what is free at the end of the heap when that is given back; which pieces are mapped by themselves, and how many."""
+"""Of mallopt(3)."""
 NEVER, NONE = -1, 0
 LARGEST_IN_HEAP = 32 << 20
-"""Bytes: as far as glibc itself raises the limit above which it maps memory for one piece alone."""
+"""Bytes: the largest value of M_MMAP_THRESHOLD that glibc accepts."""
 USERS_OWN = ("MALLOC_", "GLIBC_TUNABLES")
-"""How the names of environment variables begin that say how memory is kept."""
+"""Prefixes of the environment variables by which users set the allocator."""
 
 
 def keep_freed_memory() -> None:
-    """Lets this process keep what it frees; where it has another C library, or its user has said how memory is kept, it does nothing."""
+    """Makes glibc keep freed memory; no effect with another C library, or if the user has set the allocator."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None and not any(name.startswith(USERS_OWN) for name in os.environ):
         mallopt(M_MMAP_THRESHOLD, LARGEST_IN_HEAP)
@@ -286,13 +275,10 @@ T = TypeVar("T")
 
 
 def together(world: World, action: Callable[[], T]) -> T:
-    """Runs an action on every rank.
-
-    Returns:
-        This rank's result.
+    """Runs an action on every rank and returns this rank's result.
 
     Raises:
-        Exception: this rank's own error; where only others failed, the first one's as a `WhaleError` that names its rank.
+        Exception: this rank's own error; if only others failed, the first one's as a `WhaleError` that names its rank.
     """
     error: Exception | None = None
     try:
@@ -306,16 +292,12 @@ def together(world: World, action: Callable[[], T]) -> T:
 
 
 def _portable(error: Exception) -> WhaleError:
-    """An error that can travel: other libraries' exceptions may not."""
+    """Other libraries' exceptions may not pickle."""
     return error if isinstance(error, WhaleError) else RuntimeFault(f"{type(error).__name__}: {error}")
 
 
 def on_first_rank(world: World, action: Callable[[], T]) -> T:
-    """Runs an action on rank 0 and gives its result to all.
-
-    Raises:
-        Exception: what rank 0 raised, on all ranks.
-    """
+    """Runs an action on rank 0 and returns its result, or raises its error, on all ranks."""
     outcome: object = None
     error: Exception | None = None
     if world.rank == 0:
@@ -332,16 +314,12 @@ def on_first_rank(world: World, action: Callable[[], T]) -> T:
 
 @contextmanager
 def imagined_world(rank: int, size: int) -> Iterator[World]:
-    """One rank of a world that is imagined, for as long as it is open.
-
-    Args:
-        rank: this process's.
-        size: how many ranks there would be.
+    """One rank of a world without peers, while the context is open.
 
     Raises:
         ConfigError: this process has peers.
     """
-    from torch.testing._internal.distributed.fake_pg import FakeStore  # tells torch of a backend, which nobody else is to see
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # registers a backend with torch, which nobody else should see
 
     if dist.is_initialized():
         raise ConfigError("a dry run was started in a process that is a rank of a process group already", hint="run it without a launcher")

@@ -1,1 +1,1 @@
-"""Executes a plan: this rank's program, its actions, its gradients, its share of the weights."""
+"""Executes a plan: this rank's programs, actions, gradients and parts of the weights."""

@@ -1,6 +1,6 @@
-"""A plan at work on this rank: process groups, the programs of each mode, the order of actions, gradient synchronisation.
+"""A plan running on this rank: process groups, the programs of each mode, the order of actions, gradient synchronisation.
 
-It works on an `EngineState` and keeps nothing of it: it may be closed, and another made for the same state.
+It changes an `EngineState` and owns none of it: it may be closed, and another made for the same state.
 """
 
 from __future__ import annotations
@@ -53,13 +53,13 @@ class Runtime:
         captured: the model in training.
         state: what the programs read and write.
         config: settings.
-        watch: told when each action, message, bucket and segment of a step begins and ends.
+        watch: called when each action, message, bucket and segment of a step begins and ends.
 
     Attributes:
         roster, schedules, holdings, config, watch: as given.
-        clipping: of the gradients, or their norm alone; None where no setting asks for it.
-        losses: looks at the loss of each step.
-        compilation: compiles runs of ops; None where none are compiled.
+        clipping: of the gradients, or their norm alone; None where no setting needs it.
+        losses: checks the loss of each step.
+        compilation: compiles runs of ops; None without `runtime.compile`.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class Runtime:
             self.clipping = self._make_clipping(state, config.gradient.clip_norm)
 
     def prepare(self, mode: str, captured: Captured, plan: Plan, schedules: Sequence[Schedule]) -> None:
-        """Makes ready to run a mode, in place of an earlier preparation.
+        """Prepares a mode, in place of an earlier preparation.
 
         Args:
             mode: its name.
@@ -110,7 +110,7 @@ class Runtime:
             schedules: per replica, with communication.
 
         Raises:
-            PlanError: batches of other sizes or parts than the first would be lent more parameters.
+            PlanError: batches of other sizes or parts than the first would borrow more parameters.
         """
         self.forget(mode)
         device = self.roster.world.device
@@ -141,38 +141,38 @@ class Runtime:
             self._kept[mode] = KeptBuffers(self._tensors[name] for name in self._workers[mode].written if name in self._tensors)
 
     def forget(self, mode: str) -> None:
-        """Lets go of what was prepared for a mode, if anything was."""
+        """Closes a mode, if it was prepared."""
         if mode in self._workers:
             self._workers.pop(mode).close()
             self._kept.pop(mode, None)
             self._borrowers.pop(mode)
 
     def plan_of(self, mode: str) -> Plan | None:
-        """The plan that a mode was prepared for; None where it was not."""
+        """The plan that a mode was prepared for, if it was."""
         worker = self._workers.get(mode)
         return None if worker is None else worker.plan
 
     def kept_buffers(self, mode: str) -> KeptBuffers:
-        """The buffers that a training writes on this rank, and what they were."""
+        """The buffers that a training mode writes on this rank, with their earlier values."""
         return self._kept[mode]
 
     def leaves_out_steps(self, state: EngineState) -> bool:
-        """Whether an update is left out where loss or gradients are not finite; otherwise such a loss is an error."""
+        """Whether an update with non-finite loss or gradients is skipped; otherwise such a loss is an error."""
         return self.config.gradient.skip_nonfinite or state.loss_scale is not None
 
     def train(self, batch: BatchView, place: tuple[int, ...], mode: str = "train", scale: float = 1.0, call: Call = "step") -> StepState:
-        """Runs the actions of a training step; the parameters' gradients are then sums over their owners, times a scale.
+        """Runs the actions of a training step; the gradients are then sums over their owners, times a scale.
 
         Args:
-            batch: the rows in hand.
-            place: the number of the step, and of the batch in it behind the first: what random numbers depend on beside the seed.
+            batch: this rank's rows.
+            place: number of the step, and of the batch in it except for the first: random numbers depend on it and the seed.
             mode: name of the prepared training.
             scale: factor on the gradients.
             call: of the engine.
 
         Raises:
             BatchError: the batch cannot be divided as the plan says, or its rows differ between ranks.
-            RuntimeFault: a peer died or a wait outlasted its limit.
+            RuntimeFault: a peer died or a wait timed out.
         """
         worker, sync = self._workers[mode], self._sync
         self._last_training = worker
@@ -197,48 +197,44 @@ class Runtime:
             return step
 
     def settle(self, mode: str, num_rows: int) -> None:
-        """Puts what the last run of a mode has written into the buffers; all ranks of the world call it.
-
-        Args:
-            num_rows: of the global batch.
-        """
+        """Writes the buffer updates of a mode's last run, on a global batch of `num_rows` rows. A collective of the world."""
         worker = self._workers[mode]
         with self.status.reporting():
             self._buffers.settle(worker.model, worker.written, worker.made, num_rows)
 
     def forget_lost(self) -> None:
-        """Forgets what rounding of gradients has lost on this rank: the steps that it is of do not count, or other weights have come."""
+        """Drops the rounding errors of gradients on this rank: their steps do not count, or the weights were replaced."""
         if self._sync is not None:
             self._sync.forget_lost()
 
     def clip(self, state: EngineState, limit: float | None) -> torch.Tensor:
-        """Clips the gradients of its state to a norm, whatever is set; None for their norm alone, which it gives as it was before."""
+        """Clips the gradients to a norm, whatever is set, and returns the norm before; None only computes it."""
         if self._by_hand is None:
             self._by_hand = self._make_clipping(state, None)
         return self._by_hand.clip(limit)
 
     def publish(self) -> None:
-        """Makes what ops read equal to what the optimizer has made of it; all ranks of the world call it.
+        """Updates what ops read from what the optimizer has stepped. A collective of the world.
 
-        With ``communication.defer_weights`` it ends when that is on its way: the next step waits for each bucket where it reads it.
+        With ``communication.defer_weights`` it only starts this: the next step waits for each bucket where it reads it.
         """
         if self._publishing is not None:
             with self.status.reporting():
                 self._publishing.publish()
 
     def arrive(self) -> None:
-        """Waits until weights that others have published are here: somebody is about to read them outside of a step."""
+        """Waits for weights that others have published, before they are read outside of a step."""
         if self._publishing is not None:
             with self.status.reporting():
                 self._publishing.arrive()
 
     def check_unwritten(self) -> None:
-        """Raises what `Publishing.check` does."""
+        """Raises as `Publishing.check`."""
         if self._publishing is not None:
             self._publishing.check()
 
     def lend(self, mode: Literal["eval", "predict", "eval_predict"]) -> None:
-        """Brings this rank what its stages read in a mode and do not hold; all ranks of the world call it, before `forward`."""
+        """Sends this rank what its stages read in a mode and do not hold. A collective of the world, before `forward`."""
         roster = self.roster
         with self.status.reporting():
             lend_tensors(
@@ -252,11 +248,7 @@ class Runtime:
             )
 
     def forward(self, mode: str, batch: BatchView, step_number: int) -> StepState:
-        """Runs a mode without backward.
-
-        Raises:
-            BatchError, RuntimeFault: as `train`.
-        """
+        """Runs a mode without backward; raises as `train`."""
         self.arrive()
         with self.status.reporting():
             step = self._workers[mode].run(batch, (self.config.runtime.seed, step_number), with_gradients=False)
@@ -264,13 +256,11 @@ class Runtime:
         return step
 
     def call_together(self, call: Call, argument: float | None = None, *, asks: bool = False) -> bool:
-        """Waits until all ranks of the world make this call, with this argument, and until weights that were published are here.
-
-        When this is closed nothing is compared any longer.
+        """Waits until all ranks of the world make the same call, and until published weights have arrived. No effect once closed.
 
         Args:
             call, argument: the same on all ranks.
-            asks: whether this rank asks for something.
+            asks: whether this rank requests something.
 
         Returns:
             Whether any rank does.
@@ -285,14 +275,14 @@ class Runtime:
         return asks
 
     def take_busy(self) -> tuple[float, ...] | None:
-        """Per rank of the plan, for how long it has computed in a run, where all have told of one that they had not told of before."""
+        """Per rank of the plan, its compute time in a run, once all have reported a new one; else None."""
         told = self._connections.world_sums.take_busy()
         found = tuple(told[rank] for rank in self.roster.world_ranks)
         return found if all(found) else None
 
     @property
     def num_noticed(self) -> int:
-        """How many ranks were about to be ended (`Notice`) when all last compared what they do: the same on all."""
+        """Ranks that had received SIGTERM (`Notice`) at the last agreement: equal on all ranks."""
         return self._connections.world_sums.num_noticed
 
     def refuse(self, mode: str, reason: WhaleError, call: Call | None = None) -> None:
@@ -301,7 +291,7 @@ class Runtime:
             self._workers[mode].refuse(reason, call)
 
     def totals(self, step: StepState) -> torch.Tensor:
-        """The loss's sums and weights over all ranks; the first time, they are waited for."""
+        """The loss's sums and weights over all ranks; waits for them the first time."""
         assert step.reduction is not None
         vector, work = step.reduction
         with self.status.reporting():
@@ -310,14 +300,14 @@ class Runtime:
         return vector
 
     def unmerged(self, state: EngineState) -> list[str]:
-        """The running statistics of which several owners have their own, each by its own rows, until they are merged."""
+        """Running statistics that differ between owners, each updated by its own rows, until they are merged."""
         if not state.has_moved_statistics:
             return []
         moved = (name for name, update in buffer_updates(self._captured.graph).items() if update.kind == "statistics")
         return [name for name in moved if len(self.roster.holders.get(name, ())) > 1]
 
     def merge_statistics(self, state: EngineState) -> None:
-        """Makes running statistics equal on their owners, if steps have moved them since; all ranks of the world call it."""
+        """Makes running statistics equal on their owners, if steps have changed them. A collective of the world."""
         if not state.has_moved_statistics:
             return
         state.has_moved_statistics = False
@@ -329,27 +319,22 @@ class Runtime:
 
     @property
     def status(self) -> StatusBoard:
-        """Where the current action is kept for others to read."""
         return self._connections.status
 
     @property
     def peak_in_flight(self) -> int:
-        """The most micro-batches, over this rank's stages, whose activations the last step held at once: from F to B or W."""
+        """The most micro-batches whose activations this rank's stages held at once in the last step, from F to B or W."""
         return self._last_training.peak_in_flight if self._last_training is not None else 0
 
     def check_open(self) -> None:
-        """Fails where it has been closed.
-
-        Raises:
-            RuntimeFault: it has.
-        """
+        """Raises `RuntimeFault` if it is closed."""
         if not self._workers:
             raise RuntimeFault("the engine is closed")
 
     def close(self) -> None:
-        """Gives back process groups and lets go of the state; no step can follow. Other runtimes are not touched."""
+        """Releases process groups and state; no step can follow. Other runtimes are not touched."""
         try:
-            if sys.exception() is None:  # else the others may be elsewhere
+            if sys.exception() is None:  # else the others may not come here
                 self.arrive()
         finally:
             self._let_go()
@@ -391,7 +376,7 @@ class Runtime:
         )
 
     def _make_publishing(self, buckets: Sequence[Bucket], state: EngineState) -> Publishing | None:
-        """None where ops read on this rank what the optimizer steps, and no other rank steps a part of it."""
+        """None where ops on this rank read what the optimizer steps, and no other rank steps a part of it."""
         rank, roster = self.roster.rank, self.roster
         is_copied = any(self.holdings.plan.state_of(name).is_copied for name in state.kept)
         parts = {} if self._weights is None else self._weights.parts

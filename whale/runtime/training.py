@@ -1,4 +1,4 @@
-"""Training: gradients of one or several batches, made whole; then scaled, clipped and applied."""
+"""A training step: gradients of one or several batches, summed, then scaled, clipped and applied."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from whale.runtime.state.updates import KeptBuffers
 
 @dataclass(frozen=True)
 class Accumulated:
-    """What forward and backward passes have left for an update, beside the gradients.
+    """What forward and backward passes have accumulated for an update, besides the gradients.
 
     Attributes:
-        loss: the sum of their losses: 0-dim, on this rank's device, equal on all ranks.
+        loss: sum of their losses: 0-dim, on this rank's device, equal on all ranks.
         account: this rank's part in the last loss.
         buffers: the model's, as they were before the first pass.
-        num_batches: how many passes.
-        num_rows: of the last one's global batch.
+        num_batches: number of passes.
+        num_rows: of the last global batch.
     """
 
     loss: torch.Tensor
@@ -40,7 +40,7 @@ class Accumulated:
 def train_step(
     runtime: Runtime, state: EngineState, batch: BatchView, mode: str = "train", before: Accumulated | None = None
 ) -> torch.Tensor:
-    """`forward_backward` on one global batch, and `update`; the loss of that batch."""
+    """`forward_backward` on one global batch, and `update`; returns the loss of that batch."""
     loss, accumulated = forward_backward(runtime, state, batch, mode, before, call="step")
     update(runtime, state, accumulated)
     return loss
@@ -55,27 +55,27 @@ def forward_backward(
     *,
     call: Call = "forward_backward",
 ) -> tuple[torch.Tensor, Accumulated]:
-    """Adds the gradients of one global batch to those that the optimizer's parameters have.
+    """Adds the gradients of one global batch to those of the optimizer's parameters.
 
     Args:
-        runtime: a plan at work.
-        state: its gradients, and the buffers that the model writes, are changed in place; where an error is raised, nothing has.
-        batch: the rows in hand.
+        runtime: runs the plan.
+        state: its gradients, and the buffers that the model writes, are changed in place; on an error nothing is changed.
+        batch: this rank's rows.
         mode: name of the training that was prepared for the sizes of the batch.
-        before: what earlier passes have left for the same update; None where this is the first.
-        call: of the engine, which all ranks make alike.
+        before: what earlier passes have accumulated for the same update.
+        call: of the engine, equal on all ranks.
 
     Returns:
-        The loss of the global batch: 0-dim, on this rank's device, equal on all ranks; and what is left for `update`. The device is not
-        synchronised.
+        The loss of the global batch: 0-dim, on this rank's device, equal on all ranks; and the argument of `update`. Does not
+        synchronise the device.
 
     Raises:
         BatchError: the batch cannot be divided as the plan says, or differs between ranks.
-        RuntimeFault: a peer died or a wait outlasted its limit; or the loss is no finite number, and no setting leaves out such steps.
+        RuntimeFault: a peer died or a wait timed out; or the loss is not finite, and no setting skips such steps.
     """
     if runtime.roster.world.rank == 0 and before is None:
         state.look_at_schedule()
-    # buckets are written over, so what was accumulated moves out of them for as long as the passes last
+    # the passes overwrite the buckets, so accumulated gradients are copied out of them meanwhile
     earlier = {} if before is None else {name: gradient.clone() for name, gradient in state.gradients().items()}
     state.forget_gradients()
     buffers = runtime.kept_buffers(mode) if before is None else runtime.kept_buffers(mode).another()
@@ -110,19 +110,19 @@ def forward_backward(
 
 
 def update(runtime: Runtime, state: EngineState, accumulated: Accumulated, factor: float = 1.0) -> torch.Tensor:
-    """Scales and clips the gradients that the optimizer's parameters have, and applies them.
+    """Scales and clips the accumulated gradients, and applies them.
 
     Args:
-        runtime: a plan at work.
-        state: is changed in place. Where the update is left out, buffers are as they were before the first pass.
+        runtime: runs the plan.
+        state: changed in place. If the update is skipped, buffers are as they were before the first pass.
         accumulated: by `forward_backward`.
         factor: on the gradients.
 
     Returns:
-        The loss that they are of: the sum over the batches, times the factor.
+        The loss: the sum over the batches, times the factor.
 
     Raises:
-        RuntimeFault: a peer died or a wait outlasted its limit; or loss or gradients are not finite at the least loss scale.
+        RuntimeFault: a peer died or a wait timed out; or loss or gradients are not finite at the least loss scale.
     """
     loss = accumulated.loss
     if factor != 1.0:
@@ -149,7 +149,7 @@ def update(runtime: Runtime, state: EngineState, accumulated: Accumulated, facto
 
 
 def _is_fit(runtime: Runtime, state: EngineState, accumulated: Accumulated, norm: torch.Tensor | None) -> bool:
-    """Whether an update is applied, which is the same on all ranks; in float16 the next has half the scale where it is not."""
+    """Whether an update is applied, equal on all ranks; adapts the loss scale."""
     assert norm is not None, "the norm is worked out where steps may be left out"
     number, loss_scale = state.step_number, state.loss_scale
     found, size = torch.stack([accumulated.loss, norm]).tolist()

@@ -1,4 +1,4 @@
-"""Where every element of a tensor lies, and the steps that bring it elsewhere: for activations, parameters, gradients and checkpoints."""
+"""Which device holds which elements of a tensor, and the steps from one such sharding to another."""
 
 from whale.sharding.index_sets import IndexSpace
 from whale.sharding.moves import Move, moves

@@ -1,4 +1,4 @@
-"""Bridges inside a split stage: what turns a tensor as one op makes it into the form in which others use it.
+"""Bridges inside a split stage: collectives between the layout in which an op makes a tensor and the one in which others use it.
 
                             used whole        used whole by parts     used cut along b
     whole                   nothing           nothing                 slice
@@ -7,14 +7,12 @@
                             - slice           - reduce-scatter        - all-to-all
     sum over the group      all-reduce        (as whole)              reduce-scatter
                             - nothing                                 - all-gather
-The second lines are the way back, for the gradients. "By parts": the user works on parts of an axis that the tensor
-lacks, so that its gradients are terms of a sum. Both are what `reshard` says of the shardings at the two ends. A bridge
-is shared by all users of one form; a gather followed by a cut is never made, since each form comes from what the op made.
+The second lines are the backward pass. "By parts": the user works on parts of an axis that the tensor lacks, so that its
+gradients are terms of a sum. Both follow from `reshard`. Users of one layout share a bridge. A gather followed by a cut is
+never made: each layout is made from what the op returned.
 
-What moves at a bridge: bytes that the devices of a split group receive, forward and backward, exact for uneven cuts.
-
-They are the elements that the steps of `reshard` put on the links. Combined losses and means move a few numbers per row instead
-of the tensor.
+The bytes of a bridge are the elements that its steps put on the links, exact for uneven cuts. Combined losses and means send
+a few numbers per row instead of the tensor.
 """
 
 from __future__ import annotations
@@ -35,10 +33,10 @@ from whale.sharding.reshard import Kind, reshard
 from whale.sharding.sharding import Region, Sharding
 
 Transport = Kind | Literal[""]
-"""What moves: nothing, or a step."""
+"""Nothing, or a kind of step."""
 
 ON_THE_SPOT: frozenset[Transport] = frozenset({"", "slice"})
-"""Transports that each device carries out by itself: nothing travels."""
+"""Transports without communication."""
 
 Ends = tuple[Sharding, Sharding]
 """Before and after."""
@@ -46,17 +44,16 @@ Ends = tuple[Sharding, Sharding]
 
 @dataclass(frozen=True, slots=True)
 class Bridge:
-    """One tensor of a stage, brought into one form.
+    """One tensor of a stage, brought into one layout.
 
     Attributes:
         tensor: the op that makes it.
-        source: the axis along which it lies in parts; None where it is whole (or a sum, if `is_sum`).
-        target: the axis along which its users need it in parts; None where they need it whole.
+        source: the axis along which it is cut; None where it is whole (or a sum, if `is_sum`).
+        target: the axis along which its users need it cut; None where they need it whole.
         entered: whether the users work on parts of an axis that it lacks.
-        is_sum: whether what the op makes is still to be summed over the group.
-        users: the ops that need it so; empty for the sum itself.
-        has_gradient: whether a gradient returns.
-        combine: for a sum, how results for parts are combined (`whale.axes.Role`).
+        is_sum: whether the op's result is still to be summed over the group.
+        users: ops that need this layout; empty for the sum itself.
+        combine: for a sum, how partial results are combined (`whale.axes.Role`).
     """
 
     tensor: str
@@ -70,27 +67,20 @@ class Bridge:
 
     @property
     def forward(self) -> Transport:
-        """What moves forward."""
         return _transports(self.source is not None, self.target is not None, self.source == self.target, self.entered, self.is_sum)[0]
 
     @property
     def backward(self) -> Transport:
-        """What moves backward."""
         known = _transports(self.source is not None, self.target is not None, self.source == self.target, self.entered, self.is_sum)
         return known[1] if self.has_gradient else ""
 
     def values(self, regions: Mapping[str, Sequence[Region]], width: int) -> Ends:
-        """How the tensor lies before and after.
-
-        Args:
-            regions: per axis that it has, what each device of the group holds of it.
-            width: devices of the group.
-        """
+        """Shardings of the tensor before and after; `regions` gives, per axis of the tensor, the region of each device of the group."""
         devices = range(width) if self.is_sum else ()
         return _lies(self.source, regions, width, devices), _lies(self.target, regions, width)
 
     def gradients(self, regions: Mapping[str, Sequence[Region]], width: int) -> Ends:
-        """How its gradient lies where it comes from, and where it goes; takes what `values` does."""
+        """Shardings of its gradient before and after, from the arguments of `values`."""
         devices = range(width) if self.entered else ()
         return _lies(self.target, regions, width, devices), _lies(self.source, regions, width)
 
@@ -101,13 +91,13 @@ class Bridge:
 
 
 def _lies(axis: str | None, regions: Mapping[str, Sequence[Region]], width: int, terms: Iterable[int] = ()) -> Sharding:
-    """Whole, or in parts of an axis; of an axis that a tensor lacks there are no parts."""
+    """Cut along the axis, or whole if the tensor lacks it."""
     return Sharding(tuple(range(width)), tuple(regions.get(axis or "", (Region(),) * width)), tuple(terms))
 
 
 @cache
 def _transports(is_sharded: bool, wants_shards: bool, is_same: bool, entered: bool, is_sum: bool) -> tuple[Transport, Transport]:
-    """What moves forward and backward at all bridges of one form: as between two devices and axes of two units."""
+    """The transports of all bridges of one layout, worked out for two devices and axes of two units."""
     target = "a" if is_same else "b"
     bridge = Bridge("", "a" if is_sharded else None, target if wants_shards else None, entered, is_sum)
     regions = {axis: Sharding.along(range(2), axis, (1, 1)).regions for axis in ("a", "b")}
@@ -118,11 +108,11 @@ def _transports(is_sharded: bool, wants_shards: bool, is_same: bool, entered: bo
 def find_bridges(labels: Labels, returned: frozenset[str] = frozenset()) -> tuple[Bridge, ...]:
     """All bridges of a stage at which something moves, in graph order of the tensors.
 
+    Gradients of parameters that every user reads whole while working on parts are not here: they are summed once per step.
+
     Args:
         labels: of the stage.
-        returned: values that the stage hands on: they are made whole.
-
-    Gradients of parameters are synchronised once per step, not here, where all users of a whole one work on parts.
+        returned: values that leave the stage; they are made whole.
     """
     users: dict[tuple[str, Use], list[str]] = {}
     for op in labels.calls:
@@ -135,7 +125,7 @@ def find_bridges(labels: Labels, returned: frozenset[str] = frozenset()) -> tupl
 
 
 def _tensors(labels: Labels, op: Op) -> Iterator[str]:
-    """The operands of an op that are one tensor each."""
+    """The operands of an op that are single tensors."""
     if op.target != "operator.getitem":
         yield from (name for name in op.inputs if len(labels.graph.by_name[name].outputs) == 1)
 
@@ -159,21 +149,13 @@ def _between(labels: Labels, users: dict[tuple[str, Use], list[str]]) -> Iterato
 
 
 GATHERED = frozenset({"softmax", "prod"})
-"""Ways to combine that every device does for itself, from numbers of all devices."""
+"""Ways to combine in which every device gathers the numbers of all devices and combines them itself."""
 
 COUNT_BYTES = DTYPE_BYTES["int64"]
 
 
 def bridge_bytes(bridge: Bridge, graph: ModelGraph, axes: Axes, shards: Sequence[Shard], rows: int) -> tuple[tuple[int, int], ...]:
-    """Bytes that each device of a split group receives per micro-batch, forward and backward.
-
-    Args:
-        bridge: of a stage.
-        graph: the model.
-        axes: its axes.
-        shards: of the stage.
-        rows: of a micro-batch that the group takes.
-    """
+    """Bytes that each device of a split group receives per micro-batch of `rows` rows, forward and backward."""
     width = len(shards[0].sizes)
     sum_factor = sum_share(bridge, graph, axes) if bridge.is_sum else 1.0
     forward, backward = [0.0] * width, [0.0] * width
@@ -196,7 +178,7 @@ def bridge_bytes(bridge: Bridge, graph: ModelGraph, axes: Axes, shards: Sequence
 def _received_by_form(
     form: Bridge, dimensions: tuple[Dimension, ...], sizes: tuple[int, ...], held: tuple[tuple[str, tuple[int, ...]], ...], width: int
 ) -> tuple[int, list[float], list[float]]:
-    """Elements of a whole tensor, and those that arrive at each device forward and backward; its axes go by their numbers."""
+    """Elements of the whole tensor, and those that each device receives forward and backward. Axes are named by number, for the cache."""
     space = IndexSpace(dimensions, {str(number): size for number, size in enumerate(sizes)})
     regions = {axis: Sharding.along(range(width), axis, own).regions for axis, own in held}
     there = _received(form.values(regions, width), space, width)
@@ -205,7 +187,6 @@ def _received_by_form(
 
 
 def _received(ends: Ends, space: IndexSpace, width: int) -> list[float]:
-    """Elements that arrive at each device."""
     found = [0.0] * width
     for step in reshard(*ends):
         for (_, device), count in step.elements(space).items():
@@ -214,10 +195,10 @@ def _received(ends: Ends, space: IndexSpace, width: int) -> list[float]:
 
 
 def sum_share(bridge: Bridge, graph: ModelGraph, axes: Axes) -> float:
-    """What is summed, in sizes of the result.
+    """What is summed, in multiples of the result's size.
 
-    A weighted mean sums its weight too; an extreme that has a gradient, how often it is met; a cross-entropy gathers three numbers
-    per target.
+    A weighted mean also sums its weight; an extreme with a gradient also sums the number of ties; a cross-entropy gathers three
+    numbers per target.
 
     Raises:
         KeyError: the tensor is no sum.
@@ -235,7 +216,7 @@ def sum_share(bridge: Bridge, graph: ModelGraph, axes: Axes) -> float:
 
 
 def _weight_bytes(op: Op, graph: ModelGraph) -> int:
-    """Bytes of what the mean of a loss is divided by: where there are no weights, a count; of probabilities it is known."""
+    """Bytes of the divisor of a mean loss: a count where there are no weights; none for probabilities, where it is known."""
     _, target, *weight = (graph.by_name[name].outputs[0] for name in op.inputs)
     if target.dtype.startswith(("float", "bfloat")):
         return 0

@@ -1,18 +1,14 @@
-"""Which gradients travel together: parameters of equal owners and forms share buckets, in reverse order of first use.
+"""Which gradients and weights travel together: parameters of equal owners and forms share buckets, in reverse order of first use.
 
     backward   |layer 3|layer 2|layer 1|
     bucket 0           |--- layers 3, 2 ---|
-    bucket 1                           |-- layer 1 --|     a parameter of layers 3 and 1 is whole after layer 1
+    bucket 1                           |-- layer 1 --|     a parameter of layers 3 and 1 is complete after layer 1
 
-    flat       [ layer 3 | pad | layer 1 ][ layer 2 | pad ]     where owners keep parts of the sum, each has a run of its own
-                 -- kept by owner 0 ---    -- by owner 1 --     a parameter that keepers divide has a bucket of its own
+    flat       [ layer 3 | pad | layer 1 ][ layer 2 | pad ]     if owners keep parts of the sum, each has a contiguous run
+                 -- kept by owner 0 ---    -- by owner 1 --     a parameter divided among keepers has a bucket of its own
 
-The runtime sums and publishes what stands here, and the estimate prices it.
-
-When weights that are shared out are gathered: in each pass through their stage, or from the beginning of a run to its end.
-
-All owners gather together. Those that run equal schedules make the same passes in the same order. Where owners make unlike passes, and
-where weight gradients wait for passes of their own, a bucket is there throughout.
+All owners of sharded weights gather together: in each pass of the stage if their schedules are equal, else once for the whole
+run. The latter also holds where weight gradients wait for passes of their own.
 """
 
 from __future__ import annotations
@@ -30,20 +26,20 @@ from whale.sharding.parameters import ParameterShardings
 from whale.sharding.sharding import Piece
 
 ALIGNED_BYTES = 16
-"""Every slot begins at a multiple of this: kernels read so many at once."""
+"""Alignment of slots: the width of vectorized loads."""
 
 WEIGHTS_ALIGNED_BYTES = 256
-"""Likewise where ops read weights in the bucket itself: matrix products choose kernels, and round, by it as in memory of their own."""
+"""Alignment of slots that ops read in place: matrix products then choose the kernels, and round, as for separate allocations."""
 
 NUM_AT_ONCE = 2
-"""Buckets that are on their way at once, where each is a copy of what is in it, or memory that is let go when it has arrived."""
+"""Buckets in flight at once, where each takes memory of its own until it has arrived."""
 
 Places = tuple[tuple[int, int], ...]
 """(Replica, stage) pairs."""
 
 _Key = tuple[Places, tuple[int, ...], Form, str | None, bool, str | None]
-"""Who uses slots, who owns them, their form, how they are summed, and the parameter that keepers divide, or whose gradient is sparse; ""
-where they divide none, None where all keep all.
+"""Places, owners, form, sum_dtype, feeds_back, and the parameter that keepers divide, or whose gradient is sparse; "" where they
+divide none, None where all owners keep all.
 """
 
 
@@ -52,9 +48,8 @@ class BucketSlot:
     """Elements of one parameter in a flat buffer.
 
     Attributes:
-        name: of the parameter.
         piece: which elements, and who owns them.
-        keepers: the owners that keep them, one after the other, and how many each; empty where all keep all.
+        keepers: (owner, number of elements) of those that keep parts, in order; empty where all keep all.
         start, stop: in the buffer, in elements.
     """
 
@@ -66,7 +61,7 @@ class BucketSlot:
 
 
 class _Placed(NamedTuple):
-    """A slot whose place is to be found: its form, and how `Bucket` says that it is summed."""
+    """A slot that has no bucket yet, with its form and how it is summed (see `Bucket`)."""
 
     slot: BucketSlot
     form: Form
@@ -79,15 +74,16 @@ class Bucket:
     """Elements that travel together.
 
     Attributes:
-        slots: in the order of the flat buffer, those of one keeper one behind the other.
+        slots: in the order of the flat buffer, those of one keeper contiguous.
         form: of the elements.
         owners: ranks of the plan that hold them.
-        stages: that use them, by replica.
-        is_at_one_place: whether all who hold it come to it at the same place of equal schedules; else, and where gradients are sparse, it
-            starts when all else is done.
-        sum_dtype: type that elements are rounded to to be summed; None for their own.
-        feeds_back: whether each owner keeps what that loses, and adds it to what it sums next.
-        is_read_in_place: whether each slot is all that its owners hold of the parameter, of a bucket that is published: ops read it there.
+        stages: (replica, stage) pairs that use them.
+        is_at_one_place: whether all owners reach it at the same point of equal schedules. If not, and for sparse gradients, it starts
+            after all else.
+        sum_dtype: type to which elements are rounded for the sum; None for their own.
+        feeds_back: whether each owner keeps the rounding error and adds it to what it sums next.
+        is_read_in_place: of a published bucket, whether each slot is all that its owners hold of the parameter, so that ops read it
+            there.
     """
 
     slots: tuple[BucketSlot, ...]
@@ -101,42 +97,39 @@ class Bucket:
 
     @cached_property
     def names(self) -> tuple[str, ...]:
-        """Of the parameters, each once."""
+        """The parameters, each once."""
         return tuple(dict.fromkeys(slot.name for slot in self.slots))
 
     @cached_property
     def num_elements(self) -> int:
-        """Of the flat buffer."""
         return aligned(self.slots[-1].stop, self.form)
 
     @property
     def num_bytes(self) -> int:
-        """Of the flat buffer."""
         return self.num_elements * DTYPE_BYTES[self.form.dtype]
 
     @property
     def padding_bytes(self) -> int:
-        """Of the flat buffer, between slots and behind them."""
         return self.num_bytes - sum(slot.stop - slot.start for slot in self.slots) * DTYPE_BYTES[self.form.dtype]
 
     @property
     def sent_bytes(self) -> int:
-        """Of the flat buffer as it travels."""
+        """Of the flat buffer in the type in which it is summed."""
         return self.num_elements * DTYPE_BYTES[self.sum_dtype or self.form.dtype]
 
     @property
     def lost_bytes(self) -> int:
-        """Of what each owner keeps of roundings."""
+        """Of the rounding errors that each owner keeps."""
         return self.num_bytes if self.feeds_back else 0
 
     @property
     def is_shared_out(self) -> bool:
-        """Whether some owner has a part alone, which it gives to the others."""
+        """Whether some owner alone has a part, which it sends to the others."""
         return len(self.owners) > 1 and bool(self.runs)
 
     @cached_property
     def runs(self) -> tuple[tuple[int, int, int], ...]:
-        """Per keeper of some of it, where what it keeps begins and ends; none where all owners keep all."""
+        """(keeper, start, stop) of what each keeper keeps; empty where all owners keep all."""
         starts: list[tuple[int, int]] = []
         for slot in self.slots:
             start = slot.start
@@ -153,10 +146,10 @@ class Buckets:
     """All buckets of a plan, each kind in the order in which they start.
 
     Attributes:
-        summed: in which gradients become sums.
-        published: in which keepers give the other owners what these read, after a step, in the order of first use.
-        gathered: in which they do before ops read it, or each owner brings it from its host, in the order of first use.
-        kept: per rank that keeps some of what is shared out, the elements of each parameter.
+        summed: gradients.
+        published: weights that keepers send to the other owners after a step, in the order of first use.
+        gathered: weights that keepers send, or each owner copies from its host, before ops read them, in the order of first use.
+        kept: per keeper, the number of elements that it keeps of each parameter.
     """
 
     summed: tuple[Bucket, ...] = ()
@@ -166,27 +159,27 @@ class Buckets:
 
 
 def aligned(num_elements: int, form: Form, aligned_bytes: int = ALIGNED_BYTES) -> int:
-    """Elements with those that fill up to the next slot."""
+    """The number of elements, rounded up to the start of the next slot."""
     size = DTYPE_BYTES[form.dtype]
     return filled_up(num_elements * size, aligned_bytes) // size
 
 
 def filled_up(num_bytes: int, aligned_bytes: int = ALIGNED_BYTES) -> int:
-    """Bytes with those that come before the next slot."""
+    """Bytes, rounded up to the alignment."""
     return -(-num_bytes // aligned_bytes) * aligned_bytes
 
 
 def plan_buckets(plan: Plan, shardings: ParameterShardings, model: ModelGraph, alike: Sequence[int], bucket_bytes: int) -> Buckets:
     """The buckets of a whole plan, equal on every rank.
 
-    No sum has pieces that nobody has to wait for, nor parameters that get no gradient.
+    Pieces with one contributor are not summed, nor are parameters without gradient.
 
     Args:
-        plan: says in which forms parameters live.
+        plan: says in which forms parameters are.
         shardings: who holds what.
         model: sizes, and the order of first use.
         alike: per replica a number, equal for those that run equal schedules.
-        bucket_bytes: a bucket is closed when it has this many bytes.
+        bucket_bytes: a bucket of at least this many bytes is closed.
     """
     first_use, never = model.first_reads, len(model.ops)
     reached = sorted(reached_parameters(model).intersection(shardings.parameters), key=lambda name: (-first_use[name], name))
@@ -199,7 +192,7 @@ def plan_buckets(plan: Plan, shardings: ParameterShardings, model: ModelGraph, a
             yield from (_Placed(slot, *own) for slot in _slots(shardings, model, name) if not slot.piece.is_complete)
 
     def order(bucket: Bucket) -> tuple[object, ...]:
-        """Later stages first, and in a stage what is first used last first: the order in which gradients are whole."""
+        """Later stages first, and in a stage what is first used last first: the order in which gradients become complete."""
         first = min((-first_use[slot.name], slot.name, slot.piece.region.intervals) for slot in bucket.slots)
         return not bucket.is_at_one_place, -max(stage for _, stage in bucket.stages), *first
 
@@ -238,7 +231,7 @@ def plan_buckets(plan: Plan, shardings: ParameterShardings, model: ModelGraph, a
 
 
 def _slots(shardings: ParameterShardings, model: ModelGraph, name: str) -> Iterator[BucketSlot]:
-    """The pieces of a parameter, and of each what its keepers have."""
+    """The pieces of a parameter, each with what its keepers have."""
     kept = shardings.kept(name).held if name in shardings.keeping else {}
     for piece in shardings.gradient(name).pieces:
         common = ((keeper, piece.region.intersect(region)) for keeper, region in kept.items())
@@ -249,7 +242,7 @@ def _slots(shardings: ParameterShardings, model: ModelGraph, name: str) -> Itera
 def _filled(
     slots: Iterable[_Placed], shardings: ParameterShardings, model: ModelGraph, bucket_bytes: int, aligned_bytes: int = ALIGNED_BYTES
 ) -> Iterator[Bucket]:
-    """Buckets of slots, each of equal owners and forms; one that is full is closed."""
+    """Buckets of slots with equal keys; one that is full is closed."""
     growing: dict[_Key, list[BucketSlot]] = {}
     held: dict[_Key, int] = {}
     for slot, form, sum_dtype, feeds_back in slots:
@@ -268,7 +261,7 @@ def _filled(
 
 
 def _laid_out(slots: Sequence[BucketSlot], key: _Key, aligned_bytes: int) -> Bucket:
-    """A bucket of slots of given sizes, keeper by keeper."""
+    """A bucket of slots whose `stop` is their size, keeper by keeper."""
     places, owners, form, sum_dtype, feeds_back, _ = key
     found, start = [], 0
     for slot in sorted(slots, key=lambda slot: [keeper for keeper, _ in slot.keepers]):
@@ -282,9 +275,9 @@ class Visits:
     """What a rank gathers, by numbers of buckets.
 
     Attributes:
-        forward: per stage, in a pass forward, in the order of first use.
-        backward: in a pass backward, in the order of last use, the last first; without what frozen parts of the model alone read.
-        throughout: before a run.
+        forward: per stage, in a forward pass, in the order of first use.
+        backward: in a backward pass, in reverse order of last use; without what only frozen parts of the model read.
+        throughout: once, before a run.
     """
 
     forward: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
@@ -293,12 +286,12 @@ class Visits:
 
 
 def visits_of(buckets: Sequence[Bucket], model: ModelGraph, plan: Plan, schedules: Sequence[Schedule]) -> dict[int, Visits]:
-    """Those of each rank of a plan.
+    """The visits of each rank.
 
     Args:
-        buckets: that are gathered, of the whole plan, in the order of first use.
+        buckets: `Buckets.gathered`.
         model: that the plan is for.
-        plan: whose ranks run which stages.
+        plan: the plan.
         schedules: per replica.
     """
     runs: dict[int, set[tuple[int, int]]] = {}
@@ -335,7 +328,7 @@ def visits_of(buckets: Sequence[Bucket], model: ModelGraph, plan: Plan, schedule
 
 
 def _read_backward(model: ModelGraph, plan: Plan) -> Iterator[str]:
-    """The parameters that ops read, or views of them, through which gradients flow or which some stage computes again."""
+    """Parameters read, maybe through views, by ops that have gradients or are recomputed."""
     again = {name for replica in plan.replicas for stage in replica.stages for segment in stage.recomputed for name in segment}
     for op in model.ops:
         if op.requires_grad or op.name in again:

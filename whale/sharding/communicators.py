@@ -1,6 +1,6 @@
-"""The communicators that a plan needs: sets of ranks that sum together, and ordered pairs between which something travels.
+"""The communicators that a plan needs: sets of ranks that sum together, and ordered pairs of ranks that send messages.
 
-Equal sets share one, and so do all messages from one rank to another, in every mode: what they start is in one order.
+Equal sets share one, and so do all messages from one rank to another, in every mode: their launches are in one order.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from whale.sharding.crossings import DIRECTIONS, Crossings
 from whale.sharding.parameters import ParameterShardings
 
 MANY_FOR_A_RANK = 64
-"""More than this many take NCCL much memory of one device: some 10 MB of buffers for each."""
+"""Above this, NCCL takes much memory of one device: some 10 MB of buffers for each communicator."""
 
 MANY = 4096
-"""More than this many take long to make: every rank takes part in making each."""
+"""Above this, setup takes long: every rank takes part in making each communicator."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Communicators:
     """The communicators of a plan, by ranks of the plan.
 
     Attributes:
-        groups: sets of ranks that sum or share something together, sorted, each once; all ranks are one of them.
+        groups: sorted sets of ranks that sum or share something, each once; all ranks are one of them.
         channels: (sender, receiver), sorted, each once.
     """
 
@@ -40,12 +40,11 @@ class Communicators:
 
     @cached_property
     def most_of_a_rank(self) -> int:
-        """How many the rank takes part in that takes part in most."""
+        """The most communicators that any one rank takes part in."""
         return max(Counter(rank for ranks in (*self.groups, *self.channels) for rank in ranks).values(), default=0)
 
     @property
     def warning(self) -> str | None:
-        """What is to be said where there are many."""
         if self.most_of_a_rank <= MANY_FOR_A_RANK and len(self) <= MANY:
             return None
         return (
@@ -59,19 +58,13 @@ class Communicators:
 
 
 def communicators_of(plan: Plan, model: ModelGraph, shardings: ParameterShardings) -> Communicators:
-    """What a plan needs for training with its own batch; other modes and batches use the same.
-
-    Args:
-        plan: the plan.
-        model: the model that it is for.
-        shardings: where its parameters lie.
-    """
+    """What a plan needs for training with its own batch; other modes and batches use the same."""
     channels = {(source, target) for source, target in channels_of(plan, model) if source != target}
     return Communicators(groups_of(plan, model, shardings), tuple(sorted(channels)))
 
 
 def groups_of(plan: Plan, model: ModelGraph, shardings: ParameterShardings) -> tuple[tuple[int, ...], ...]:
-    """Sets of ranks of a plan that sum together: all, the owners of a gradient, the devices of a split group."""
+    """Sets of ranks that sum together: all ranks, the owners of a gradient, the devices of a split group."""
     everyone = tuple(range(len(plan.devices)))
     groups = {everyone, *_owner_sets(model, shardings), *_split_groups(plan)}
     return tuple(sorted(group for group in groups if len(group) > 1))
@@ -92,7 +85,7 @@ def _split_groups(plan: Plan) -> Iterator[tuple[int, ...]]:
 
 
 def channels_of(plan: Plan, model: ModelGraph) -> Iterator[tuple[int, int]]:
-    """The pairs of ranks of a plan that its own batch travels between, once for each region that does; a rank with itself included."""
+    """(sender, receiver) of each region that crosses stages for the plan's own batch, with repetitions and with sends to oneself."""
     batch_axes = dict(plan.batch_axes)
     for replica in plan.replicas:
         crossings = Crossings(replica, model, plan.rank_of, batch_axes)

@@ -1,18 +1,12 @@
-"""What crosses the stages of a replica: the moves from where a tensor, or its gradient, lies on one stage to where on another.
-
-stage 0 (5:3 rows)         stage 1 (8 rows)
-rank 0 [0 .. 5)  ---------->  rank 2 [0 .. 5)
-rank 1 [5 .. 8)  ---------->  rank 2 [5 .. 8)
-
-How a tensor that crosses from stage to stage lies on the devices of a stage, and its gradient likewise.
+"""What crosses the stages of a replica: how a tensor, and its gradient, is laid out on each stage, and the moves between them.
 
     stage 0 (5:3 rows)            stage 1 (groups of 2, all rows, in parts of hidden)
     rank 0   batch[0:5]           rank 2   batch[0:8] hidden[0:6]
     rank 1   batch[5:8]           rank 3   batch[0:8] hidden[6:8]
 
-Values are final on every device that holds them, and so are the gradients of their rows. A tensor without a batch axis is
-held by every split group. Its gradient is a sum of which each group has one term, since each saw other rows; the terms stay
-apart on the way back, and gradient synchronisation adds them up.
+Values, and the gradients of their rows, are final on every device that holds them. A tensor without a batch axis is held by every
+split group. Its gradient is a sum with one term per group, since each group saw other rows; the terms stay separate on the way back,
+and gradient synchronisation adds them.
 """
 
 from __future__ import annotations
@@ -32,7 +26,7 @@ from whale.sharding.sharding import Region, Sharding
 
 
 def border_sharding(stage: Stage, devices: Sequence[int], tensor: str, num_rows: int | None) -> Sharding:
-    """Where a tensor lies that a stage is handed or hands on.
+    """The sharding of a tensor that a stage receives or sends.
 
     Args:
         stage: either end.
@@ -56,14 +50,14 @@ def border_sharding(stage: Stage, devices: Sequence[int], tensor: str, num_rows:
 
 
 def border_gradient(stage: Stage, devices: Sequence[int], tensor: str, num_rows: int | None) -> Sharding:
-    """Where the gradient of such a tensor lies; takes and raises what `border_sharding` does."""
+    """The sharding of the gradient of such a tensor; see `border_sharding`."""
     value = border_sharding(stage, devices, tensor, num_rows)
     groups = tuple(index // stage.split for index in range(len(devices)))
     return replace(value, terms=groups) if num_rows is None else value
 
 
 def _rows(stage: Stage, tensor: str, num_rows: int) -> Sequence[tuple[int, int]]:
-    """Per device, the rows that it has: those of its group, or its own of them."""
+    """Per device, its rows: those of its group, or its share of them."""
     whole, shard = stage.row_intervals(num_rows), stage.row_shard
     if shard is None or (tensor not in shard.arriving and tensor not in shard.handed_on):
         return whole
@@ -72,13 +66,7 @@ def _rows(stage: Stage, tensor: str, num_rows: int) -> Sequence[tuple[int, int]]
 
 
 def row_space(spec: TensorSpec, axis: BatchAxis | None, num_rows: int) -> IndexSpace:
-    """Where rows lie in a tensor of which only the batch is known.
-
-    Args:
-        spec: of the tensor.
-        axis: where its batch is; None where it has none, or none that can be told apart.
-        num_rows: of all of it.
-    """
+    """The index space of a tensor of which only the batch axis is known; `axis` is None where it has none, or an ambiguous one."""
     sizes = {f"dim {dim}": size for dim, size in enumerate(spec.shape_at(num_rows))}
     dimensions: list[Dimension] = [(name,) for name in sizes]
     if axis is not None:
@@ -88,13 +76,7 @@ def row_space(spec: TensorSpec, axis: BatchAxis | None, num_rows: int) -> IndexS
 
 
 def shard_space(dimensions: tuple[Dimension, ...], sizes: Mapping[str, int], num_rows: int) -> IndexSpace:
-    """Where the elements of a tensor lie whose axes are known.
-
-    Args:
-        dimensions: of the tensor.
-        sizes: of the axes.
-        num_rows: of a micro-batch.
-    """
+    """The index space of a tensor whose axes are known."""
     return IndexSpace(dimensions, {**sizes, BATCH: num_rows})
 
 
@@ -109,7 +91,7 @@ class Crossings:
     Args:
         replica: the replica.
         model: specs of the tensors.
-        rank_of: the rank of each of its devices, in any numbering that the caller likes.
+        rank_of: the rank of each of its devices, in any numbering.
         batch_axes: per tensor, where its batch is.
     """
 
@@ -119,7 +101,7 @@ class Crossings:
     batch_axes: Mapping[str, BatchAxis]
 
     def moves(self, edge: Edge, num_rows: int, direction: Direction) -> Iterator[tuple[str, Move]]:
-        """Per tensor of an edge, in order, which region goes from whom to whom for a micro-batch of this many rows."""
+        """The moves of each tensor of an edge, in order, for a micro-batch of `num_rows` rows."""
         known = dict[tuple[Sharding, Sharding], tuple[Move, ...]]()
         for tensor in edge.tensors:
             if direction == "backward" and not self.model.by_name[tensor].requires_grad:
@@ -131,7 +113,7 @@ class Crossings:
                 yield tensor, move
 
     def value(self, edge: Edge, stage: int, tensor: str, num_rows: int) -> Sharding:
-        """Where a tensor lies on a stage at an end of an edge."""
+        """The sharding of a tensor on a stage at an end of an edge."""
         return border_sharding(self.replica.stages[stage], self._ranks[stage], tensor, self._rows(edge, tensor, num_rows))
 
     def _gradient(self, edge: Edge, stage: int, tensor: str, num_rows: int) -> Sharding:
@@ -144,11 +126,11 @@ class Crossings:
 
     @cached_property
     def _ranks(self) -> tuple[tuple[int, ...], ...]:
-        """Per stage, the ranks of its virtual device."""
+        """Per stage."""
         return tuple(tuple(self.rank_of[device] for device in stage.virtual_device.devices) for stage in self.replica.stages)
 
     def _rows(self, edge: Edge, tensor: str, num_rows: int) -> int | None:
-        """The rows that divide a tensor; None where it is handed over whole, as between single devices, wherever its rows are."""
+        """The rows that divide a tensor; None where it is sent whole, as between single devices."""
         is_known = tensor in self.batch_axes
         is_wide = any(len(self._ranks[end]) > 1 for end in (edge.source, edge.target))
         has_rows = self.model.by_name[tensor].outputs[0].has_rows

@@ -1,15 +1,10 @@
-"""Index sets: which positions of a tensor dimension one device holds, as sorted runs.
+"""Index sets: which positions of each dimension of a tensor a region covers, as sorted runs.
 
-A dimension is a product of axes, outermost first, so a part of an axis inside it is a comb:
+A dimension is a product of axes, outermost first, so a part of an inner axis is a comb:
 
     heads*width, heads 4 of which the device holds 1..2, width 3      [. . . x x x x x x . . .]   one run
     three*heads, three 3                                              [. x x . . x x . . x x .]   three runs
-    (q | k | v), pieces of unlike sizes                               each piece has runs of its own
-
-Where the elements of a region lie in a tensor: the positions per dimension, by the axes that each dimension is made of.
-
-[3*heads*width]  fused projection, region heads[1:2] of heads 2, width 2      (2, 4) (6, 8) (10, 12)
-[rows seq]       region batch[3:5] of a tensor that holds batch[2:6]           (1, 3) | (0, seq)
+    (q | k | v), pieces of different sizes                            each piece has runs of its own
 """
 
 from __future__ import annotations
@@ -24,11 +19,11 @@ from whale.ir.plan import Shard
 from whale.sharding.sharding import Region
 
 Runs = tuple[tuple[int, int], ...]
-"""Positions as runs ``[start, stop)``, sorted, none empty, none touching the next."""
+"""Positions as runs ``[start, stop)``: sorted, not empty, not adjacent."""
 
 
 def intervals(shards: Sequence[Shard], position: int) -> dict[str, tuple[int, int]]:
-    """Per cut axis, the interval of it that the device at this position of its split group holds."""
+    """Per cut axis, the interval that the device at this position of its split group holds."""
     found = {}
     for shard in shards:
         ends = (0, *accumulate(shard.sizes))
@@ -37,12 +32,7 @@ def intervals(shards: Sequence[Shard], position: int) -> dict[str, tuple[int, in
 
 
 def extent(dimension: Dimension, sizes: Mapping[str, int]) -> int:
-    """The size of a dimension.
-
-    Args:
-        dimension: a product of axes.
-        sizes: of the axes.
-    """
+    """The size of a dimension, from the sizes of its axes."""
     return prod(_extent(factor, sizes) for factor in dimension)
 
 
@@ -53,13 +43,7 @@ def _extent(factor: Factor, sizes: Mapping[str, int]) -> int:
 
 
 def index_set(dimension: Dimension, sizes: Mapping[str, int], held: Mapping[str, tuple[int, int]]) -> Runs:
-    """The positions of a dimension that a device holds.
-
-    Args:
-        dimension: a product of axes.
-        sizes: of the axes.
-        held: per cut axis, the interval that the device holds.
-    """
+    """The positions of a dimension that a device holds, from the interval `held` of each cut axis."""
     runs: Runs = ((0, 1),)
     size = 1
     for factor in reversed(dimension):
@@ -88,7 +72,7 @@ def _product(outer: Runs, inner: Runs, size: int) -> Runs:
 
 
 def merged(runs: Iterable[tuple[int, int]]) -> Runs:
-    """Runs in order, those that touch joined."""
+    """The runs, given in order, with adjacent ones joined."""
     found: list[tuple[int, int]] = []
     for start, stop in runs:
         if found and found[-1][1] == start:
@@ -99,39 +83,29 @@ def merged(runs: Iterable[tuple[int, int]]) -> Runs:
 
 
 def count(runs: Runs) -> int:
-    """How many positions there are."""
+    """The number of positions."""
     return sum(stop - start for start, stop in runs)
 
 
 def count_below(runs: Runs, bound: int) -> int:
-    """How many of the positions come before `bound`: where a slice of the whole begins in the part."""
+    """The number of positions below `bound`: where a slice of the whole begins in the part."""
     return sum(min(stop, bound) - start for start, stop in runs if start < bound)
 
 
 def relative(runs: Runs, within: Runs) -> Runs:
-    """Positions that lie in a set, counted among its own: what is asked for of a part, as places in that part."""
+    """Positions of a subset, counted within the set: a slice of the whole as places in a part."""
     return merged((count_below(within, start), count_below(within, stop)) for start, stop in runs)
 
 
 @dataclass(frozen=True)
 class IndexSpace:
-    """The dimensions of a whole tensor.
-
-    Attributes:
-        dimensions: as products of axes.
-        sizes: of the axes; of the batch, the device's rows.
-    """
+    """The dimensions of a whole tensor as products of axes, and the sizes of the axes; of the batch, the device's rows."""
 
     dimensions: tuple[Dimension, ...]
     sizes: Mapping[str, int]
 
     def positions(self, region: Region, within: Region = Region()) -> tuple[Runs, ...]:  # noqa: B008
-        """Per dimension, where a region lies in the tensor of a device that holds another one (by default, in the whole tensor).
-
-        Args:
-            region: of which it holds all.
-            within: what the device holds.
-        """
+        """Per dimension, the positions of a region in the tensor of a device that holds `within`, which contains it."""
         outer = {axis: (start, stop) for axis, start, stop in within.intervals}
         sizes = {**self.sizes, **{axis: stop - start for axis, (start, stop) in outer.items()}}
         held = {axis: (start - outer.get(axis, (0, 0))[0], stop - outer.get(axis, (0, 0))[0]) for axis, start, stop in region.intervals}
@@ -142,5 +116,4 @@ class IndexSpace:
         return tuple(map(count, self.positions(region)))
 
     def num_elements(self, region: Region) -> int:
-        """Elements of a region."""
         return prod(self.shape(region))

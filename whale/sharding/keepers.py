@@ -1,10 +1,10 @@
-"""Keepers: who keeps what of the state that is shared out among the owners of parameters (``sharding: owners``).
+"""Keepers: which owner keeps which part of parameters whose state is sharded over owners (``sharding: owners``).
 
-    shares 2:1    owner 0   |  embedding[0:60]  |  layer 1  |          bytes follow the shares, which are of free memory;
-                  owner 1   |  embedding[60:90] | bias |               what is larger than an owner's share is cut along dimension 0
+    shares 2:1    owner 0   |  embedding[0:60]  |  layer 1  |          bytes follow the shares of free memory; a parameter larger
+                  owner 1   |  embedding[60:90] | bias |               than an owner's share is cut along dimension 0
 
-A parameter that stages divide among a split group is kept by one such group, each of whose devices keeps the part that it holds.
-It depends on the plan and on the shapes alone: the runtime, the estimate and checkpoints read the same.
+A parameter that is cut over split groups is kept by one such group, each device keeping the part that it holds.
+The result depends on the plan and the shapes alone: the runtime, the estimate and checkpoints all use it.
 """
 
 from __future__ import annotations
@@ -15,18 +15,17 @@ from dataclasses import dataclass
 from whale.ir.division import divide
 
 ROWS = "dimension 0"
-"""The axis of a parameter that keepers divide: its first dimension, whatever logical axes that has."""
+"""The axis that keepers divide: the parameter's first dimension, whatever logical axes that has."""
 
 
 @dataclass(frozen=True, slots=True)
 class SharedOut:
-    """A parameter whose state is shared out.
+    """A parameter whose state is sharded over its owners.
 
     Attributes:
-        name: of the parameter.
-        num_rows: size of its first dimension, along which it may be cut; 1 where it may not.
-        num_bytes: of what its keepers keep of it.
-        ways: sets of devices that together hold it once, each device with its elements.
+        num_rows: size of its first dimension; 1 where it may not be cut.
+        num_bytes: of its state, over all keepers.
+        ways: sets of devices that together hold it once, each device with its number of elements.
     """
 
     name: str
@@ -47,24 +46,14 @@ class SharedOut:
 
 @dataclass(frozen=True, slots=True)
 class Keeping:
-    """Who keeps a parameter.
-
-    Attributes:
-        devices: the keepers.
-        rows: that each of them keeps, one after the other; empty where each keeps what it holds.
-    """
+    """The keepers of a parameter, and the rows of each in order; `rows` is empty where each keeps what it holds."""
 
     devices: tuple[int, ...]
     rows: tuple[int, ...] = ()
 
 
 def deal(parameters: Iterable[SharedOut], shares: Sequence[float]) -> dict[str, Keeping]:
-    """Deals out parameters, the largest first, each to the keeper that then has least for its share.
-
-    Args:
-        parameters: those whose state is shared out.
-        shares: per device, its weight.
-    """
+    """Assigns parameters, the largest first, each to the keeper with the least load for its share (`shares`: a weight per device)."""
     ordered = sorted(parameters, key=lambda own: (len(own.ways) > 1, -own.num_bytes))  # first what has no choice
     totals: dict[tuple[int, ...], int] = {}
     for own in ordered:
@@ -87,5 +76,5 @@ def deal(parameters: Iterable[SharedOut], shares: Sequence[float]) -> dict[str, 
 
 
 def _fill(added: Mapping[int, float], load: Sequence[float], shares: Sequence[float]) -> list[float]:
-    """Per device, what it has for its share once some bytes are added."""
+    """Load per share of each device after some bytes are added."""
     return [(load[device] + num_bytes) / shares[device] for device, num_bytes in added.items()]

@@ -1,11 +1,11 @@
-"""Moves: who copies which elements to whom, so that every device of a target has its region.
+"""Moves: which device copies which elements to which, so that every device of a target has its region.
 
          source (5:3)        target (4:4)            moves
     a0  [0 1 2 3 4]      b0 [0 1 2 3]           a0 -> b0  [0, 4)
     a1  [5 6 7]          b1 [4 5 6 7]           a0 -> b1  [4, 5)
                                                 a1 -> b1  [5, 8)
 
-Each target device receives each element that it lacks exactly once: no way of copying moves less.
+Each target device receives each element that it lacks exactly once, which is the least possible.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from whale.sharding.sharding import Region, Sharding
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """A region copied from a device to a device, maybe the same one; what arrives there of several terms is added."""
+    """A region copied from a device to a device, maybe the same one; terms that arrive at one place are added."""
 
     source: int
     target: int
@@ -26,7 +26,6 @@ class Move:
 
     @property
     def adjoint(self) -> Move:
-        """The way back."""
         return Move(self.target, self.source, self.region)
 
     def __str__(self) -> str:
@@ -36,14 +35,13 @@ class Move:
 def moves(source: Sharding, target: Sharding, hosts: Mapping[int, str] | None = None) -> tuple[Move, ...]:
     """The moves that turn one sharding into another, target device by target device.
 
-    A device prefers what it holds itself, then what a device of its host holds, then a holder that has sent least so far,
-    then one whose place in its mesh is alike, so that copies spread. Of final values each element comes from one holder; of a
-    sum of n terms that becomes a sum of m terms, term k goes to term ``k * m // n``, whose devices add what goes to it. A term
-    is zero where no device holds it.
+    A device prefers what it holds itself, then a holder on its host, then the holder that has sent least so far, then one at the
+    same relative place in its mesh, so that copies spread. Each final element comes from one holder. Where a sum of n terms becomes
+    a sum of m terms, term k goes to term ``k * m // n``, whose devices add what they receive. A term is zero where no device holds it.
 
     Args:
-        source, target: of one tensor; of a target that is a sum, the devices of each term together hold everything.
-        hosts: per device, its host; None where all links are alike.
+        source, target: of one tensor; the devices of each term of the target together hold everything.
+        hosts: the host of each device; None where all links are equal.
     """
     senders = _Senders(source, hosts or {})
     terms = _order(source)
@@ -59,12 +57,12 @@ def moves(source: Sharding, target: Sharding, hosts: Mapping[int, str] | None = 
 
 
 def _order(sharding: Sharding) -> dict[int, int]:
-    """Per term, its number in order of the mesh."""
+    """Each term's number, in order of the mesh."""
     return {term: number for number, term in enumerate(dict.fromkeys(sharding.own_terms))}
 
 
 class _Senders:
-    """The devices of a source, with what each has sent so far."""
+    """The devices of a source, and how much each has sent so far."""
 
     def __init__(self, source: Sharding, hosts: Mapping[int, str]) -> None:
         self._hosts = hosts
@@ -81,7 +79,7 @@ class _Senders:
         return self._position[move.source], move.region.intervals
 
     def deliver(self, device: int, place: float, wanted: Region, term: int) -> Iterator[Move]:
-        """What gives a device its region of one term; `place` is the position in the source's mesh that is like its own."""
+        """The moves that give a device its region of one term; `place` is the matching position in the source's mesh."""
         near = [
             (region, min(holders, key=lambda holder: self._cost(holder, device, place)))
             for region, holders in self._meeting(wanted, term)
@@ -104,7 +102,7 @@ class _Senders:
         assert not missing or len(self._of_term) > 1, f"nobody holds {', '.join(map(str, missing))}"
 
     def _meeting(self, wanted: Region, term: int) -> Iterator[tuple[Region, list[int]]]:
-        """The regions of a term that may have elements in common with another: by the first axis alone, since this is asked most."""
+        """The regions of a term that may overlap with another, by the first axis alone: a cheap filter for a hot path."""
         for region, holders in self._of_term[term].items():
             if not region.intervals:
                 yield region, holders

@@ -1,11 +1,10 @@
-"""Where every parameter lies, and whose gradients make it up: one sharding per parameter, from the plan and the axes alone.
+"""Where every parameter is held, and whose gradients it sums: one sharding per parameter, from the plan and the axes alone.
 
-Holders of a parameter need not agree: one replica may shard it 3:1, another 2:2, a third not at all. A device of a split
-group that holds it whole has either the whole gradient, as the others of its group have, or one from its own part of the
-work: then each device is a term of its own.
+Holders need not agree: one replica may shard a parameter 3:1, another 2:2, a third not at all. Devices of a split group that
+hold it whole have either equal gradients, or one each from their own part of the work: then each device is a term of its own.
 
-Stages that hold the same parameters in the same way are one pattern, and parameters that lie in the same way one sharding:
-each is worked out once, when it is asked for, however many replicas and layers there are.
+Stages that hold the same parameters in the same way share a pattern, and parameters with equal layouts a sharding; each is
+worked out once, on demand, however many replicas and layers there are.
 """
 
 from __future__ import annotations
@@ -31,8 +30,8 @@ class Pattern:
     Attributes:
         parameters: names.
         split: devices of a split group.
-        shards: what is divided over them.
-        partial: those of the whole parameters whose gradients are terms of a sum over the group.
+        shards: how they divide axes.
+        partial: whole parameters whose gradients are terms of a sum over the group.
     """
 
     parameters: tuple[str, ...]
@@ -42,7 +41,6 @@ class Pattern:
 
     @cached_property
     def by_axis(self) -> Mapping[str, Shard]:
-        """Shards by their axes."""
         return {shard.axis: shard for shard in self.shards}
 
     @cached_property
@@ -55,13 +53,7 @@ class Pattern:
 
 @dataclass(frozen=True)
 class Holder:
-    """The devices of one stage.
-
-    Attributes:
-        place: replica and stage.
-        devices: in the order of the virtual device.
-        pattern: what they hold.
-    """
+    """A (replica, stage) place, its devices in the order of the virtual device, and the pattern of what they hold."""
 
     place: tuple[int, int]
     devices: tuple[int, ...]
@@ -74,7 +66,7 @@ class GroupHolding:
 
     Attributes:
         regions: per device.
-        are_copies: whether all of them have the same, whole, gradient.
+        are_copies: whether all have the same complete gradient.
     """
 
     regions: tuple[Region, ...]
@@ -89,12 +81,12 @@ class GroupHolding:
 
 
 Parts = tuple[tuple[Runs, ...], ...]
-"""Per device of a split group, the positions of its part along each dimension of a parameter."""
+"""Per device of a split group, its positions along each dimension of a parameter."""
 
 
 @dataclass(eq=False)
 class Holders:
-    """Who holds what, as it is gathered: stages with the very same parameters and shards share a pattern, which is long to compare."""
+    """Collects holders; stages with identical parameters and shards share one pattern, which is slow to compare."""
 
     gathered: list[Holder] = field(default_factory=list)
     _patterns: dict[tuple[int, int, int, frozenset[str]], Pattern] = field(default_factory=dict)
@@ -108,7 +100,7 @@ class Holders:
         shards: tuple[Shard, ...],
         partial: frozenset[str] = frozenset(),
     ) -> None:
-        """Takes what a stage holds: the words of `Holder` and `Pattern`."""
+        """Adds what a stage holds; arguments as in `Holder` and `Pattern`."""
         look = id(parameters), split, id(shards), partial  # a pattern keeps both alive
         if look not in self._patterns:
             self._patterns[look] = Pattern(parameters, split, shards, partial)
@@ -116,18 +108,18 @@ class Holders:
 
 
 Forms = tuple[tuple[int, GroupHolding], ...]
-"""Per pattern that has a parameter, by number, its form there."""
+"""(Number of a pattern, how it holds a parameter) for each pattern that has it."""
 
 
 @dataclass(frozen=True)
 class ParameterShardings:
-    """Where all parameters and buffers lie.
+    """Where all parameters and buffers are held.
 
     Attributes:
         holders: who holds what.
         axes: of the model; None where nothing is sharded.
         names: of the devices, by number.
-        keeping: who keeps those whose lasting form is shared out among owners, and how large these are.
+        keeping: per parameter whose state is sharded over owners, its keepers and its shape.
     """
 
     holders: tuple[Holder, ...]
@@ -144,7 +136,7 @@ class ParameterShardings:
 
     @cached_property
     def _patterns_of(self) -> Mapping[str, tuple[int, ...]]:
-        """Per parameter, the patterns that have it, by number."""
+        """Per parameter, the numbers of the patterns that have it."""
         found: dict[str, list[int]] = {}
         for number, (pattern, _) in enumerate(self._by_pattern):
             for name in dict.fromkeys(pattern.parameters):
@@ -153,17 +145,16 @@ class ParameterShardings:
 
     @property
     def parameters(self) -> tuple[str, ...]:
-        """All that somebody holds."""
         return tuple(self._patterns_of)
 
     def parts(self, pattern: Pattern, name: str) -> Parts | None:
-        """Where the part of a parameter lies that each device of a split group holds; None where each holds all of it."""
+        """The parts of a parameter that the devices of a split group hold; None where each holds all of it."""
         regions = self._form(pattern, name).regions
         return None if len(set(regions)) == 1 else tuple(map(self.space(name).positions, regions))
 
     @cached_property
     def pattern_at(self) -> Mapping[tuple[int, int], Pattern]:
-        """The pattern of each (replica, stage) pair."""
+        """By (replica, stage)."""
         return {holder.place: holder.pattern for holder in self.holders}
 
     def places(self, name: str) -> tuple[tuple[int, int], ...]:
@@ -176,15 +167,15 @@ class ParameterShardings:
         return {numbers: tuple(sorted(holder.place for n in numbers for holder in self._by_pattern[n][1])) for numbers in sets}
 
     def gradient(self, name: str) -> Sharding:
-        """How the gradient of a parameter lies before it is synchronised; the parameter itself lies in the same regions.
+        """The sharding of a parameter's gradient before it is summed; the parameter itself has the same regions.
 
         Raises:
-            PlanError: two stages of one device hold it in different parts.
+            PlanError: two stages of one device hold different parts.
         """
         return self._known(self._forms(name), name)
 
     def kept(self, name: str) -> Sharding:
-        """Where the form of a parameter lies that the optimizer steps; who is not in it has none of it."""
+        """The sharding of the form that the optimizer steps; devices outside its mesh have none of it."""
         if name not in self.keeping:
             return self.gradient(name).final
         keeping, _ = self.keeping[name]
@@ -193,14 +184,14 @@ class ParameterShardings:
         return Sharding(keeping.devices, tuple(self.gradient(name).held[device] for device in keeping.devices))
 
     def ways(self, name: str) -> Iterator[tuple[int, ...]]:
-        """Sets of devices that together hold a parameter once: split groups that have parts of it, and each device that has it whole."""
+        """Sets of devices that together hold a parameter once: split groups with parts of it, and single devices with all of it."""
         for number, form in self._forms(name):
             for holder in self._by_pattern[number][1]:
                 split = len(form.regions) if len(set(form.regions)) > 1 else 1
                 yield from (tuple(holder.devices[start : start + split]) for start in range(0, len(holder.devices), split))
 
     def alike(self, names: Iterable[str]) -> Iterator[tuple[Sharding, tuple[str, ...]]]:
-        """The shardings of the gradients of some parameters, each once, with those that lie so; raises what `gradient` does."""
+        """The shardings of the gradients of some parameters, each once, with the parameters that have it; raises as `gradient` does."""
         found: dict[Forms, list[str]] = {}
         for name in names:
             found.setdefault(self._forms(name), []).append(name)
@@ -225,14 +216,14 @@ class ParameterShardings:
         return self.gradient(name).is_sharded
 
     def space(self, name: str) -> IndexSpace:
-        """Where the elements of a parameter's regions lie in it; of one that no op reads nothing is known, and it is whole."""
+        """The index space of a parameter's regions. It has no dimensions for a parameter that no op reads, which is whole."""
         if name in self.keeping and self.keeping[name][0].rows:
             sizes = {ROWS if dim == 0 else f"dimension {dim}": size for dim, size in enumerate(self.keeping[name][1])}
             return IndexSpace(tuple((axis,) for axis in sizes), sizes)
         return IndexSpace(self._dimensions(name), self._sizes)
 
     def num_elements(self, model: ModelGraph, name: str, region: Region) -> int:
-        """Elements of a region of a parameter of a model."""
+        """Elements of a region of a parameter."""
         if self.is_sharded(name) or ROWS in region.axes:
             return self.space(name).num_elements(region)
         return model.parameter_by_name[name].spec.num_elements
@@ -278,13 +269,7 @@ class ParameterShardings:
 
 
 def parameter_shardings(plan: Plan, graph: ModelGraph, axes: Axes | None) -> ParameterShardings:
-    """Where the parameters and buffers of a plan lie; devices are its ranks.
-
-    Args:
-        plan: the plan.
-        graph: the model that it is for.
-        axes: of the model; None where no stage is sharded.
-    """
+    """Where the parameters and buffers of a plan are held; devices are ranks of the plan. `axes` is None where no stage is sharded."""
     partial: dict[tuple[tuple[str, ...], tuple[Shard, ...]], frozenset[str]] = {}
     holders = Holders()
     for replica in plan.replicas:
@@ -307,7 +292,7 @@ def parameter_shardings(plan: Plan, graph: ModelGraph, axes: Axes | None) -> Par
 
 
 def _shared_out(plan: Plan, graph: ModelGraph, shardings: ParameterShardings) -> Iterator[SharedOut]:
-    """The parameters whose lasting form is shared out."""
+    """The parameters whose optimizer form is sharded over owners."""
     for state in plan.parameter_states:
         for name in state.parameters if state.kept.sharding == "owners" else ():
             spec, held = graph.parameter_by_name[name].spec, shardings.gradient(name).held
@@ -321,7 +306,7 @@ def _shared_out(plan: Plan, graph: ModelGraph, shardings: ParameterShardings) ->
 
 
 def shared_parameters(replica: Replica, stage: Stage) -> frozenset[str]:
-    """Parameters of a stage that another stage on some of its devices holds too."""
+    """Parameters of a stage that another stage on some of its devices also holds."""
     devices = set(stage.virtual_device.devices)
     others = [other for other in replica.stages if other.index != stage.index and devices & set(other.virtual_device.devices)]
     return frozenset(name for other in others for name in other.parameters) & frozenset(stage.parameters)

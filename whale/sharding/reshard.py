@@ -1,12 +1,7 @@
-"""Resharding: the steps that turn one sharding of a tensor into another.
+"""Resharding: the collectives and messages that turn one sharding of a tensor into another, each a linear map with its adjoint.
 
-    sums          are made where they lie: reduce-scattered where nobody wants an element twice, else all-reduced piece by piece
-    final values  are copied by the moves between the regions; devices that exchange nothing are in different steps
-
-Gradients go the same way back: they have shardings of their own. Where every copy of a value has the whole gradient, that
-is the value's own sharding; where each copy has seen only a part of the users, the copies are terms of a sum.
-
-Steps: what turns one sharding into another, each a collective or a message, with its adjoint and what it puts on every link.
+    sums          reduce-scattered where nobody wants an element twice, else all-reduced in place, piece by piece
+    final values  copied by the moves between the regions; devices that exchange nothing are in different steps
 
     kind             its adjoint      received by a device that has n_i of N elements before, m_i after, t devices
     slice            pad              0
@@ -16,7 +11,8 @@ Steps: what turns one sharding into another, each a collective or a message, wit
     reduce-scatter   all-gather       m_i (t - 1)           its part, from each of the others
     all-reduce       all-reduce       2 N (t - 1) / t       a reduce-scatter and an all-gather, in even pieces
 
-A step is a linear map: each element of a target is the sum of those that are copied to it. Its adjoint copies back.
+Gradients have shardings of their own: where every copy of a value has the complete gradient, that of the value; where each
+copy has seen only some of the users, the copies are terms of a sum.
 """
 
 from __future__ import annotations
@@ -49,9 +45,9 @@ class Step:
 
     Attributes:
         kind: which.
-        before: per device that gives, what it holds; of an all-reduce, the elements that are summed in their place.
-        after: per device that gets, what it holds then.
-        moves: what is copied from whom to whom; from a device to itself costs nothing.
+        before: (device, region) of each device that sends; of an all-reduce, the elements summed in place.
+        after: (device, region) of each device that receives.
+        moves: the copies; one from a device to itself costs nothing.
     """
 
     kind: Kind
@@ -61,20 +57,15 @@ class Step:
 
     @cached_property
     def participants(self) -> tuple[int, ...]:
-        """The devices that take part, ascending."""
         return tuple(sorted({device for device, _ in (*self.before, *self.after)}))
 
     @property
     def adjoint(self) -> Step:
-        """What gradients do on the way back: the transpose of the map."""
+        """The transposed map, for gradients."""
         return Step(ADJOINT[self.kind], self.after, self.before, tuple(move.adjoint for move in self.moves))
 
     def elements(self, space: IndexSpace) -> Mapping[tuple[int, int], float]:
-        """Elements on each link that it uses, by sender and receiver; of an all-reduce, as many on all links.
-
-        Args:
-            space: of the tensor.
-        """
+        """Elements on each link, by (sender, receiver); an all-reduce puts as many on all links."""
         if self.kind == "all-reduce":
             each = 2 * space.num_elements(self.before[0][1]) / len(self.participants)
             return {(a, b): each for a in self.participants for b in self.participants if a != b}
@@ -93,9 +84,8 @@ def reshard(source: Sharding, target: Sharding, hosts: Mapping[int, str] | None 
     """The steps that bring a tensor from one sharding to another; none where nothing has to be done.
 
     Args:
-        source, target: of one tensor, on meshes of any sizes; of a target that is a sum, the devices of each term together hold
-            everything.
-        hosts: per device, its host, where links within hosts are better than those between.
+        source, target: of one tensor, on meshes of any sizes; the devices of each term of the target together hold everything.
+        hosts: the host of each device, where links within hosts are better than those between.
     """
     if source.held == target.held and (source.is_final if target.is_final else source.own_terms == target.own_terms):
         return ()
@@ -107,7 +97,7 @@ def reshard(source: Sharding, target: Sharding, hosts: Mapping[int, str] | None 
 
 
 def _summed(source: Sharding) -> Iterator[Step]:
-    """An all-reduce for each piece that lies in several terms."""
+    """An all-reduce for each piece that has several terms."""
     for piece in source.pieces:
         if not piece.is_complete:
             ends = tuple((owner, piece.region) for owner in piece.owners)
@@ -116,7 +106,7 @@ def _summed(source: Sharding) -> Iterator[Step]:
 
 
 def _copied(source: Sharding, target: Sharding, hosts: Mapping[int, str] | None) -> Iterator[Step]:
-    """A step for each set of devices that exchange something among them, and one for all that only let go of a part."""
+    """A step for each connected set of devices, and one for all that only drop a part."""
     found = moves(source, target, hosts)
     apart: list[Move] = []
     alone = set(source.mesh) & set(target.mesh)  # what no move reaches is let go, and holds zeros

@@ -1,11 +1,11 @@
-"""Second owners: which devices keep copies of the state, so that the loss of any one host loses none of it.
+"""Second owners: which devices copy the state to host memory, so that the loss of any one host loses none of it.
 
-    host a     0  stage 0 of replica 0       1  stage 1         copied: stage 0 by 0 and 2, which lie on two hosts
+    host a     0  stage 0 of replica 0       1  stage 1         copied: stage 0 by 0 and 2, which are on two hosts
     host b     2  stage 0 of replica 1                          copied: stage 1 by 1 and, since no other host holds it, sent to 2
 
-Each piece is copied by one owner on each of two hosts. What one host alone holds is copied by one owner there, which sends it to a device
-of another host. Where all devices are on one host, each counts as a host: then the loss of a device loses nothing.
-It depends on the plan, the shapes and the hosts alone: the runtime and the estimate read the same.
+Each piece is copied by one owner on each of two hosts. If only one host holds it, one owner there copies it and sends it to a
+device of another host. If all devices are on one host, each counts as a host: then the loss of one device loses nothing.
+The result depends on the plan, the shapes and the hosts alone: the runtime and the estimate both use it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from whale.ir.plan import Plan
 from whale.sharding.parameters import ParameterShardings
 
 NUM_STEPS_KEPT = 2
-"""Copies of so many steps are there: while those of a step are made, some ranks may be lost and others be past its update."""
+"""Copies of two steps exist: while one is made, some ranks may be lost and others be past its update."""
 
 
 @dataclass(frozen=True)
@@ -28,10 +28,10 @@ class SecondOwners:
     """Who copies what; devices are numbers.
 
     Attributes:
-        copied: per device, by parameter or buffer, the pieces (`Sharding.pieces`, by number) that it copies after a step.
-        sent: per device, those of the names that no other host has copies of.
+        copied: per device, by parameter or buffer, the pieces (numbers in `Sharding.pieces`) that it copies after a step.
+        sent: per device, those of the names that no other host copies.
         targets: by device that sends, the one that keeps what it sends.
-        copied_bytes, sent_bytes: per device, of weights and what the optimizer keeps for them.
+        copied_bytes, sent_bytes: per device, of weights and their optimizer state.
     """
 
     copied: tuple[Mapping[str, tuple[int, ...]], ...]
@@ -42,29 +42,29 @@ class SecondOwners:
 
     @cached_property
     def sources(self) -> Mapping[int, tuple[int, ...]]:
-        """By device that keeps what others send, those others."""
+        """By device that keeps copies of others, those others."""
         found: dict[int, tuple[int, ...]] = {}
         for source, target in self.targets.items():
             found[target] = (*found.get(target, ()), source)
         return found
 
     def kept_bytes(self, device: int) -> int:
-        """What a device keeps of the state of others, of one step."""
+        """Of the copies of others that a device keeps, for one step."""
         return sum(self.sent_bytes[source] for source in self.sources.get(device, ()))
 
     def host_bytes(self, device: int) -> int:
-        """What a device takes of its host's memory for all copies."""
+        """Host memory that a device takes for all copies."""
         return NUM_STEPS_KEPT * (self.copied_bytes[device] + self.kept_bytes(device))
 
 
 def second_owners(plan: Plan, graph: ModelGraph, shardings: ParameterShardings, hosts: Sequence[str]) -> SecondOwners:
-    """Deals out the copies, the largest first, each to the device that then has least of them.
+    """Assigns the copies, the largest first, each to the device with the least.
 
     Args:
         plan: the plan.
         graph: the model that it is for.
         shardings: of the plan; devices are its ranks.
-        hosts: of each device of the plan, then of those that it leaves idle.
+        hosts: of each device of the plan, then of the idle ones.
     """
     if len(set(hosts)) == 1:
         hosts = [str(device) for device in range(len(hosts))]
@@ -95,7 +95,7 @@ def second_owners(plan: Plan, graph: ModelGraph, shardings: ParameterShardings, 
 
 
 def _pieces(plan: Plan, graph: ModelGraph, shardings: ParameterShardings) -> Iterator[tuple[int, str, int, tuple[int, ...]]]:
-    """The bytes, the name, the number and the owners of each piece of what lasts."""
+    """Bytes, name, number and owners of each piece of the state."""
     for name in shardings.parameters:
         state = plan.state_of(name)
         per_element = DTYPE_BYTES[state.kept.dtype] * (1 + (0 if state.gradient is None else state.num_optimizer_tensors))
@@ -113,7 +113,7 @@ def _by_host(devices: Sequence[int], hosts: Sequence[str]) -> dict[str, list[int
 def _targets(
     sources: Sequence[int], sent_bytes: Sequence[int], load: Sequence[int], num_planned: int, hosts: Sequence[str]
 ) -> dict[int, int]:
-    """By device that sends, a device of the other host that then has least of all copies; idle ones where all others are on one host."""
+    """By device that sends, the least loaded device of another host; idle devices count where all others are on one host."""
     planned = range(num_planned)
     able = planned if len({hosts[device] for device in planned}) > 1 else range(len(hosts))
     members = {host: [(load[device], device) for device in own] for host, own in _by_host(able, hosts).items()}

@@ -1,11 +1,11 @@
-"""A sharding: where every element of a tensor lies, on which devices, and what is still to be added.
+"""A sharding: which elements of a tensor each device of a mesh holds, and which of them are still to be added.
 
     mesh      0            1            2            3
-    region    heads[0:3]   heads[3:4]   heads[0:2]   heads[2:4]      two groups that shard one axis in unlike sizes
+    region    heads[0:3]   heads[3:4]   heads[0:2]   heads[2:4]      two groups that shard one axis in different sizes
     term      0            1            2            3               gradients: each device has a sum over its own rows
 
-Devices whose regions overlap hold the same elements. Where their terms are equal too these are equal copies; where terms
-differ, the value is the sum over the terms, with one copy of each; a term is zero where no device holds it.
+Devices with overlapping regions hold the same elements. With equal terms these are copies; with different terms the value
+is the sum over the terms, one copy of each. A term is zero where no device holds it.
 """
 
 from __future__ import annotations
@@ -21,17 +21,16 @@ from whale.ir.division import intervals
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """A product of half-open intervals, one per sharded axis, as sorted ``(axis, start, stop)``; an axis it does not name is whole."""
+    """A product of half-open intervals, one per sharded axis, as sorted ``(axis, start, stop)``; other axes are whole."""
 
     intervals: tuple[tuple[str, int, int], ...] = ()
 
     @staticmethod
     def of(held: Mapping[str, tuple[int, int]]) -> Region:
-        """The region with these intervals."""
         return Region(tuple((axis, *held[axis]) for axis in sorted(held)))
 
     def interval(self, axis: str) -> tuple[int, int] | None:
-        """The interval on an axis; None where the axis is whole."""
+        """None where the axis is whole."""
         for name, start, stop in self.intervals:
             if name == axis:
                 return start, stop
@@ -39,7 +38,6 @@ class Region:
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """The axes that it names."""
         return tuple(axis for axis, _, _ in self.intervals)
 
     @property
@@ -48,11 +46,10 @@ class Region:
 
     @property
     def volume(self) -> int:
-        """Units of the axes that it names, multiplied: what regions of one tensor are compared by."""
+        """Product of the interval lengths; compares regions of one tensor."""
         return prod(max(0, stop - start) for _, start, stop in self.intervals)
 
     def intersect(self, other: Region) -> Region:
-        """The elements that both hold."""
         if self == other:
             return self
         merged = {axis: (start, stop) for axis, start, stop in self.intervals}
@@ -62,12 +59,12 @@ class Region:
         return Region.of(merged)
 
     def contains(self, other: Region) -> bool:
-        """Whether it holds all of another region, which names every axis that it names."""
+        """Whether it contains a region that names at least its axes."""
         held = {axis: (start, stop) for axis, start, stop in other.intervals}
         return all(axis in held and start <= held[axis][0] and held[axis][1] <= stop for axis, start, stop in self.intervals)
 
     def without(self, other: Region) -> Iterator[Region]:
-        """What is left of it, in disjoint regions, when another is taken away; it names every axis that the other names."""
+        """The rest, in disjoint regions, when another is taken away whose axes this one names too."""
         common = self.intersect(other)
         if common.is_empty:
             yield self
@@ -86,12 +83,12 @@ class Region:
 
 @dataclass(frozen=True)
 class Piece:
-    """Elements that the same devices hold.
+    """Elements held by the same devices.
 
     Attributes:
         region: which.
         owners: the devices that hold them, ascending.
-        contributors: those of them whose values are to be added: one of each term.
+        contributors: one owner per term: those whose values are added.
     """
 
     region: Region
@@ -106,12 +103,12 @@ class Piece:
 
 @dataclass(frozen=True)
 class Sharding:
-    """Where a tensor lies.
+    """Where a tensor is held.
 
     Attributes:
-        mesh: the devices, in order, each once.
-        regions: per device, what it holds. All name the same axes, and together they hold everything.
-        terms: per device, which term of the sum its values are; empty where they are final.
+        mesh: the devices, each once.
+        regions: per device. All name the same axes, and together they cover the tensor.
+        terms: per device, the term of the sum that its values belong to; empty where they are final.
     """
 
     mesh: tuple[int, ...]
@@ -128,36 +125,35 @@ class Sharding:
 
     @staticmethod
     def along(mesh: Sequence[int], axis: str, sizes: Sequence[int]) -> Sharding:
-        """An axis divided in consecutive shards of these sizes."""
+        """An axis divided into consecutive shards."""
         return Sharding(tuple(mesh), tuple(Region(((axis, *interval),)) for interval in intervals(sizes)))
 
     @property
     def is_final(self) -> bool:
-        """Whether nothing is left to be added."""
         return len(set(self.terms)) < 2
 
     @cached_property
     def final(self) -> Sharding:
-        """The same elements on the same devices, added."""
+        """The same regions, with the terms added."""
         return Sharding(self.mesh, self.regions)
 
     def renumbered(self, numbers: Sequence[int]) -> Sharding:
-        """The same with other numbers for the devices: of device n, the n-th."""
+        """The same with device n renamed to ``numbers[n]``."""
         return Sharding(tuple(numbers[device] for device in self.mesh), self.regions, tuple(numbers[term] for term in self.terms))
 
     @property
     def own_terms(self) -> tuple[int, ...]:
-        """Per device, its term; one and the same where values are final."""
+        """The term of each device; equal where values are final."""
         return self.terms or (0,) * len(self.mesh)
 
     @cached_property
     def held(self) -> Mapping[int, Region]:
-        """Per device, what it holds."""
+        """By device."""
         return dict(zip(self.mesh, self.regions, strict=True))
 
     @cached_property
     def devices_of(self) -> Mapping[Region, tuple[int, ...]]:
-        """Per region that some device holds, the devices that do, in order of the mesh; empty ones are left out."""
+        """Per region that is not empty, the devices that hold it, in order of the mesh."""
         found: dict[Region, list[int]] = {}
         for device, region in zip(self.mesh, self.regions, strict=True):
             found.setdefault(region, []).append(device)
@@ -165,7 +161,7 @@ class Sharding:
 
     @cached_property
     def hull(self) -> Region:
-        """All of the tensor, with the axes that the regions name."""
+        """The whole tensor, with the axes that the regions name."""
         ends = [[(start, stop) for _, start, stop in region.intervals] for region in self.devices_of]
         bounds = [(min(start for start, _ in own), max(stop for _, stop in own)) for own in zip(*ends, strict=True)]
         return Region.of(dict(zip(self.regions[0].axes, bounds, strict=True)))
@@ -184,7 +180,7 @@ class Sharding:
 
     @cached_property
     def pieces(self) -> tuple[Piece, ...]:
-        """The pieces into which the bounds of all regions divide the tensor, in order: each has one set of owners.
+        """The pieces into which the bounds of all regions divide the tensor, in order; each has one set of owners.
 
         devices 0 1   |--- 0 ---|-- 1 --|
         devices 2 3   |-- 2 --|--- 3 ---|

@@ -1,1 +1,1 @@
-"""This rank's programs: the ops of a stage lowered for one device, in segments, halves and parts."""
+"""This rank's programs: the ops of a stage lowered for one device, in segments, halves and shards."""

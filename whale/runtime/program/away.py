@@ -1,10 +1,10 @@
-"""What a stage keeps for its backward pass, in the memory of the host until that comes.
+"""Offload of activations: what a stage saves for its backward pass waits in host memory.
 
-    forward     op keeps x   -->  a copy of x's memory on the host, one for all that keep it; the device lets go of x as if nobody kept it
-    backward    an op asks   -->  the memory is back on the device, until the last that keeps it has asked
+    forward     op saves x   -->  one host copy of x's storage for all that save it; the device frees x as if nobody saved it
+    backward    op reads x   -->  the storage is copied back to the device, until the last that saved it has read it
 
-Copies stand in the device's own order of work, so nobody waits for them but who reads them. What is there anyway (parameters, buffers, what
-was received, the batch) stays where it is.
+Copies run in the device's stream order, so only their readers wait. Tensors that stay on the device anyway (parameters, buffers,
+received tensors, the batch) are not copied.
 """
 
 from __future__ import annotations
@@ -22,16 +22,11 @@ _Key = tuple[int, torch.dtype, bool, bool]
 
 
 class Away:
-    """A tensor's memory, on the host.
-
-    Args:
-        value: a tensor in it.
-        watch: told when its copy is made.
-    """
+    """The storage of a tensor, on the host."""
 
     def __init__(self, value: Tensor, watch: Watch) -> None:
         memory = value.untyped_storage()
-        self._memory, self._version = weakref.ref(memory), value._version  # an address is given out again
+        self._memory, self._version = weakref.ref(memory), value._version  # addresses are reused
         flat = value.detach().as_strided((memory.nbytes() // value.element_size(),), (1,), 0)
         with watch.on_host():
             self._there = torch.empty(flat.shape, dtype=flat.dtype, pin_memory=flat.is_cuda)
@@ -41,15 +36,15 @@ class Away:
         self._back: Tensor | None = None
 
     def holds(self, value: Tensor) -> bool:
-        """Whether it is the memory of a tensor, as that is now."""
+        """Whether it is the storage of a tensor in its current version."""
         return value.untyped_storage() is self._memory() and value._version == self._version
 
     def keep(self) -> None:
-        """Counts one more that will ask for it."""
+        """Counts one more reader."""
         self._num_waiting += 1
 
     def back(self) -> Tensor:
-        """The memory, on the device; brought for the first that asks, let go after the last."""
+        """The storage on the device; copied for the first reader, freed after the last."""
         found = self._there.to(self._device, non_blocking=True, copy=True) if self._back is None else self._back
         self._num_waiting -= 1
         self._back = found if self._num_waiting > 0 else None
@@ -58,12 +53,7 @@ class Away:
 
 @contextmanager
 def kept_on_host(there_anyway: Iterable[object], watch: Watch = NOBODY) -> Iterator[None]:
-    """What autograd keeps inside of it waits on the host.
-
-    Args:
-        there_anyway: tensors whose memory stays where it is.
-        watch: told when copies are made.
-    """
+    """Keeps tensors that autograd saves inside on the host, except those whose storage is in `there_anyway`."""
     held = {value.untyped_storage()._cdata for value in there_anyway if isinstance(value, Tensor)}
     known: dict[_Key, Away] = {}
 

@@ -1,9 +1,9 @@
-"""Weights that are there while ops read them alone: a program brings them before, and lets them go after.
+"""Gathered weights that exist only around the ops that read them: a stage's program gathers them before, and frees them after.
 
-forward    bring(w)  y = linear(x, w)  let go(w)
-backward   before the backward pass of the last reader: bring; when the gradient of what the first one reads is whole: let go
+    forward    bring(w)  y = linear(x, w)  let_go(w)
+    backward   before the backward node of the last reader: bring; once the gradient of what the first one reads is complete: let go
 
-A segment that is computed again brings what it reads as any op does.
+A segment that is recomputed gathers like any other op.
 """
 
 from __future__ import annotations
@@ -19,32 +19,32 @@ from whale.ir.graph import ModelGraph
 from whale.runtime.program.marks import OP, op_of
 
 Numbers = tuple[int, ...]
-"""Of buckets of weights."""
+"""Numbers of buckets of weights."""
 
 _number_of_next_node = torch.autograd._get_sequence_nr  # type: ignore[attr-defined]
 _OF_LEAVES = 2**64 - 1
-"""The number of the nodes that add to gradients of leaves."""
+"""Sequence number of AccumulateGrad nodes."""
 
 
 class Bringing(Protocol):
-    """Brings buckets of weights, and lets them go."""
+    """Gathers buckets of weights, and frees them."""
 
     def need(self, numbers: Iterable[int]) -> None:
-        """Brings them, unless they are there."""
+        """Gathers those that are not there."""
 
     def let_go(self, numbers: Iterable[int], *, backward: bool) -> None:
         """Frees them, in a pass of this direction."""
 
 
 def bring(weights: Bringing, numbers: Numbers) -> int:
-    """Before an op reads them; where autograd is by then, which numbers its nodes in turn."""
+    """Before an op reads them; returns the sequence number of the next autograd node."""
     weights.need(numbers)
     number: int = _number_of_next_node()
     return number
 
 
 def bring_again(weights: Bringing, numbers: Numbers, start: int, results: Any) -> None:
-    """Behind an op that reads them: before each node of its backward pass they are brought, as later writes may replace some."""
+    """After an op that reads them: gathers them before each node of its backward pass, since later writes may replace some nodes."""
     pending, seen = list(_nodes(results)), set[Any]()
     while pending:
         node = pending.pop()
@@ -55,12 +55,12 @@ def bring_again(weights: Bringing, numbers: Numbers, start: int, results: Any) -
 
 
 def let_go(weights: Bringing, numbers: Numbers) -> None:
-    """Behind the last op that reads them."""
+    """After the last op that reads them."""
     weights.let_go(numbers, backward=False)
 
 
 def let_go_again(weights: Bringing, numbers: Numbers, operands: Any) -> None:
-    """Before the first op that reads them: once the gradients of its operands are whole, all who read them are done."""
+    """Before the first op that reads them: once the gradients of its operands are complete, all readers are done."""
     for node in _nodes(operands):
         node.register_prehook(lambda _: weights.let_go(numbers, backward=True))
 
@@ -70,13 +70,13 @@ def _nodes(values: Any) -> set[Any]:
 
 
 def bring_weights(graph: fx.Graph, model: ModelGraph, numbers: Mapping[str, Numbers], weights: fx.Node) -> None:
-    """Writes into a stage's graph where weights are brought and let go, in place.
+    """Inserts the calls that gather and free weights into a stage's graph.
 
     Args:
-        graph: of the stage, its nodes marked with their op's name.
-        model: that it is of.
-        numbers: per parameter that is brought, the buckets that bring it.
-        weights: the placeholder of who brings them.
+        graph: of the stage, its nodes marked with their op's name; changed in place.
+        model: the captured model.
+        numbers: per gathered parameter, its buckets.
+        weights: the placeholder of the `Bringing`.
     """
     sources = {node: own for node in graph.find_nodes(op="placeholder") if (own := _numbers_of(node, model, numbers))}
     views, readers, computing = dict(sources), dict[int, list[fx.Node]](), dict[int, fx.Node]()
@@ -94,14 +94,14 @@ def bring_weights(graph: fx.Graph, model: ModelGraph, numbers: Mapping[str, Numb
         with graph.inserting_before(node):
             start = graph.call_function(bring, (weights, own))
         _marked(start, node)
-        if is_view:  # its backward pass reads no weight, and may be later than that of all who read them
+        if is_view:  # its backward reads no weight, and may be later than that of all readers
             continue
         with graph.inserting_after(node):
             again = graph.call_function(bring_again, (weights, own, start, node))
         _marked(again, node)
     for number, own_readers in readers.items():
         behind = own_readers[-1]
-        with graph.inserting_after(behind if _is_view(behind) else behind.next):  # what is to be done before its backward pass
+        with graph.inserting_after(behind if _is_view(behind) else behind.next):  # after the `bring_again` of the node
             graph.call_function(let_go, (weights, (number,)))
         if (first := computing.get(number)) is not None:
             operands = tuple(source for source in first.all_input_nodes if source not in views)
@@ -110,13 +110,7 @@ def bring_weights(graph: fx.Graph, model: ModelGraph, numbers: Mapping[str, Numb
 
 
 def await_weights(graph: fx.Graph, model: ModelGraph, numbers: Mapping[str, Numbers], weights: fx.Node) -> None:
-    """Writes into a stage's graph where buckets of weights that stay are waited for, in place: before the first node that reads some.
-
-    Args:
-        graph, model: as of `bring_weights`.
-        numbers: per parameter, the buckets that bring it.
-        weights: the placeholder of who waits for them.
-    """
+    """Inserts waits for buckets of weights that stay, before the first node that reads each; arguments as in `bring_weights`."""
     sources, there = {node: _numbers_of(node, model, numbers) for node in graph.find_nodes(op="placeholder")}, set[int]()
     for node in list(graph.nodes):
         own = {number for source in node.all_input_nodes for number in sources.get(source, ())} - there
@@ -134,7 +128,7 @@ def _numbers_of(node: fx.Node, model: ModelGraph, numbers: Mapping[str, Numbers]
 
 
 def _is_view(node: fx.Node) -> bool:
-    """Whether torch says that what a node makes is a view."""
+    """Whether the schema says that a node returns a view."""
     if not isinstance(node.target, torch._ops.OpOverload) or not node.target._schema.returns:
         return False
     alias = node.target._schema.returns[0].alias_info
@@ -142,12 +136,12 @@ def _is_view(node: fx.Node) -> bool:
 
 
 def _may_be_view(node: fx.Node, model: ModelGraph) -> bool:
-    """Whether what a node makes may lie in the memory of what it reads, or is not there yet: what lowering put in may do both."""
+    """Whether a node's result may share memory with what it reads, or not exist yet: both are possible for nodes added by lowering."""
     name = op_of(node)
     return name is None or model.storage[name] != name or not isinstance(node.target, torch._ops.OpOverload)
 
 
 def _marked(made: fx.Node, node: fx.Node) -> None:
-    """What stands beside an op goes with it into a segment."""
+    """Marks a new node with the op of another, so that both go into the same segment."""
     if (name := op_of(node)) is not None:
         made.meta[OP] = name

@@ -1,4 +1,4 @@
-"""What a runtime needs of a captured mode (train, eval or predict) of the model, whoever captured it."""
+"""The interface of a captured mode (train, eval or predict) of the model, independent of `whale.capture`."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ class Captured(Protocol):
 
     @property
     def graph(self) -> ModelGraph:
-        """The captured model as a value."""
+        pass
 
     @property
     def constants(self) -> Mapping[str, torch.Tensor]:
         """Tensors that the model's code made, by op name."""
 
     def graph_for(self, num_rows: int) -> fx.Graph:
-        """The program for pieces of this many rows."""
+        """The program for pieces of `num_rows` rows."""

@@ -1,14 +1,14 @@
-"""Runs of ops of a stage's program that torch.compile makes one graph each; what stands between them is called as it is.
+"""torch.compile for runs of ops of a stage's program, one graph each; ops between them stay eager.
 
     linear gelu linear | dropout | add layer_norm | exchange | linear ...
     compiled             eager     compiled         eager      compiled
 
-What stays eager: ops that draw random numbers, whose place in the generator is part of the numbers; what exchanges, brings weights,
-puts weight gradients off or is the user's own function, none of which a graph can hold; and ops around memory that is written in place
-on both sides of one of these.
+Eager are: random ops, whose numbers depend on their place in the generator's sequence; communication, gathering of weights, deferred
+weight gradients and the user's own functions, which a graph cannot hold; and ops around memory that is written in place on both sides of
+one of these.
 
-The first number of rows has graphs of fixed sizes, as torch.compile makes them; all other numbers share graphs of free sizes. So a number
-of rows always runs the same graph, and a segment that is computed again keeps what it kept the first time.
+The first number of rows gets graphs of static shapes, as usual in torch.compile; all other numbers share dynamic graphs. So a
+number of rows always runs the same graph, and a recomputed segment saves the same tensors as the first time.
 """
 
 from __future__ import annotations
@@ -35,24 +35,24 @@ from whale.units import counted
 
 BACKEND = "inductor"
 FEWEST = 2
-"""Ops that compute, of a run that is worth a graph."""
+"""Fewest computing ops of a run that is worth a graph."""
 
 _BETWEEN = (bring, bring_again, let_go, let_go_again)
 
 _SCALARS = ("_operator", "math")
-"""Where functions of numbers are from."""
+"""Modules of functions on Python numbers."""
 
 
 @dataclass(eq=False)
 class Compilation:
-    """What is compiled on a rank, and what that has taken.
+    """What is compiled on a rank, and its cost.
 
     Attributes:
         where: per op, the user's line.
-        note: told what is compiled, when that begins.
-        num_graphs: that torch has compiled.
-        num_cached: of these, those that were in its cache on disk.
-        seconds: that it has taken.
+        note: called with a message before each compilation.
+        num_graphs: graphs compiled.
+        num_cached: of these, found in torch's cache on disk.
+        seconds: spent.
     """
 
     where: Mapping[str, SourceLine | None] = field(default_factory=dict)
@@ -66,14 +66,14 @@ class Compilation:
     _told: tuple[int, int] = 0, 0
 
     def add(self, runs: Iterable[CompiledRun], left: Iterable[fx.Node]) -> None:
-        """Notes what a program has of runs, and of ops outside of them."""
+        """Notes a program's runs and its ops outside of them."""
         for run in runs:
             self._alike.setdefault(run.code, set()).add(run.ops)
         self._left |= {op_of(node) or node.name: _title(node) for node in left}
 
     @property
     def compiled(self) -> Mapping[tuple[str, str], Counter[str]]:
-        """The runs that are compiled, and their ops by name; each once, however many graphs it has."""
+        """The compiled runs with the names of their ops, each once, however many graphs it has."""
         return {ops: names for graph in self._shared.values() if graph.function is not None for ops, names in graph.runs.items()}
 
     @property
@@ -83,7 +83,7 @@ class Compilation:
         return sum(failed.values(), Counter(self._left.values()))
 
     def news(self) -> str | None:
-        """What has been compiled, in words; None where nothing has been tried since it was asked last."""
+        """A message about what was compiled since the last call; None for nothing."""
         num_failed = sum(graph.function is None for graph in self._shared.values())
         if (self.num_graphs, num_failed) == self._told:
             return None
@@ -99,7 +99,7 @@ class Compilation:
         )
 
     def graph_of(self, run: CompiledRun, inputs: Sequence[Any]) -> _Graph:
-        """The graph of a run that is called for the first time: of runs that are alike, and are given alike tensors, there is one."""
+        """The graph of a run at its first call; runs of equal code and inputs of equal form share one."""
         key = run.is_dynamic, run.code, tuple(_form(value) for value in inputs)
         if key not in self._shared:
             self._shared[key] = _Graph(torch.compile(run.module, dynamic=run.is_dynamic, fullgraph=True, backend=self._backend(run.name)))
@@ -107,7 +107,7 @@ class Compilation:
         return self._shared[key]
 
     def _backend(self, name: str) -> Callable[..., Any]:
-        import torch._functorch.config  # with Dynamo, a second: where nothing is compiled, nothing of it is imported
+        import torch._functorch.config  # takes a second with Dynamo, so only imported where something is compiled
         from torch._dynamo import lookup_backend
         from torch._dynamo.utils import counters
 
@@ -116,7 +116,7 @@ class Compilation:
         def timed(module: fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
             self.note(f"torch.compile has {name}")
             start, hits = time.perf_counter(), counters["aot_autograd"]["autograd_cache_hit"]
-            # The backward pass too: a failure is to be found before the graph runs.
+            # The backward pass too: a failure must show before the graph runs.
             with torch._functorch.config.patch(force_non_lazy_backward_lowering=True):
                 made = compile_graph(module, inputs)
             self.seconds += time.perf_counter() - start
@@ -140,11 +140,11 @@ class Compilation:
 
 @dataclass(eq=False)
 class _Graph:
-    """What torch.compile makes of runs that are alike.
+    """What torch.compile makes of runs of equal code.
 
     Attributes:
-        function: None where it could not.
-        runs: that have called it, by their first and last op, with their ops by name.
+        function: None where it failed.
+        runs: the runs that have called it, by first and last op, with the names of their ops.
     """
 
     function: Callable[..., Any] | None
@@ -152,18 +152,14 @@ class _Graph:
 
 
 class CompiledRun(nn.Module):
-    """A run of ops, compiled when it is first called.
+    """A run of ops, compiled at its first call.
 
     Args:
-        module: takes the inputs and returns a tuple.
+        module: returns a tuple.
         ops: the first and the last.
-        names: of the ops that compute.
+        names: of the computing ops.
         compilation: compiles it.
-        is_dynamic: whether sizes of what it is given may change.
-
-    Attributes:
-        module, ops, names, is_dynamic: as given.
-        code: what it computes.
+        is_dynamic: whether sizes of inputs may change.
     """
 
     def __init__(
@@ -177,7 +173,6 @@ class CompiledRun(nn.Module):
 
     @property
     def name(self) -> str:
-        """Of the run."""
         return f"%{self.ops[0]} .. %{self.ops[1]}"
 
     def forward(self, *inputs: Any) -> Any:
@@ -194,18 +189,18 @@ class CompiledRun(nn.Module):
             raise
         except (TorchDynamoException, FailOnRecompileLimitHit) as error:
             graph.function = None
-            found = self.module(*inputs)  # an op that fails by what it is given fails here, too
+            found = self.module(*inputs)  # an op that fails on its arguments fails here, too
             self._compilation.failed(self, error)
             return found
         except (RuntimeError, IndexError, AssertionError):
-            self.module(*inputs)  # tells which op it is
+            self.module(*inputs)  # raises the error of the op
             raise
 
 
 def _called(function: Callable[..., Any], inputs: Sequence[Any]) -> Any:
-    """What a compiled function returns.
+    """Calls a compiled function.
 
-    Where that traces it, gradients of another type than their tensors are set aside meanwhile: Dynamo refuses tensors that have such.
+    Dynamo refuses tensors with a gradient of another type, so while it traces such gradients are detached.
     """
     from torch._dynamo.exc import Unsupported
 
@@ -225,7 +220,7 @@ def _called(function: Callable[..., Any], inputs: Sequence[Any]) -> Any:
 
 
 def compile_runs(graph: fx.Graph, root: nn.Module, random: Collection[str], *, compilation: Compilation, is_dynamic: bool) -> None:
-    """Puts calls of `CompiledRun` in place of runs of ops of a graph.
+    """Replaces runs of ops of a graph by calls of `CompiledRun`.
 
     Args:
         graph: of a stage or a segment, its nodes marked with their op's name; changed in place.
@@ -247,7 +242,7 @@ def compile_runs(graph: fx.Graph, root: nn.Module, random: Collection[str], *, c
 
 
 def _runs(graph: fx.Graph, random: Collection[str]) -> tuple[list[list[fx.Node]], list[fx.Node]]:
-    """The runs that are compiled, and the other ops that compute."""
+    """The runs that are compiled, and the other computing ops."""
     calls = [node for node in graph.nodes if node.op not in ("placeholder", "output")]
     fit = set[fx.Node]()
     for node in calls:
@@ -288,7 +283,7 @@ def _is_pure(node: fx.Node, random: Collection[str]) -> bool:
 
 
 def _computes(node: fx.Node) -> bool:
-    """Whether a node computes tensors, and does not just look at them."""
+    """Whether a node computes tensors, rather than views or properties of them."""
     target = node.target
     if not isinstance(target, torch._ops.OpOverload):
         return op_of(node) is not None and target not in _BETWEEN and getattr(target, "__module__", None) not in _SCALARS
@@ -297,11 +292,7 @@ def _computes(node: fx.Node) -> bool:
 
 
 class _Memory:
-    """Whose memory nodes of a graph lie in, touch and write: more rather than less.
-
-    Args:
-        graph: of a stage or a segment.
-    """
+    """Which nodes of a graph may share, touch and write which memory; conservative."""
 
     def __init__(self, graph: fx.Graph) -> None:
         self._touching: dict[fx.Node, list[fx.Node]] = {}
@@ -320,7 +311,7 @@ class _Memory:
                 self._writers.setdefault(owner[written], []).append(node)
 
     def written_apart(self, runs: Sequence[Sequence[fx.Node]]) -> set[fx.Node]:
-        """Nodes around memory that is not written in one run alone, or is touched before that."""
+        """Nodes around memory that is written outside of a single run, or touched before it."""
         number = {node: index for index, run in enumerate(runs) for node in run}
         found = set[fx.Node]()
         for own, writers in self._writers.items():
@@ -333,7 +324,7 @@ class _Memory:
 
 
 def _may_share(target: Any) -> bool:
-    """Whether what a function returns may lie in the memory of its first argument."""
+    """Whether a function's result may share memory with its first argument."""
     if not isinstance(target, torch._ops.OpOverload):
         return True
     shares = any(each.alias_info is not None for each in target._schema.returns)
@@ -348,7 +339,7 @@ def _written(node: fx.Node) -> list[fx.Node]:
 
 
 def _code(graph: fx.Graph) -> str:
-    """What a graph computes, whatever its nodes are called."""
+    """What a graph computes, independent of the names of its nodes."""
     number = {node: f"%{index}" for index, node in enumerate(graph.nodes)}
     lines = []
     for node in graph.nodes:
@@ -358,14 +349,14 @@ def _code(graph: fx.Graph) -> str:
 
 
 def _form(value: Any) -> Any:
-    """What a graph is made for, of something that it is given."""
+    """What a graph is specialized on, of one input."""
     if not isinstance(value, torch.Tensor):
         return type(value), value
     return value.shape, value.stride(), value.dtype, value.device, value.requires_grad, type(value)
 
 
 def _title(node: fx.Node) -> str:
-    """An op as it is told."""
+    """The name of an op in messages."""
     target: Any = node.args[1] if node.target is deferred else node.target
     name = str(getattr(target, "__name__", target)).partition(".")[0]
     return f"{name} (weight gradient deferred)" if node.target is deferred else name

@@ -1,4 +1,4 @@
-"""From the captured graph to one stage's own program: the ops of the stage as a GraphModule without state."""
+"""Lowering: from the captured graph to the program of one stage, a GraphModule without state."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from whale.runtime.program.watch import NOBODY, Watch
 
 @dataclass(frozen=True)
 class StageProgram:
-    """A pure function from what a stage reads to what it hands on.
+    """A pure function from a stage's inputs to its outputs.
 
     Attributes:
         module: takes `inputs` in order and returns a tuple in the order of `outputs`.
@@ -35,7 +35,7 @@ class StageProgram:
         outputs: ops whose values it returns.
         kinds: per input, ``input``, ``parameter``, ``buffer``, ``constant``, ``received``, ``weight_queue``, ``brought_weights``,
             ``awaited_weights`` or ``split_group``.
-        keys: per input, the name its value is kept under: of the parameter or buffer, else of the op.
+        keys: per input, the name of its value: of the parameter or buffer, else of the op.
         mutated: names of the buffers that it changes in place.
         is_random: whether it draws random numbers.
     """
@@ -73,19 +73,19 @@ def lower(
         graph: the captured program; its nodes are named as the ops.
         model: the same as a value.
         ops: what the stage runs.
-        received: ops of earlier stages whose values it is handed.
+        received: ops of earlier stages whose values it receives.
         outputs: values it returns.
         device: every ``device=`` argument becomes this.
-        splits_backward: weight gradients wait in a queue (see `whale.deferred`), which the program takes first.
-        segments: runs of its ops that keep only their inputs and are computed again in the backward pass. Where there are any, other
-            ops of a split stage keep the own parts of what was gathered for them, and gather again.
-        shards: of a split stage: its program works on this device's parts, and takes the split group first.
-        num_rows: rows that its split group takes, where the batch is cut.
-        halving: how a split stage computes its rows in two halves; None where it computes them at once.
-        brought: per parameter that is there while ops read it alone, the buckets that bring it; the program takes first who brings them.
-        awaited: per parameter that may be on its way when it is read, likewise; the program takes first who waits for them.
-        watch: told when each of these segments is computed.
-        rewrite: compiles runs of its ops; None where none are compiled.
+        splits_backward: weight gradients wait in a queue (see `whale.deferred`), which the program takes as its first argument.
+        segments: runs of its ops that save only their inputs and are recomputed in the backward pass. Where there are any, other
+            ops of a split stage save their own parts of gathered tensors, and gather again.
+        shards: of a split stage: its program works on this device's parts, and also takes the split group.
+        num_rows: rows of its split group, where the batch is cut.
+        halving: how a split stage computes its rows in two halves; None for all at once.
+        brought: per parameter that exists only around its readers, its buckets; the program also takes the `Bringing`.
+        awaited: per parameter that may be in flight when it is read, its buckets; likewise.
+        watch: called when each segment is computed.
+        rewrite: compiles runs of its ops; None for none.
     """
     wanted, handed = set(ops), set(received)
     read = _reads(model, wanted, handed, outputs)
@@ -132,15 +132,15 @@ def lower(
 
 @dataclass(frozen=True)
 class StageShards:
-    """The cuts of a split stage, as one device sees them.
+    """The cuts of a split stage, for one device.
 
     Attributes:
         axes: of the model.
         shards: of the stage.
         position: of the device in its split group.
-        width: devices of that.
-        terms: whole parameters of whose gradients each device has a term, by what the training sums; None where the cuts alone say it.
-        gathered: parameters and buffers that are whole here, but of which the device holds a part, and where the parts lie.
+        width: devices of the group.
+        terms: whole parameters of whose gradients each device has a term, by what the training sums; None to follow the cuts alone.
+        gathered: parameters and buffers that the program needs whole but the device holds in part, and where the parts belong.
     """
 
     axes: Axes
@@ -152,12 +152,12 @@ class StageShards:
 
     @property
     def divides_rows(self) -> bool:
-        """Whether the batch is among the axes that are cut: then a program serves one number of rows only."""
+        """Whether the batch is cut: then a program serves one number of rows only."""
         return any(shard.axis == BATCH for shard in self.shards)
 
 
 def _first(graph: fx.Graph, name: str) -> fx.Node:
-    """A new placeholder, before all others."""
+    """Adds a placeholder before all others."""
     with graph.inserting_before(next(iter(graph.nodes))):
         return graph.placeholder(name)
 
@@ -171,7 +171,7 @@ def _copy(
     outputs: Sequence[str],
     device: torch.device,
 ) -> fx.Graph:
-    """The wanted ops as a graph of their own, on a device, its nodes marked with what they are."""
+    """The wanted ops as a separate graph, on a device, its nodes marked."""
     local = fx.Graph()
     copies = {name: local.placeholder(name) for name in read}
     for node in graph.nodes:
@@ -180,7 +180,7 @@ def _copy(
             copied.meta[OP] = node.name
             _place(copied, device)
             if handed and copied.target is torch.ops.aten.view.default:
-                copied.target = torch.ops.aten.reshape.default  # what arrives is contiguous, whatever it was where it was made
+                copied.target = torch.ops.aten.reshape.default  # received tensors are contiguous, whatever they were at the sender
             copies[node.name] = copied
     for name, node in copies.items():
         if results := model.by_name[name].outputs:
@@ -190,7 +190,7 @@ def _copy(
 
 
 def _sum_as_read(graph: fx.Graph, model: ModelGraph) -> None:
-    """Lets the gradients of several uses of a parameter that is cast add up in the type that they are read in, as those of a cast do."""
+    """Makes gradients of several uses of a cast parameter add up in the type that is read, as those of an explicit cast do."""
     for node in graph.find_nodes(op="placeholder"):
         op = model.by_name.get(str(node.target))
         if len(node.users) > 1 and op is not None and op.kind == "parameter" and model.parameter_by_name[op.target].read_as:
@@ -205,7 +205,7 @@ AWAITED = "awaited_weights"
 
 
 def _trainable(model: ModelGraph, names: Iterable[str]) -> set[str]:
-    """The names that bring a trainable parameter."""
+    """The names of ops that are trainable parameters."""
     ops = (model.by_name[name] for name in names)
     return {op.name for op in ops if op.kind == "parameter" and model.parameter_by_name[op.target].trainable}
 
@@ -220,7 +220,7 @@ def _reads(model: ModelGraph, wanted: set[str], handed: set[str], outputs: Seque
 
 
 def _place(node: fx.Node, device: torch.device) -> None:
-    """Rewrites the device a captured op names to the one this rank computes on."""
+    """Replaces devices among the arguments of a captured op."""
 
     def moved(argument: Any) -> Any:
         return device if isinstance(argument, torch.device) else argument

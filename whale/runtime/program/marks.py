@@ -1,13 +1,13 @@
-"""What a node of a stage's graph says of itself: it keeps it through every pass, whatever it is named, copied or replaced by."""
+"""Marks on the nodes of a stage's graph, which survive every pass."""
 
 from __future__ import annotations
 
 from torch import fx
 
 OP = "whale_op"
-"""Name of the captured op that a node computes, or takes part in; what only moves values between ops has none."""
+"""Name of the captured op that a node computes, or takes part in; nodes that only move values have none."""
 NUM_DIMS = "whale_num_dims"
-"""Dimensions of the node's value, where it is a tensor."""
+"""Dimensions of the node's value, if it is a tensor."""
 HALF = "whale_half"
 """Which half of the rows it works on (0 or 1), where a stage computes in halves."""
 
@@ -19,6 +19,5 @@ def op_of(node: fx.Node) -> str | None:
 
 
 def num_dims_of(node: fx.Node) -> int:
-    """Dimensions of a node's value."""
     count: int = node.meta[NUM_DIMS]
     return count

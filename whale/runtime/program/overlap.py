@@ -1,25 +1,20 @@
-"""The pass that computes a split stage's rows in two halves: while what one half exchanges is on its way, the other computes.
+"""The pass that computes a split stage's rows in two halves: while one half communicates, the other computes.
 
     whole     compute ........ reduce ....... compute ........ reduce ....... compute
     first     compute| start           |finish compute  | start          |finish compute
     last             | compute   start |                |finish compute  | start     ...
 
-Each half runs the same ops. Every operation that moves something becomes a `start` and a `finish`, between which the
-other half has its turn. Autograd runs nodes in reverse order of creation, so backward mirrors this by itself: the last
-half first, each exchange begun at its `finish` and waited for at its `start`.
+Each half runs the same ops. Every collective becomes a `start` and a `finish`, between which the other half runs. Autograd runs
+nodes in reverse order of creation, so backward mirrors this: the last half first, each collective started at its `finish` and
+waited for at its `start`.
 
-In one direction or the other every operation is a gap: what it moves forward hides behind work that is done there
-forward, what it moves backward behind the backward of the same work. So every gap gets about as much of the other
-half's work as lies around it; a half whose gap is filled goes on, and the other is interrupted:
+Every collective is a gap in one direction or the other. So every gap gets about as much of the other half's work as surrounds it; a
+half whose gap is filled goes on, and the other is interrupted:
 
     work W1 | W2 | W1 | W2 ...  (long and short)        first  W1     W2      W1/2      W1/2 ...
                                                         last      W1/2   W1/2      W2        ...
 
-What does not depend on rows is computed once, for both. Gradients of parameters add up, as everywhere.
-
-The two halves of the rows of a tensor, and the tensor from two halves.
-
-[ outer x rows x inner ]   --->   [ outer x first rows x inner ]  [ outer x last rows x inner ]
+What does not depend on rows is computed once for both halves. Gradients of parameters add up as usual.
 """
 
 from __future__ import annotations
@@ -39,7 +34,7 @@ from whale.runtime.program.marks import HALF, op_of
 from whale.runtime.program.shard.communication import OPERATIONS, finish, start
 
 Place = tuple[int, int, int]
-"""Dimension, outer, inner: where the rows are."""
+"""(dim, outer, inner): the dimension is outer x rows x inner."""
 
 
 class _Halves(torch.autograd.Function):
@@ -51,7 +46,7 @@ class _Halves(torch.autograd.Function):
         split = _unfolded(value, dim, outer)
         parts = torch.split(split, [first_rows(rows) * inner, last_rows(rows) * inner], dim + 1)
         first, last = (part.flatten(dim, dim + 1) for part in parts)
-        # No views for autograd, so in-place ops of the model may follow; contiguous as the whole was, so that views may.
+        # No views for autograd, so that in-place ops of the model may follow; contiguous like the whole, so that views may.
         is_dense = dim == 0 and outer == 1
         return (first.detach(), last.detach()) if is_dense else (first.clone(), last.clone())
 
@@ -61,13 +56,13 @@ class _Halves(torch.autograd.Function):
 
 
 def halves(value: Tensor, place: Place) -> tuple[Tensor, Tensor]:
-    """The first rows of a tensor and the last ones; of an odd number the first half has one more."""
+    """The first and the last rows of a tensor; the first half of an odd number has one more."""
     found: tuple[Tensor, Tensor] = _Halves.apply(value, place)  # type: ignore[no-untyped-call]
     return found
 
 
 def joined(first: Tensor, last: Tensor, place: Place) -> Tensor:
-    """The tensor whose halves these are."""
+    """The inverse of `halves`."""
     dim, outer, _ = place
     if outer == 1:
         return torch.cat([first, last], dim)
@@ -80,12 +75,10 @@ def _unfolded(value: Tensor, dim: int, outer: int) -> Tensor:
 
 
 def first_rows(num_rows: int) -> int:
-    """How many of the rows are in the first half."""
     return num_rows - num_rows // 2
 
 
 def last_rows(num_rows: int) -> int:
-    """How many of the rows are in the second half."""
     return num_rows // 2
 
 
@@ -94,11 +87,11 @@ Operation = Callable[..., Tensor]
 HALVES = ("first", "last")
 
 FLOPS_PER_BYTE = 20
-"""About what a device computes while it moves a byte: by this the work of unlike ops is compared."""
+"""Roughly what a device computes while it moves a byte; compares the work of different ops."""
 
 
 class _Step(NamedTuple):
-    """Something that each half does once."""
+    """What each half does once."""
 
     kind: Literal["compute", "start", "finish"]
     node: fx.Node
@@ -106,16 +99,16 @@ class _Step(NamedTuple):
 
 
 def overlap(graph: fx.Graph, model: ModelGraph, halving: Halving, outputs: Sequence[str]) -> fx.Graph:
-    """Rewrites a stage's graph so that its two halves take turns.
+    """Rewrites a stage's graph so that its two halves alternate.
 
     Args:
-        graph: of the stage, cut, its nodes marked with what they are; it is left as it is.
+        graph: of the stage, cut, its nodes marked; not changed.
         model: the captured model.
         halving: of the stage, without faults.
-        outputs: names of what the graph returns.
+        outputs: names of the graph's results.
 
     Returns:
-        The graph, with the same placeholders and results, its nodes marked with their half.
+        A graph with the same placeholders and results, its nodes marked with their half.
     """
     writer = _Writer(graph, halving)
     chunks = _chunks(_steps(graph, model, writer.rows))
@@ -128,7 +121,7 @@ def overlap(graph: fx.Graph, model: ModelGraph, halving: Halving, outputs: Seque
 
 
 def _steps(graph: fx.Graph, model: ModelGraph, rows: Collection[fx.Node]) -> list[_Step]:
-    """What each half does, in order: what was started is finished where it is used, or before anything is written in place."""
+    """What each half does, in order; a collective is finished before its first user, or before anything is written in place."""
     steps: list[_Step] = []
     started: list[fx.Node] = []
     work = _works(graph, model)
@@ -153,7 +146,7 @@ def _writes(node: fx.Node) -> bool:
 
 
 def _works(graph: fx.Graph, model: ModelGraph) -> dict[fx.Node, float]:
-    """The work of each op, laid on the first of the nodes that compute it."""
+    """The work of each op, attributed to the first of its nodes."""
     first: dict[str, fx.Node] = {}
     for node in graph.nodes:
         name = op_of(node)
@@ -164,7 +157,7 @@ def _works(graph: fx.Graph, model: ModelGraph) -> dict[fx.Node, float]:
 
 
 def _chunks(steps: Sequence[_Step]) -> list[list[_Step]]:
-    """The runs of steps between the gaps: the first begins without a finish, each other one with at least one."""
+    """The steps between the gaps: each chunk except the first begins with at least one finish."""
     found: list[list[_Step]] = [[]]
     for index, step in enumerate(steps):
         if step.kind == "finish" and steps[index - 1].kind != "finish":
@@ -175,12 +168,11 @@ def _chunks(steps: Sequence[_Step]) -> list[list[_Step]]:
 
 @dataclass
 class _Half:
-    """How far one half has come.
+    """Progress of one half.
 
     Attributes:
-        chunk: the one at hand, and
-        step: the next of its steps.
-        gap: work that the other half is still to do before this one goes on; None where it may go on at once.
+        chunk, step: the next step.
+        gap: work that the other half still has to do before this one goes on; None if it may go on at once.
     """
 
     chunk: int = 0
@@ -189,7 +181,7 @@ class _Half:
 
 
 def _in_turns(chunks: Sequence[Sequence[_Step]]) -> list[tuple[int, _Step]]:
-    """All steps of both halves, in the order in which they are done."""
+    """All steps of both halves, in the order in which they run."""
     work = [sum(step.work for step in chunk) for chunk in chunks]
     both, order, turn = (_Half(), _Half()), list[tuple[int, _Step]](), 0
     while len(order) < 2 * sum(map(len, chunks)):
@@ -211,14 +203,10 @@ def _in_turns(chunks: Sequence[Sequence[_Step]]) -> list[tuple[int, _Step]]:
 
 
 class _Writer:
-    """The new graph while it is written.
-
-    Args:
-        graph: the old one.
-        halving: of the stage.
+    """Builds the new graph.
 
     Attributes:
-        rows: old nodes that each half has its own of.
+        rows: old nodes of which each half has its own.
     """
 
     def __init__(self, graph: fx.Graph, halving: Halving) -> None:
@@ -236,7 +224,7 @@ class _Writer:
                 self.rows.add(node)
 
     def _divided(self, node: fx.Node, whole: fx.Node) -> tuple[fx.Node, fx.Node]:
-        """The halves of something given."""
+        """The halves of a placeholder."""
         name = str(node.target)
         if name not in self._halving.rows:
             return whole, whole
@@ -246,7 +234,7 @@ class _Writer:
         return self._half(node, 0, operator.getitem, (both, 0)), self._half(node, 1, operator.getitem, (both, 1))
 
     def write(self, half: int, step: _Step) -> None:
-        """Writes a step of one half; what both have in common, once."""
+        """Writes a step of one half; a common node only once."""
         node, copies = step.node, self._copies[half]
         if node not in self.rows:
             if node not in copies:
@@ -265,7 +253,7 @@ class _Writer:
     def _half(
         self, node: fx.Node, half: int, target: Any, arguments: tuple[Any, ...], end: str = "", keywords: dict[str, Any] | None = None
     ) -> fx.Node:
-        """A call that stands for an old node in one half."""
+        """A call that computes an old node for one half."""
         made = self.graph.create_node("call_function", target, arguments, keywords or {}, name=f"{node.name}_{HALVES[half]}{end}")
         made.meta = {**node.meta, HALF: half}
         return made

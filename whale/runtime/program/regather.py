@@ -1,9 +1,9 @@
-"""The pass that keeps, of gathered inputs, the own part only: what backward passes need of the whole is gathered again.
+"""The pass that saves only the own part of gathered activations; backward passes gather the whole again.
 
-    part --> collect --> whole --> linear          forward: linear keeps the part in place of the whole
-    part --> all-gather --> whole                  backward: once for all that kept it, then dropped
+    part --> collect --> whole --> linear          forward: linear saves the part instead of the whole
+    part --> all-gather --> whole                  backward: once for all that saved it, then dropped
 
-Ops that are computed again need no more than their inputs anyway, so theirs are left alone.
+Recomputed ops save only their inputs anyway, so theirs are unchanged.
 """
 
 from __future__ import annotations
@@ -26,33 +26,33 @@ from whale.runtime.program.shard.slots import Slots
 
 
 class RegatheredWhole:
-    """A gathered tensor that is kept as the own part.
+    """A gathered tensor that is saved as this device's part.
 
     Args:
         value: gathered.
-        part: the own one; nothing is written to it later.
+        part: the own one; not written to later.
         slots: where the parts belong.
         group: that gathers.
-        what: it is for.
+        what: named in errors.
     """
 
     def __init__(self, value: Tensor, part: Tensor, slots: Slots, group: Group, what: str) -> None:
-        self._memory = weakref.ref(value.untyped_storage())  # an address is given out again, and is 0 for all that have no contents
+        self._memory = weakref.ref(value.untyped_storage())  # addresses are reused, and are 0 for all fake tensors
         self._part = part.detach()
         self._gather = partial(all_gather, slots=slots, group=group, what=what)
         self._num_waiting = 0
         self._again: Tensor | None = None
 
     def holds(self, value: Tensor) -> bool:
-        """Whether a tensor lies in the memory of the gathered one."""
+        """Whether a tensor shares the storage of the gathered one."""
         return value.untyped_storage() is self._memory()
 
     def keep(self) -> None:
-        """Counts one more that will ask for it."""
+        """Counts one more reader."""
         self._num_waiting += 1
 
     def again(self) -> Tensor:
-        """The whole; gathered for the first that asks, dropped after the last."""
+        """The whole; gathered for the first reader, dropped after the last."""
         whole = self._gather(self._part).wait() if self._again is None else self._again
         self._num_waiting -= 1
         self._again = whole if self._num_waiting > 0 else None
@@ -60,15 +60,11 @@ class RegatheredWhole:
 
 
 _Kept = Tensor | tuple[RegatheredWhole, torch.Size, tuple[int, ...], int]
-"""What autograd is given to keep: a tensor, or where a view of a gathered one lies in it."""
+"""What autograd saves: a tensor, or a view of a gathered one as shape, stride and offset."""
 
 
 class KeepingParts:
-    """An op that keeps, of gathered tensors, the parts for its backward pass; a function to the program, so it has a name.
-
-    Args:
-        operation: what it calls.
-    """
+    """An op that saves parts instead of gathered tensors; fx needs its ``__name__``."""
 
     def __init__(self, operation: Callable[..., Any]) -> None:
         self._operation = operation
@@ -94,13 +90,13 @@ def _unpack(kept: _Kept) -> Tensor:
 
 
 def keep_parts(graph: fx.Graph, model: ModelGraph, ops: Collection[str], again: Collection[str]) -> None:
-    """Rewrites a stage's graph so that what is gathered of activations is kept in parts; what is written in place later, whole.
+    """Rewrites a stage's graph so that gathered activations are saved in parts, except those written in place later.
 
     Args:
         graph: of the stage, cut, its nodes marked with their op's name; changed in place.
         model: the captured model.
         ops: of the stage.
-        again: those that are computed again.
+        again: those that are recomputed.
     """
     writes = MemoryWrites(model, ops)
     for node in list(graph.nodes):
