@@ -25,6 +25,7 @@ from tests.distributed.split_training import cut_anew, plan_case, whole_gradient
 from tests.distributed.test_unlike_replicas import CLIPPED, ONE, SPLIT, TWO, Blocks, unlike, with_order
 from tests.distributed.training import (
     Case,
+    captured_case,
     finished,
     largest_of,
     make_cluster,
@@ -36,15 +37,15 @@ from tests.distributed.training import (
     trained,
 )
 from tests.distributed.world import RankFailure, World
-from tests.examples import at_most
-from tests.models import descriptions
+from tests.examples import at_most, slow
+from tests.models import Block, Description, LossKind, descriptions
 from whale.comm import Groups, Launched
 from whale.errors import RuntimeFault
 from whale.estimate import DeviceEstimate, estimate
 from whale.ir.graph import ModelGraph
-from whale.ir.plan import Form, Plan, Stage, Zero, brought_back, states_of
+from whale.ir.plan import Form, Plan, Shard, Stage, Zero, brought_back, states_of
 from whale.ir.serialization import from_json, to_json
-from whale.planning import make_plan
+from whale.planning import make_plan, retarget_plan
 from whale.runtime.state.publishing import Parcel, Publishing
 
 TOLERANCE = 1e-10
@@ -214,6 +215,25 @@ def test_law(world: World, data: st.DataObject) -> None:
         note(f"{plans[-1]}\n{plans[-1].parameter_states}\n{plans[-1].keeper_shares}")
     note(f"{case!r}")
     check(world, case, (plans[0], plans[1]), saves=data.draw(st.booleans()))
+
+
+@pytest.mark.parametrize("loss", ["mse", slow("plain_sum")])
+def test_a_stage_that_other_modes_leave_without_ops(world: World, loss: LossKind) -> None:
+    """A drawn case of the law: the last stage trains the loss alone, on parts of what a convolution of the first one makes whole.
+
+    The table is shared, so an evaluation runs head and loss on the first stage.
+    """
+    blocks = (Block("convolution"), Block("convolution", repeats=2))
+    case = unlike({"num_stages": 2, "split": 2, "num_micro_batch": 2}, evaluates=True)
+    case = replace(case, description=Description(tokens=True, blocks=blocks, extra_at=1, tied=True, loss=loss))
+    plan, graph = world.prepare(plan_case, case)
+    first, last = plan.replicas[0].stages
+    last = replace(last, shards=(Shard("values:1", (1, 2)),))
+    plan = replace(plan, replicas=(replace(plan.replicas[0], stages=(first, last)),))
+    for mode in ("eval", "predict"):
+        other, _ = captured_case(case).capture(mode)
+        assert [bool(stage.ops) for stage in retarget_plan(plan, graph, other).replicas[0].stages] == [True, False]
+    check_equal(world, case, (plan, with_state(plan, graph, 1)), train_reference(case), saves=False)
 
 
 def held_bytes(engine: whale.Engine) -> tuple[str, float, float, float, float]:

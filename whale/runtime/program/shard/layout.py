@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 
 from whale.axes.labels import Labels
@@ -59,7 +59,7 @@ class ShardLayout:
         axes: its axes.
         shards: of the stage.
         position: of this device in its split group.
-        ops: the calls of the stage; all of the model's where not given.
+        ops: the calls of the stage; none of a stage that another capture leaves without ops.
         num_rows: rows that the group takes, where the batch is cut.
     """
 
@@ -67,14 +67,13 @@ class ShardLayout:
     axes: Axes
     shards: tuple[Shard, ...]
     position: int
-    ops: Collection[str] = field(default=())
+    ops: Collection[str]
     num_rows: int = 0
 
     @cached_property
     def labels(self) -> Labels:
         """Along which axis each op works."""
-        ops = self.ops or [op.name for op in self.model.ops if op.kind == "call"]
-        return Labels(self.model, self.axes, frozenset(ops), self.shards)
+        return Labels(self.model, self.axes, frozenset(self.ops), self.shards)
 
     @cached_property
     def sizes(self) -> dict[str, int]:

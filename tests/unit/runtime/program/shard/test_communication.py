@@ -65,7 +65,7 @@ class Case:
 
     def layout(self, position: int) -> ShardLayout:
         graph, axes = world(self.dimensions, self.sizes)
-        return ShardLayout(graph, axes, self.shards, position, num_rows=self.sizes["batch"])
+        return ShardLayout(graph, axes, self.shards, position, ("x",), self.sizes["batch"])
 
     @property
     def whole(self) -> Tensor:

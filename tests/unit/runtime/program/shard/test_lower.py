@@ -74,6 +74,30 @@ def test_one_entrance_and_one_exit_per_feed_forward(block: Captured) -> None:
     assert program.graph.find_nodes(op="placeholder")[0].name == "split_group"
 
 
+class Smoothed(nn.Module):
+    """A convolution, which needs the sequence whole, and a loss that can work on parts of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Conv1d(4, 5, 3, padding=1)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.mse_loss(self.layer(x), y)
+
+
+def test_ops_of_other_stages_do_not_refuse_the_cuts_of_a_stage_without_ops() -> None:
+    """As an evaluation leaves one: it runs all that reads a shared parameter on the first of the stages that hold it."""
+    graph, axes, _ = _captured(Smoothed(), (torch.randn(3, 4, 6), torch.randn(3, 5, 6)))
+    (op,) = [op for op in graph.ops if op.target.startswith("aten.conv1d")]
+    (sequence,) = axes.ops[op.name].outputs[0][2]
+    assert axes.ops[op.name].roles[str(sequence)].kind == "whole"
+    empty = fx.Graph()
+    empty.output(())
+    program = lower_shards(empty, graph, axes, (Shard(str(sequence), (2, 4)),), 0)
+    assert [node.op for node in program.graph.nodes] == ["placeholder", "output"]
+    assert not program.parameters and not program.partial
+
+
 def test_gradients_of_parameters_read_by_parts_alone_are_partial(block: Captured) -> None:
     """`offset` is; `both` is read whole too, so it is entered; the bias of `down` is added after the sum."""
     graph, axes, local = block
@@ -169,7 +193,7 @@ class Merged(nn.Module):
 def test_what_is_held_of_a_dimension_with_rows() -> None:
     graph, axes, local = _captured(Merged(), (torch.randn(3, 5, 6), torch.randn(3)))
     shard = Shard("up.weight:0", (1, 3))
-    layout = ShardLayout(graph, axes, (shard,), 1)
+    layout = ShardLayout(graph, axes, (shard,), 1, list(axes.ops))
     held = {
         name: layout.held(dims[-1], shard.axis)
         for name, dims in ((op, axes.ops[op].outputs[0]) for op in axes.ops)
