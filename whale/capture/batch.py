@@ -1,4 +1,4 @@
-"""The user's batch as a tree of leaves: which are tensors, which carry rows, and what every later batch must look like."""
+"""The user's batch as a pytree: which leaves are tensors, which carry rows, and what every later batch must match."""
 
 from __future__ import annotations
 
@@ -26,63 +26,43 @@ _CONSTANTS = (type(None), bool, int, float, str)
 
 @dataclass(frozen=True)
 class Leaf:
-    """One leaf of the batch.
-
-    Attributes:
-        path: its place as the user writes it (``['labels']``, ``[0]``).
-        name: name of its input op; None for a constant.
-        shape: of the example; dimension 0 is the number of rows if `has_rows`.
-        dtype: None for a constant.
-        has_rows: whether dimension 0 is the batch.
-        value: the constant.
-    """
-
-    path: str
-    name: str | None
-    shape: tuple[int, ...] = ()
+    path: str  # as the user writes it (``['labels']``, ``[0]``)
+    name: str | None  # of its input op; None for a constant, whose `value` is set and whose dtype is None
+    shape: tuple[int, ...] = ()  # in the example; dimension 0 is the number of rows if `has_rows`
     dtype: torch.dtype | None = None
     has_rows: bool = False
     value: object = None
 
     @property
     def sizes(self) -> tuple[object, ...]:
-        """The shape, with a word for the rows."""
+        """The shape, with ``rows`` for the batch dimension."""
         return ("rows", *self.shape[1:]) if self.has_rows else self.shape
 
     def sized_as(self, tensor: Tensor) -> Leaf:
-        """The leaf with the sizes of a tensor beside the rows."""
+        """The leaf with the sizes of a tensor, except the rows."""
         shape = (*self.shape[:1], *tensor.shape[1:]) if self.has_rows else tuple(tensor.shape)
         return self if shape == self.shape else replace(self, shape=shape)
 
 
 @dataclass(frozen=True)
 class BatchStructure:
-    """How the user's batch is taken apart and put together.
-
-    Attributes:
-        spec: the tree, whose leaves are in the order of `parts`.
-        parts: the leaves.
-        example_rows: rows of the example batch.
-        record: the dataclass that a batch is, of whose fields the tree is; None for none.
-    """
+    """How a batch is flattened into `parts` and rebuilt by `spec`."""
 
     spec: pytree.TreeSpec
     parts: tuple[Leaf, ...]
-    example_rows: int
-    record: type | None = None
+    example_rows: int  # rows of the example batch
+    record: type | None = None  # the dataclass of the batch, whose fields `spec` describes; None for any other batch
 
     @staticmethod
     def of(batch: object, least_rows: int = 2, batch_dims: BatchDims | None = None) -> BatchStructure:
         """Reads the structure of an example batch.
 
         Args:
-            batch: the example.
-            least_rows: it must have.
-            batch_dims: which of its tensors have rows and which have not, where that is not plain from their sizes.
+            batch: the example, of at least `least_rows` rows.
+            batch_dims: which tensors have rows, where their sizes leave it open.
 
         Raises:
-            BatchError: no tensor in it, too few rows, a leaf that is neither tensor nor constant, or sizes that leave open which
-                dimension is the batch.
+            BatchError: no tensor, too few rows, a leaf that is neither tensor nor constant, or an ambiguous batch dimension.
         """
         leaves, spec = pytree.tree_flatten_with_path(plain(batch))
         _check_leaves(leaves)
@@ -95,41 +75,35 @@ class BatchStructure:
 
     @property
     def inputs(self) -> tuple[Leaf, ...]:
-        """The leaves that are tensors."""
         return tuple(part for part in self.parts if part.name is not None)
 
     def with_rows(self, num_rows: int) -> BatchStructure:
-        """The structure of an example with another number of rows."""
         parts = (replace(part, shape=(num_rows, *part.shape[1:])) if part.has_rows else part for part in self.parts)
         return replace(self, parts=tuple(parts), example_rows=num_rows)
 
     def like(self, batch: object) -> BatchStructure:
-        """The structure of batches with the sizes of this one, at the example's number of rows.
-
-        Raises:
-            BatchError: the batch differs from the example in more than sizes.
-        """
+        """The structure with the sizes of `batch`, at the example's number of rows. Raises BatchError if more than sizes differ."""
         found = self._by_path(batch)
         raise_faults([fault for part in self.parts if (fault := _mismatch(part, found[part.path])) is not None])
         parts = tuple(part if part.name is None else part.sized_as(found[part.path]) for part in self.parts)
         return self if parts == self.parts else replace(self, parts=parts)
 
     def has_parts_of(self, batch: object) -> bool:
-        """Whether a batch has the parts of the example, whatever they are."""
+        """Whether a batch has the same paths as the example, whatever the leaves are."""
         tree = plain(batch)
         if pytree.tree_flatten(tree)[1] == self.spec:
             return True
         return {pytree.keystr(path) for path, _ in pytree.tree_flatten_with_path(tree)[0]} == {part.path for part in self.parts}
 
     def other_parts(self, other: BatchStructure) -> str:
-        """Parts that another structure lacks, or has beside those of this one, in words."""
+        """Parts that only one of two structures has, for a message."""
         ours, theirs = ({part.path: part for part in each.parts} for each in (self, other))
         found = [f"without batch{path}" for path in ours if path not in theirs]
         found += [f"with batch{path}, {_shape(part.sizes)}" for path, part in theirs.items() if path not in ours]
         return "; ".join(found)
 
     def other_sizes(self, other: BatchStructure) -> str:
-        """Parts whose sizes differ in another structure, in words."""
+        """Parts whose sizes differ in another structure, for a message."""
         ours = {part.path: part for part in self.parts}
         pairs = ((ours[now.path], now) for now in other.parts if now.path in ours)
         return ", ".join(
@@ -137,11 +111,7 @@ class BatchStructure:
         )
 
     def leaves(self, batch: object) -> dict[str, Tensor]:
-        """The tensors of a batch by the names of their input ops.
-
-        Raises:
-            BatchError: the batch differs from the example in structure, type, sizes beside the rows, or constants.
-        """
+        """The tensors of a batch by the names of their input ops. Raises BatchError if anything but the rows differs from the example."""
         found = self._by_path(batch)
         faults = [
             fault for part in self.parts if (fault := _mismatch(part, found[part.path]) or _unlike(part, found[part.path])) is not None
@@ -151,15 +121,11 @@ class BatchStructure:
         return {part.name: found[part.path] for part in self.inputs if part.name is not None}
 
     def rows(self, batch: object) -> int:
-        """The number of rows of a batch.
-
-        Raises:
-            BatchError: its tensors disagree, or its structure is not the example's.
-        """
+        """The number of rows of a batch. Raises BatchError: its tensors disagree, or its structure is not the example's."""
         return self._rows(self._by_path(batch))
 
     def unflatten(self, tensors: list[Tensor]) -> Any:
-        """The batch with these tensors, given in the order of `inputs`."""
+        """The batch with these tensors, in the order of `inputs`."""
         remaining = iter(tensors)
         batch = pytree.tree_unflatten([part.value if part.name is None else next(remaining) for part in self.parts], self.spec)
         if self.record is None:
@@ -195,7 +161,6 @@ class BatchStructure:
 
 
 def tensors_of(batch: object) -> dict[str, Tensor]:
-    """The tensors of a batch by their places, whatever it is like otherwise."""
     return {pytree.keystr(path): leaf for path, leaf in pytree.tree_flatten_with_path(plain(batch))[0] if isinstance(leaf, Tensor)}
 
 
@@ -204,7 +169,7 @@ def _listed(paths: list[str]) -> str:
 
 
 def is_record(batch: object) -> TypeGuard[DataclassInstance]:
-    """Whether a batch is a dataclass that torch has not been taught to take apart (`torch.utils._pytree.register_dataclass`)."""
+    """Whether a batch is a dataclass that is not registered as a pytree node (`torch.utils._pytree.register_dataclass`)."""
     return is_dataclass(batch) and not isinstance(batch, (type, Mapping)) and type(batch) not in pytree.SUPPORTED_NODES
 
 
@@ -212,7 +177,7 @@ AS_LARGE_AS_THE_BATCH = "for a tensor without rows that is as long as the batch 
 
 
 def plain(batch: object) -> Any:
-    """Any mapping as a dict, and a dataclass as one of its fields: torch knows no trees of other mappings, such as tokenizers return."""
+    """A mapping as a dict, a dataclass as a dict of its fields: torch has no pytree node for other mappings, such as tokenizers return."""
     if is_record(batch):
         return {each.name: getattr(batch, each.name) for each in fields(batch)}
     return dict(batch) if isinstance(batch, Mapping) and not isinstance(batch, dict) else batch
@@ -237,7 +202,7 @@ def _check_leaves(leaves: list[tuple[Any, Any]]) -> None:
 
 
 def form_of(tensor: Tensor) -> str:
-    """``dense``, or what a tensor is whose rows do not lie side by side: ``nested``, ``sparse_coo`` ..."""
+    """``dense``, or the layout of a tensor whose rows are not strided: ``nested``, ``sparse_coo`` ..."""
     return "nested" if tensor.is_nested else "dense" if tensor.layout is torch.strided else str(tensor.layout).removeprefix("torch.")
 
 
@@ -257,11 +222,7 @@ def _with_gradient(path: str, tensor: Tensor) -> BatchError:
 
 
 def check_batch_dims(batch: object, batch_dims: BatchDims) -> None:
-    """Checks that what is stated of tensors is of tensors that are there.
-
-    Raises:
-        BatchError: a name that the batch has not, or a dimension other than the first.
-    """
+    """Checks that every name in `batch_dims` is a tensor of the batch, and every dimension is 0 or None."""
     paths = [path for path, _ in pytree.tree_flatten_with_path(plain(batch))[0]]
     known = {name for path in paths for name in _names(path)}
     faults: list[WhaleError] = []
@@ -276,19 +237,19 @@ def check_batch_dims(batch: object, batch_dims: BatchDims) -> None:
 
 
 def _names(path: Any) -> tuple[object, ...]:
-    """What a leaf may be called: by the first key on its way, or by all of them."""
+    """The key and the whole path of a leaf."""
     first = path[0] if path else None
     return (getattr(first, "key", getattr(first, "idx", getattr(first, "name", ""))), pytree.keystr(path))
 
 
 def _stated(path: Any, batch_dims: BatchDims) -> bool | None:
-    """Whether a leaf is stated to have rows, or to have none; None where nothing is stated."""
+    """Whether `batch_dims` gives a leaf rows, or none; None where it says nothing."""
     found = [batch_dims[name] for name in _names(path) if name in batch_dims]  # type: ignore[index]
     return found[-1] is not None if found else None
 
 
 def _example_rows(leaves: list[tuple[Any, Any]], stated: list[bool | None], least_rows: int) -> int:
-    """The number of rows: of the tensors that are stated to have some, else of most of those of which nothing is stated."""
+    """The number of rows: that of the tensors stated to have rows, else the most frequent one among tensors with nothing stated."""
     tensors = [(path, leaf, own) for (path, leaf), own in zip(leaves, stated, strict=True) if isinstance(leaf, Tensor) and leaf.dim() > 0]
     told = {pytree.keystr(path): leaf.shape[0] for path, leaf, own in tensors if own}
     if len(set(told.values())) > 1:
@@ -343,7 +304,7 @@ def _mismatch(part: Leaf, leaf: object) -> WhaleError | None:
 
 
 def _unlike(part: Leaf, leaf: Any) -> WhaleError | None:
-    """Whether a tensor has other sizes than the example's, beside the rows."""
+    """A fault if a tensor's sizes, except the rows, differ from the example's."""
     if part.name is None or part.sized_as(leaf) is part:
         return None
     return BatchError(f"batch{part.path} has shape {_shape(tuple(leaf.shape))}, not the example's {_shape(part.sizes)}")

@@ -1,10 +1,10 @@
 """From the user's model, batch and loss to the ModelGraph and its Program.
 
-trace      torch exports model and loss without running them
-flatten    one graph, ties joined, inner regions inlined, one ``num_rows``
-writes     of parameters are refused, of the batch go to a copy
+trace      torch.export of model and loss, without running them
+flatten    one graph: ties joined, inner regions inlined, one ``num_rows``
+writes     to parameters are refused, to the batch go to a copy
 split      the loss becomes terms of (sum, weight)
-clean      dead code and needless detaches go
+clean      dead code and needless detaches are removed
 describe   nodes become ops, without torch
 """
 
@@ -62,23 +62,22 @@ def capture(
 ) -> tuple[ModelGraph, CapturedProgram]:
     """Captures a model and its loss as one graph, for any number of rows where its code allows that.
 
-    Nothing is computed and the model is not changed. It may be on the meta device; it is then captured as on the CPU.
+    Nothing is computed and the model is not changed. A model on the meta device is captured as on the CPU.
 
     Args:
         model: an ordinary module.
-        batch: an example, or the structure of one: a mapping goes to the model as the keyword arguments that its forward takes,
-            a tuple or list by position, a tensor alone. What forward does not take is for the loss.
+        batch: an example, or the structure of one. A mapping goes to the model as the keyword arguments that forward takes, a tuple or
+            list by position, a tensor alone. What forward does not take is for the loss.
         loss: ``loss(output, batch)`` returns a scalar or a pair (sum, weight); None takes the output's own ``loss``.
-        mode: ``train`` and ``eval`` return the loss, ``predict`` the model's output, ``eval_predict`` both; an output that has the loss
-            that the model computes itself, where no other is given, has it as terms.
+        mode: ``train`` and ``eval`` return the loss, ``predict`` the model's output, ``eval_predict`` both. If the model computes its own
+            loss and no other is given, the output has it as terms.
         static: capture for the example's number of rows alone (which may then be 1).
-        batch_dims: per tensor of the batch, by its key, 0 where it has rows and None where it has none; of the others, those have
-            rows whose dimension 0 is as large as that of most.
-        device: the kind of device that it will run on (``cpu``, ``cuda``): `torch.autocast` for another does nothing there. None for
-            whichever the autocasts in the model are for.
-        precision: the type that ops compute in where `torch.autocast` on that kind of device (None: a GPU) would cast to it, and which do
-            not; None for the types of the model.
-        read_as: of a later capture of a model, the types in which the first reads parameters that are cast once per step.
+        batch_dims: per tensor, by key, 0 if it has rows, else None. Other tensors have rows if their dimension 0 has the most common size.
+        device: device type it will run on (``cpu``, ``cuda``): `torch.autocast` for another type does nothing. None takes the type that the
+            autocasts in the model name.
+        precision: the dtype that `torch.autocast` on that device type (None: a GPU) would cast to, and the parameters left out; None keeps
+            the dtypes of the model.
+        read_as: for a later capture of a model, the dtypes in which the first reads parameters that are cast once per step.
 
     Raises:
         CaptureError: something in the model would be lost, or depends on values in tensors; torch's version was not tested; or a pattern
@@ -101,7 +100,7 @@ def capture(
 
 @dataclass(frozen=True)
 class _Kind:
-    """The kind of device that a capture is for (None: any), the autocast around all of it, and how earlier captures read parameters."""
+    """The device type of a capture (None: any), the autocast around all of it, and how earlier captures read parameters."""
 
     device: str | None
     autocast: Autocast | None
@@ -109,7 +108,7 @@ class _Kind:
 
     @contextmanager
     def in_force(self) -> Iterator[None]:
-        """Inside of it code that asks for the type of a tensor is answered as under autocast; a model on the meta device is on the CPU."""
+        """Enters the autocast, so that reads of dtypes see it; also for the CPU, where meta models are captured."""
         with ExitStack() as stack:
             if self.autocast is not None:
                 for kind in {"cpu", self.autocast.kind}:
@@ -137,7 +136,7 @@ def _captured(
 def _lines_of_draws(
     captured: Callable[[Once], tuple[ModelGraph, CapturedProgram]], near: NearValues, first: tuple[ModelGraph, CapturedProgram]
 ) -> tuple[str, ...]:
-    """Where other draws of Python and NumPy make another graph."""
+    """The line where other random numbers of Python and NumPy give another graph."""
     try:
         found = difference(first, captured(Once(near, seed=1)))
     except WhaleError:  # with other draws it cannot be captured: there is no line to name
@@ -194,7 +193,6 @@ def _build(
 
 
 def _check_patterns(held: TiedTensors, autocast: Autocast | None) -> None:
-    """Checks that each pattern of names in a precision has a parameter."""
     names = [each.name for each in held.parameters if each.kind == "parameter"]
     precision = None if autocast is None else autocast.precision
     if precision is not None and (idle := precision.idle_patterns(names)):
@@ -205,14 +203,13 @@ def _check_patterns(held: TiedTensors, autocast: Autocast | None) -> None:
 
 
 def _lift_casts(flat: Flat, held: TiedTensors, others: Mapping[str, str] | None) -> dict[str, str]:
-    """Per parameter that is cast once per step, the type that ops read it in."""
     trained = {each.name for each in held.parameters if each.kind == "parameter" and each.trainable}
     placeholders = ((node, flat.sources.get(node.name, "")) for node in flat.graph.find_nodes(op="placeholder"))
     return lift_casts(flat.graph, {node: name for node, name in placeholders if name in trained}, others)
 
 
 def _check_constants(flat: Flat, held: TiedTensors, changed: Collection[str]) -> None:
-    """Checks that no tensor that is captured as it is lies in a parameter or buffer that changes, of which the engine has a copy."""
+    """Refuses a constant that shares memory with a parameter or buffer that changes: the engine trains a copy of those."""
     for node in flat.graph.find_nodes(op="placeholder"):
         tensor = flat.constants.get(node.name)
         name = None if tensor is None or isinstance(tensor, FakeTensor) else lender(held, tensor, changed)
@@ -225,7 +222,7 @@ def _check_constants(flat: Flat, held: TiedTensors, changed: Collection[str]) ->
 
 
 def _as_ops(flat: Flat, results: Sequence[Any]) -> list[Any]:
-    """Lets an op return what the model returns as it was given, a parameter or a part of the batch: ops have a place in a plan."""
+    """Adds an alias op for each placeholder among the results (a parameter, a part of the batch): only ops have a place in a plan."""
     found = list(results)
     for index, node in enumerate(found):
         if isinstance(node, fx.Node) and node.op == "placeholder":
@@ -235,13 +232,7 @@ def _as_ops(flat: Flat, results: Sequence[Any]) -> list[Any]:
 
 
 def _split(flat: Flat, num_of_loss: int, knows_rows: bool) -> list[TermNodes]:
-    """The terms of the loss that a traced program returns, alone or as a (sum, weight) pair.
-
-    Args:
-        flat: the program.
-        num_of_loss: of its results, that are the loss.
-        knows_rows: whether all that is made from the number of rows is known; else a constant may be a multiple of it.
-    """
+    """The terms of the loss, the first `num_of_loss` results. Without `knows_rows` a constant may be a multiple of the number of rows."""
     total, weight = (*flat.results[:num_of_loss], None)[:2]
     if not isinstance(total, fx.Node):
         raise CaptureError("the loss is a constant: it does not depend on the model or the batch")
@@ -254,7 +245,7 @@ def _split(flat: Flat, num_of_loss: int, knows_rows: bool) -> list[TermNodes]:
 
 
 def _over_constant(flat: Flat, terms: list[TermNodes], total: fx.Node, weight: float, knows_rows: bool) -> list[TermNodes]:
-    """A weight that is a plain number: a constant factor; where rows may be numbers too, a multiple of them counts rows."""
+    """A weight that is a plain number is a constant factor, unless rows may be numbers too: then a multiple of them counts rows."""
     rows = flat.sizes.rows
     if weight == 0:
         raise CaptureError("the weight of the loss is the constant 0", where=_line(total))
@@ -267,7 +258,7 @@ def _over_constant(flat: Flat, terms: list[TermNodes], total: fx.Node, weight: f
 
 
 def _loss_terms(flat: Flat, terms: list[TermNodes], ops: tuple[Op, ...]) -> tuple[LossTerm, ...]:
-    """The terms as values. Their nodes are read back from the output, since cleaning may have replaced them."""
+    """The terms as values; nodes are read back from the output, since cleaning may have replaced them."""
     returned = iter(_returned(flat.graph))
     by_name = {op.name: op for op in ops}
     found = []
@@ -307,7 +298,7 @@ def _from_inputs(graph: fx.Graph, weight: fx.Node, ops: dict[str, Op]) -> bool:
 def _with_stable_scopes(
     ops: tuple[Op, ...], parameters: tuple[Parameter, ...], model: nn.Module, entered: tuple[Scope, ...]
 ) -> tuple[tuple[Op, ...], tuple[Parameter, ...]]:
-    """Ops and parameters with scopes numbered by order of entering, equal in every process and every capture of the model."""
+    """Ops and parameters with scopes numbered in order of entry, equal in every process and every capture of the model."""
     paths = {op.scope for op in ops} | {each.scope for each in parameters} | {(scope,) for scope in entered}
     paths |= {tag_of(module) or () for module in model.modules()}
     stable = renumber(paths)
@@ -325,7 +316,7 @@ def _warnings(traced: Traced) -> tuple[str, ...]:
 
 
 def _of_state(traced: Traced) -> tuple[str, ...]:
-    """Warnings of what goes on from call to call, and does not from step to step."""
+    """Warnings of state that a plain loop carries from call to call, and steps do not."""
     return (warning_of(traced.found.handed_on),) if traced.found.handed_on else ()
 
 
@@ -339,7 +330,7 @@ def _check_trains(graph: ModelGraph) -> None:
 
 
 def _with_sparse(graph: ModelGraph, nodes: fx.Graph) -> ModelGraph:
-    """The graph with what ops are asked for that give sparse gradients, which are those of parameters that such lookups alone read."""
+    """The graph with the number of lookups of each parameter that gets a sparse gradient: one that only such lookups read."""
     counts, faults, sparse = Counter[str](), list[WhaleError](), set[str]()
     for node in nodes.nodes if graph.mode == "train" else ():
         arguments = node.target._schema.arguments if isinstance(node.target, torch._ops.OpOverload) else ()
@@ -402,14 +393,7 @@ TESTED = ("2.11", "2.12", "2.13", "2.14", "2.15")
 
 
 def check_version(version: str) -> None:
-    """Lets the tested versions of torch pass.
-
-    Args:
-        version: torch's, such as "2.13.0+cpu".
-
-    Raises:
-        CaptureError: another one.
-    """
+    """Refuses versions of torch (such as "2.13.0+cpu") that are not tested."""
     if ".".join(version.split(".")[:2]) in TESTED:
         return
     raise CaptureError(

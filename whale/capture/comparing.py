@@ -1,12 +1,12 @@
-"""Two captures of one model compared: whether its code computes what it did, and which constants are the number of rows in disguise.
+"""Two captures of one model compared: whether its code computes the same, and which constants follow from the number of rows.
 
 captured for 8 rows      mul(%x, 8), view(%x, [8, 3])
 captured for 16 rows     mul(%x, 16), view(%x, [16, 3])
 written as               mul(%x, %num_rows), view(%x, [%num_rows, 3])
 
-What differs in no known way (a root, a largest of two) is written as a number of its own, ``pos(2.83)``, so that it is no constant.
-What is near the model is watched by value (`whale.capture.exporting.near_values`). A class of another module, a global, os.environ, a
-context variable, an iterator, a number that was read of a tensor: only what the code makes of them tells, when it is traced again.
+A number that follows in no known way (a root, a maximum) becomes a node of its own, ``pos(2.83)``, so that it is no constant.
+Values near the model are watched directly (`whale.capture.exporting.near_values`). Changes of anything else (a class of another
+module, a global, os.environ, a context variable, an iterator) show only in the graph when the code is traced again.
 """
 
 from __future__ import annotations
@@ -29,19 +29,14 @@ from whale.ir.scope import SourceLine
 
 @dataclass(frozen=True)
 class Difference:
-    """Where two captures part.
-
-    Attributes:
-        what: the op, and both of its constants.
-        where: the user's line.
-    """
+    """Where two captures differ: the op with both of its constants, and the user's line."""
 
     what: str
     where: SourceLine | None
 
 
 def difference(then: tuple[ModelGraph, CapturedProgram], now: tuple[ModelGraph, CapturedProgram]) -> Difference | None:
-    """The first place where two captures of one model differ; None where they compute the same."""
+    """The first difference of two captures of one model; None if they compute the same."""
     for found in (_of_ops(then, now), _of_terms(then[0], now[0]), _of_outputs(then[1], now[1])):
         for each in found:
             return each
@@ -64,7 +59,7 @@ def _of_ops(then: tuple[ModelGraph, CapturedProgram], now: tuple[ModelGraph, Cap
 
 
 def _functions(program: CapturedProgram) -> dict[str, str]:
-    """What tells custom functions apart: their names and plain arguments; code may make the rest anew for each call."""
+    """Names and plain arguments of custom functions; the rest may be new objects in each call."""
     return {node.name: node.target.shown for node in program.graph.nodes if isinstance(node.target, FunctionCall)}
 
 
@@ -123,11 +118,7 @@ _Number = int | float
 
 
 def write_rows(flat: Flat, double: Flat) -> bool:
-    """Writes constants that grow with the rows as what `num_rows` makes of them, in both graphs.
-
-    Returns:
-        Whether the graphs are alike op by op; where they are not, nothing can be compared and nothing is changed.
-    """
+    """Replaces constants that grow with the rows by nodes, in both graphs; False if the graphs differ in ops, then unchanged."""
     if not are_alike(flat.graph, double.graph):
         return False
     mine, theirs = RowNumbers(flat), RowNumbers(double)
@@ -143,14 +134,14 @@ def write_rows(flat: Flat, double: Flat) -> bool:
 
 
 def are_same(ours: Tensor | None, theirs: Tensor | None) -> bool:
-    """Whether two captures have the same tensor for a constant, NaN where the other has it; or both none."""
+    """Whether two constants are equal (NaN equals NaN), or both None."""
     if ours is theirs or ours is None or theirs is None:
         return ours is theirs
     return ours.shape == theirs.shape and bool(((ours == theirs) | ((ours != ours) & (theirs != theirs))).all())
 
 
 class RowNumbers:
-    """Numbers that are made from `num_rows` in one graph, each once, in front of all ops."""
+    """Numbers made from `num_rows` in one graph, each once, before all ops."""
 
     def __init__(self, flat: Flat) -> None:
         self.rows = int(flat.rows.meta["val"])
@@ -161,20 +152,18 @@ class RowNumbers:
             self._last = self._last.next
 
     def linear(self, factor: int, constant: int) -> fx.Node:
-        """``factor x rows + constant``."""
         if (factor, constant) not in self._made:
             made = self._flat.rows if factor == 1 else self._call(operator.mul, self._flat.rows, factor)
             self._made[factor, constant] = made if constant == 0 else self._call(operator.add, made, constant)
         return self._made[factor, constant]
 
     def fraction(self, numerator: _Number) -> fx.Node:
-        """``numerator / rows``."""
         if (0, numerator) not in self._made:
             self._made[0, numerator] = self._call(operator.truediv, numerator, self._flat.rows)
         return self._made[0, numerator]
 
     def alone(self, number: _Number) -> fx.Node:
-        """A number that depends on the rows in a way that is not known: of this number of rows alone."""
+        """A number that depends on the rows in an unknown way, and so holds for this number of rows alone."""
         return self._call(operator.pos, number)
 
     def _call(self, function: Callable[..., _Number], *operands: Any) -> fx.Node:
@@ -187,7 +176,7 @@ class RowNumbers:
 
 
 def _paired(value: Any, other: Any, mine: RowNumbers, theirs: RowNumbers) -> tuple[Any, Any]:
-    """Two arguments, the numbers in them that grow with the rows written so."""
+    """Two arguments with the numbers that grow with the rows replaced by nodes."""
     if isinstance(value, (tuple, list)) and isinstance(other, (tuple, list)) and len(value) == len(other):
         pairs = [_paired(a, b, mine, theirs) for a, b in zip(value, other, strict=True)]
         return tuple(a for a, _ in pairs), tuple(b for _, b in pairs)
@@ -205,7 +194,7 @@ def _is_number(value: object) -> TypeGuard[_Number]:
 
 
 def _growth(value: _Number, other: _Number, rows: int) -> Callable[[RowNumbers], fx.Node] | None:
-    """How a number follows from the rows; None where that is in no known way."""
+    """How a number follows from the rows; None if in no known way."""
     if value == 2 * other:
         return lambda numbers: numbers.fraction(value * rows)
     factor, rest = divmod(other - value, rows)

@@ -1,11 +1,11 @@
-"""Captures kept on disk, for the next start of the same script.
+"""Captures kept on disk for the next start of the same script.
 
-    key     what may be told before a capture: versions, arguments, modules, shapes, ties, scopes, globals, the batch
-    head    what the capture has read: values near the model and the loss by their contents, environment variables; source files
+    key     what is known before a capture: versions, arguments, modules, shapes, ties, scopes, globals, the batch
+    head    what the capture has read: contents of values near the model and the loss, environment variables, source files
     body    the `ModelGraph` and the nodes of its program
 
-A file serves where the key is the same and what its head names is as it was then. What that does not tell (a file that is read, an
-iterator) is found where the model is traced again, after the first step. What cannot be told by contents is not kept.
+A file is used if its key matches and everything in its head is unchanged. Other changes (a file that is read, an iterator) are found
+when the model is traced again after the first step. A capture that depends on values without comparable contents is not kept.
 """
 
 from __future__ import annotations
@@ -57,11 +57,7 @@ _DEEPEST = 12
 
 
 def folder_of(setting: str | None) -> Path | None:
-    """Where captures are kept: None where they are not.
-
-    Args:
-        setting: ``runtime.capture_cache``.
-    """
+    """Where captures are kept (``runtime.capture_cache``); None for ``off``."""
     if setting == "off":
         return None
     cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
@@ -69,28 +65,21 @@ def folder_of(setting: str | None) -> Path | None:
 
 
 class _Untold(Exception):
-    """Something has no contents that could be told in the next process."""
+    """A value has no contents that can be compared with those in the next process."""
 
 
 @dataclass(frozen=True)
 class KeptCapture:
-    """The place on disk for the capture of a model.
+    """The place on disk for the capture of a model (`near`) and batch (`structure`)."""
 
-    Attributes:
-        folder: for all captures.
-        near: the model and its loss.
-        structure: of the batch.
-        key: tells it from other models, other arguments of the capture and other versions.
-    """
-
-    folder: Path
+    folder: Path  # for all captures
     near: NearValues
     structure: BatchStructure
-    key: str
+    key: str  # digest of the model, the arguments of the capture and the versions
 
     @staticmethod
     def of(folder: Path, near: NearValues, loss: object, structure: BatchStructure, *arguments: object) -> KeptCapture | None:
-        """The place; None for a model of which too little can be told."""
+        """The place; None for a model with too many values that cannot be compared."""
         try:
             key = _digest(_told_before(near, loss, structure, arguments))
         except Exception:  # whatever the user's own objects raise: too little is told
@@ -98,11 +87,7 @@ class KeptCapture:
         return KeptCapture(folder, near, structure, key)
 
     def find(self) -> tuple[ModelGraph, CapturedProgram] | None:
-        """The capture that was kept of a model that is the same as far as can be told.
-
-        Raises:
-            ValueError: a file cannot be read; it is removed.
-        """
+        """The kept capture of an unchanged model. Raises ValueError: a file cannot be read; it is removed."""
         for path in self._paths():
             with contextlib.suppress(OSError), path.open("rb") as file:
                 if (found := self._read(path, file)) is not None:
@@ -143,7 +128,7 @@ class KeptCapture:
             return False
 
     def keep(self, graph: ModelGraph, program: CapturedProgram) -> None:
-        """Writes a capture, where all of it can be written."""
+        """Writes a capture, if all of it can be written."""
         held = holdings(self.near.model).tensors
         constants = {name: tensor for name, tensor in program.tensors.items() if name not in held}
         if program.outputs is not None or any(tensor.device.type != "cpu" for tensor in constants.values()):
@@ -173,7 +158,6 @@ class KeptCapture:
             _make_room(self.folder)
 
     def drop(self) -> None:
-        """Removes what is kept of the model."""
         for path in self._paths():
             with contextlib.suppress(OSError):
                 path.unlink()
@@ -208,7 +192,7 @@ def _digest(lines: Iterable[str]) -> str:
 
 
 def _told_before(near: NearValues, loss: object, structure: BatchStructure, arguments: tuple[object, ...]) -> Iterable[str]:
-    """What is known of a capture before it is made, a line each."""
+    """What is known of a capture before it is made, one item per line."""
     if near.generators:
         raise _Untold  # where a generator stands is not told
     yield repr(_stamps([__file__]))
@@ -229,7 +213,7 @@ def _told_before(near: NearValues, loss: object, structure: BatchStructure, argu
 
 
 def _of_names(near: NearValues, functions: list[FunctionType]) -> Iterable[str]:
-    """What the names in functions stand for beside near objects: globals, those of modules, those of functions that are among them."""
+    """Values of the names in functions that are not near objects: globals, those of modules, those of functions among them."""
     seen = set(functions)
     pending = list(functions)
     while pending:
@@ -248,7 +232,7 @@ def _of_names(near: NearValues, functions: list[FunctionType]) -> Iterable[str]:
 
 
 def _file_of(function: FunctionType) -> str:
-    """Where a function was defined, or of one that code has written, as dataclasses do, the file of its module."""
+    """The file of a function; for generated code, as of dataclasses, that of its module."""
     file = function.__code__.co_filename
     found = file if os.path.isfile(file) else getattr(sys.modules.get(function.__module__), "__file__", None)
     if found is None:
@@ -261,11 +245,7 @@ def _form(tensor: Tensor) -> tuple[object, ...]:
 
 
 def _told(value: Any, near: NearValues, depth: int = 0, left: list[int] | None = None) -> str:
-    """A value by its contents, equal in each process.
-
-    Raises:
-        _Untold: it has none that are plain, or too many.
-    """
+    """A value by its contents, equal in each process; `_Untold` if they are not plain, or too many."""
     left = [_MOST_VALUES] if left is None else left
     left[0] -= 1
     inside = partial(_told, near=near, depth=depth + 1, left=left)
@@ -325,23 +305,18 @@ def _digest_of(array: Any) -> str:
 
 
 def _files() -> list[str]:
-    """The files of all modules that are loaded: more than the trace has passed."""
+    """The files of all loaded modules: a superset of those that the trace passed."""
     found = {getattr(module, "__file__", None) for module in list(sys.modules.values())}
     return sorted(path for path in found if path and os.path.isfile(path))
 
 
 def _start() -> float:
-    """When this process began."""
     ticks = float(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
     return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + ticks / os.sysconf("SC_CLK_TCK")
 
 
 def _stamps(paths: Iterable[str], before: float | None = None) -> dict[str, object]:
-    """What tells whether files have changed: of the user's own their contents.
-
-    Raises:
-        _Untold: one has changed since a time, so that what was loaded may be another.
-    """
+    """What changes when files change: contents of the user's own, size and time of libraries. A file newer than `before` is `_Untold`."""
     found: dict[str, object] = {}
     for path in paths:
         if is_of_a_library(path):
@@ -355,7 +330,7 @@ def _stamps(paths: Iterable[str], before: float | None = None) -> dict[str, obje
 
 
 def _make_room(folder: Path) -> None:
-    """Lets go of the captures that served longest ago, where all together are too large."""
+    """Removes the least recently used captures beyond `MOST_BYTES`."""
     states = sorted(((path.stat(), path) for path in folder.glob("*-*.capture")), key=lambda pair: -pair[0].st_mtime_ns)
     for path, total in zip((path for _, path in states), accumulate(state.st_size for state, _ in states), strict=True):
         if total > MOST_BYTES:
@@ -367,7 +342,7 @@ def _make_room(folder: Path) -> None:
 
 @dataclass(frozen=True)
 class _Of:
-    """Stands for the result of a node."""
+    """A reference to the result of a node."""
 
     name: str
 

@@ -17,35 +17,24 @@ from whale.ir.graph import NUM_ROWS
 
 @dataclass(frozen=True)
 class OutputStructure:
-    """How the model's output is put together from the tensors that the graph returns.
-
-    Attributes:
-        spec: the tree.
-        parts: per leaf, the position among the returned tensors, or an object that holds some, or a constant.
-    """
+    """How the model's output is built from the tensors that the graph returns."""
 
     spec: pytree.TreeSpec
+    # per leaf of `spec`, the position among the returned tensors; or None with an `ObjectStructure` or a constant
     parts: tuple[tuple[int | None, object], ...]
 
     def rebuild(self, tensors: Sequence[Tensor]) -> Any:
-        """The model's output with these tensors in it."""
         return pytree.tree_unflatten([_rebuilt(position, other, tensors) for position, other in self.parts], self.spec)
 
 
 @dataclass(frozen=True)
 class ObjectStructure:
-    """An object that holds tensors in attributes: a dataclass, a namespace.
-
-    Attributes:
-        example: what the model returned when it was captured.
-        attributes: of it, by name.
-    """
+    """An object that holds tensors in attributes (a dataclass, a namespace): what the model returned, and its attributes by name."""
 
     example: object
     attributes: OutputStructure
 
     def rebuild(self, tensors: Sequence[Tensor]) -> object:
-        """Another such object with these tensors in it."""
         found = copy.copy(self.example)
         for name, value in self.attributes.rebuild(tensors).items():
             object.__setattr__(found, name, value)
@@ -60,39 +49,23 @@ def _rebuilt(position: int | None, other: object, tensors: Sequence[Tensor]) -> 
 
 @dataclass(frozen=True)
 class CapturedProgram:
-    """A captured model, executable.
+    """A captured model, executable."""
 
-    Attributes:
-        graph: its nodes are named as the ops of the `ModelGraph`. Batch inputs, parameters, buffers and lifted
-            constants are placeholders; so is the number of rows, ``num_rows``, where something reads it.
-            It returns the tuple (sum_0, weight_0, sum_1, ...) of the loss terms, without the weights that
-            are None, followed by the outputs.
-        tensors: the user's own tensors: parameters and buffers by canonical name, constants by op name.
-            They may be on the meta device.
-        batch: how a batch is taken apart.
-        sources: per parameter, buffer or constant placeholder, the key of its tensor in `tensors`.
-        outputs: how the output is put together; None where the graph returns a loss alone.
-        own_loss: which tensor of the output is the loss, whose terms the graph returns in its place; None where none is.
-        warnings: of what goes on from call to call in a plain loop, and is lost in the graph.
-        reads: the places near the model whose values count (`whale.capture.exporting.near_values`).
-    """
-
+    # its nodes are named as the ops of the `ModelGraph`. Batch inputs, parameters, buffers, lifted constants and, where it is read,
+    # ``num_rows`` are placeholders. Returns (sum_0, weight_0, sum_1, ...) of the loss terms, without weights that are None, then the
+    # outputs.
     graph: fx.Graph
+    # the user's own tensors, maybe on the meta device: parameters and buffers by canonical name, constants by op name
     tensors: Mapping[str, Tensor]
-    batch: BatchStructure
-    sources: Mapping[str, str]
-    outputs: OutputStructure | None = None
-    own_loss: int | None = None
-    warnings: tuple[str, ...] = ()
-    reads: frozenset[str] = frozenset()
+    batch: BatchStructure  # how a batch is flattened
+    sources: Mapping[str, str]  # per placeholder of a parameter, buffer or constant, its key in `tensors`
+    outputs: OutputStructure | None = None  # how the output is rebuilt; None if the graph returns a loss alone
+    own_loss: int | None = None  # the index of the output tensor that is the loss, whose terms the graph returns instead; None if none is
+    warnings: tuple[str, ...] = ()  # of state that a plain loop carries from call to call, and the graph loses
+    reads: frozenset[str] = frozenset()  # the places near the model whose values count (`whale.capture.exporting.near_values`)
 
     def output(self, tensors: Sequence[Tensor], loss: Tensor | None) -> Any:
-        """The model's output.
-
-        Args:
-            tensors: that the graph returned for it.
-            loss: of the batch, which the output may have.
-        """
+        """The model's output from the tensors that the graph returned for it, and the loss of the batch if the output has one."""
         assert self.outputs is not None, "a graph that returns an output"
         found = list(tensors)
         if self.own_loss is not None:
@@ -101,15 +74,11 @@ class CapturedProgram:
         return self.outputs.rebuild(found)
 
     def module(self) -> fx.GraphModule:
-        """The graph as a module without state: it takes its placeholders' values in order."""
+        """The graph as a module without state; it takes the placeholders' values in order."""
         return fx.GraphModule(torch.nn.Module(), self.graph)
 
     def values(self, batch: object) -> dict[str, Any]:
-        """The values of the placeholders by name, in order, for a whole batch in one process.
-
-        Raises:
-            BatchError: the batch does not match the example.
-        """
+        """The values of the placeholders by name, in order, for a whole batch in one process."""
         leaves = self.batch.leaves(batch)
         values: dict[str, Any] = {**leaves, NUM_ROWS: self.batch.rows(batch)}
         for node in self.graph.find_nodes(op="placeholder"):

@@ -1,8 +1,8 @@
 """`replicate` and `split` as the user writes them: around construction, in `forward`, as decorators, nested.
 
-One `with` does both halves of the work, because it cannot know where it stands:
-    construction   modules that are made while it is open carry its path (`tagging`)
-    forward        ops that are captured while it is open carry its path (`torch.fx.traceback.annotate`)
+A `with` cannot know where it stands, so it does both:
+    construction   modules that are made inside carry its path (`tagging`)
+    forward        ops that are captured inside carry its path (`torch.fx.traceback.annotate`)
 """
 
 from __future__ import annotations
@@ -38,15 +38,8 @@ _default: ContextVar[Scope | None] = ContextVar("whale_default_scope", default=N
 
 @dataclass
 class ForwardScopes:
-    """The scopes that one capture enters, in order.
-
-    Attributes:
-        entered: every scope, numbered from a fixed base, so that equal captures give equal numbers.
-        of_module: the scope of a decorated method per (decorator, module), since repeated calls of one
-            module are one TaskGraph.
-    """
-
-    entered: list[Scope] = field(default_factory=list)
+    entered: list[Scope] = field(default_factory=list)  # in order, numbered from a fixed base, so that equal captures give equal numbers
+    # the scope of a decorated method per (decorator, module): repeated calls of one module are one TaskGraph
     of_module: dict[tuple[int, int], Scope] = field(default_factory=dict)
 
     def number(self) -> int:
@@ -90,7 +83,6 @@ class Annotation:
         return self._wrap(target, per_module=getattr(target, "__name__", "") != "__init__")  # type: ignore[return-value]
 
     def entry(self, is_default: bool = False) -> Scope:
-        """A new entry of this scope."""
         capture = _capture.get()
         number = next(_entries) if capture is None else capture.number()
         scope = Scope(self._kind, self._device_count, self._name, self._axis, self._where, number, is_default)
@@ -120,8 +112,8 @@ def replicate(device_count: int | None = None, name: str | None = None) -> Annot
     """Every device holds the parameters; the batch is divided.
 
     Args:
-        device_count: devices, or copies of what the scope encloses; None lets the planner say.
-        name: entries of one name are one TaskGraph.
+        device_count: devices, or copies of what the scope encloses; None lets the planner choose.
+        name: entries with one name are one TaskGraph.
 
     Raises:
         AnnotationError: a device count that is no positive integer, or a name that is no text.
@@ -130,11 +122,11 @@ def replicate(device_count: int | None = None, name: str | None = None) -> Annot
 
 
 def split(device_count: int | None = None, name: str | None = None, axis: str | None = None) -> Annotation:
-    """The parameters are divided, along axes that the planner picks, or along `axis`.
+    """The parameters are divided along axes that the planner chooses, or along `axis`.
 
     Args:
-        device_count: devices; None lets the planner say.
-        name: entries of one name are one TaskGraph.
+        device_count: devices; None lets the planner choose.
+        name: entries with one name are one TaskGraph.
         axis: the logical axis to cut.
 
     Raises:
@@ -158,15 +150,13 @@ def set_default_strategy(scope: Annotation | None) -> None:
 
 
 def tag(module: nn.Module, scope: Annotation) -> nn.Module:
-    """Puts a module that was built elsewhere, with all its submodules, under a scope.
-
-    Scopes that it carries already stay inside the new one.
+    """Puts an existing module, with all its submodules, under a scope. Scopes that it carries stay inside the new one.
 
     Returns:
         The module itself.
 
     Raises:
-        AnnotationError: the scope is a `split` and the module carries scopes already; or it is none, or the module is none.
+        AnnotationError: the scope is a `split` and the module carries scopes; or an argument has the wrong type.
     """
     if not isinstance(module, nn.Module) or not isinstance(scope, Annotation):
         raise AnnotationError(
@@ -187,7 +177,7 @@ def tag(module: nn.Module, scope: Annotation) -> nn.Module:
 
 
 def current_path() -> ScopePath:
-    """The path that a module made now is tagged with; empty under no scope and no default."""
+    """The path for a module made now; empty under no scope and no default."""
     path, default = _open.get(), _default.get()
     return under_default(path, () if default is None else (default,))
 
@@ -213,12 +203,11 @@ def capturing() -> Iterator[ForwardScopes]:
 
 
 def default_scope() -> Scope | None:
-    """The default strategy in force."""
     return _default.get()
 
 
 def renumber(paths: set[ScopePath]) -> dict[ScopePath, ScopePath]:
-    """Paths with their entries numbered 0, 1, ... in the order of entering, whatever else the process has entered."""
+    """Paths with their entries numbered 0, 1, ... in order of entry, whatever else the process has entered."""
     entries = sorted({scope.entry for path in paths for scope in path})
     rank = {entry: position for position, entry in enumerate(entries)}
     return {path: tuple(replace(scope, entry=rank[scope.entry]) for scope in path) for path in paths}

@@ -1,4 +1,4 @@
-"""Where in the user's code something happened: from live frames, from tracebacks and from torch's stack traces."""
+"""The user's line for live frames, tracebacks and torch's stack traces."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 
 
 def user_line() -> SourceLine | None:
-    """The innermost frame of the caller's stack that is neither in whale nor in torch."""
+    """The innermost frame of the caller's stack outside whale and torch."""
     frame = sys._getframe(1)
     while frame is not None and not is_users(frame.f_code.co_filename):
         frame = frame.f_back  # type: ignore[assignment]
@@ -30,7 +30,7 @@ def user_line() -> SourceLine | None:
 
 
 def line_of_traceback(last: TracebackType | None) -> SourceLine | None:
-    """The innermost frame of a traceback that is neither in whale nor in torch."""
+    """The innermost frame of a traceback outside whale and torch."""
     found = None
     while last is not None:
         file = last.tb_frame.f_code.co_filename
@@ -41,14 +41,14 @@ def line_of_traceback(last: TracebackType | None) -> SourceLine | None:
 
 
 def line_of_function(function: object) -> SourceLine | None:
-    """Where a function (or what a partial calls) is defined; None of what has no code of its own."""
+    """Where a function (or the function of a partial) is defined; None if it has no code of its own."""
     code = getattr(inspect.unwrap(function.func) if isinstance(function, functools.partial) else function, "__code__", None)
     return SourceLine(_shorten(code.co_filename), code.co_firstlineno) if code is not None and is_users(code.co_filename) else None
 
 
 @cache
 def line_of_stack_trace(text: str | None) -> SourceLine | None:
-    """The innermost user frame of the ``stack_trace`` that torch writes on a node."""
+    """The innermost user frame of a node's ``stack_trace``."""
     for file, line in reversed(_FRAME.findall(text or "")):
         if is_users(file):
             return SourceLine(_shorten(file), int(line))
@@ -73,12 +73,12 @@ _LIBRARIES = tuple({os.path.realpath(sysconfig.get_path(name)) + os.sep for name
 
 @cache
 def is_of_a_library(file: str) -> bool:
-    """Whether a file was installed, or is none."""
+    """Whether a file is installed, or generated code."""
     return file.startswith("<") or os.path.realpath(file).startswith(_LIBRARIES)
 
 
 @cache
 def _shorten(file: str) -> str:
-    """A path under the working directory without that prefix, as compilers print it."""
+    """A path relative to the working directory if it is inside, as compilers print it."""
     inside = Path(file).resolve()
     return str(inside.relative_to(Path.cwd())) if inside.is_relative_to(Path.cwd()) else file

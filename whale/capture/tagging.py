@@ -1,8 +1,8 @@
-"""Tags on modules and bare parameters: while a scope is open, every module that is made carries the scope's path in its `__dict__`.
+"""Tags on modules and bare parameters: a module that is made under a scope carries the scope's path in its `__dict__`.
 
-`nn.Module.__init__` is wrapped for that time. Registration hooks would miss a scope's root modules and modules without
-parameters, and would tag modules that were built elsewhere and only passed in. For parameters that a module made elsewhere
-registers meanwhile torch's own hook serves. A tag in `__dict__` survives `deepcopy`.
+`nn.Module.__init__` is wrapped while a scope is open. Registration hooks would miss root modules and modules without parameters, and
+would tag modules that were made elsewhere and passed in; they serve for parameters that such modules register meanwhile.
+A tag in `__dict__` survives `deepcopy`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _registration: RemovableHandle | None = None
 
 
 def install(path: Callable[[], ScopePath]) -> None:
-    """Wraps `nn.Module.__init__`, once however often it is asked for; `path` gives the tag of a module or parameter made now."""
+    """Wraps `nn.Module.__init__` (nested calls only count); `path` gives the tag of a module or parameter made now."""
     global _depth, _wrapped, _registration
     with _lock:
         if _depth == 0:
@@ -74,7 +74,6 @@ def _tagging_parameters(path: Callable[[], ScopePath]) -> Callable[[nn.Module, s
 
 
 def retag(module: nn.Module, place: Callable[[ScopePath], ScopePath]) -> None:
-    """Writes a module's tag and those of its own parameters anew, from what they were."""
     set_tag(module, place(tag_of(module) or ()))
     for name, path in _own_parameter_tags(module).items():
         module.__dict__[_PARAMETER_TAGS][name] = place(path)
@@ -85,7 +84,7 @@ def _own_parameter_tags(module: nn.Module) -> dict[str, ScopePath]:
 
 
 def parameter_tags(model: nn.Module) -> dict[str, ScopePath]:
-    """The scopes of parameters that were registered under others than their modules were made in, by full name."""
+    """Full names and scopes of parameters that were registered under another scope than their module was made in."""
     return {
         f"{path}.{name}" if path else name: found
         for path, module in model.named_modules(remove_duplicate=False)
@@ -94,20 +93,17 @@ def parameter_tags(model: nn.Module) -> dict[str, ScopePath]:
 
 
 def set_tag(module: nn.Module, path: ScopePath) -> None:
-    """Writes a module's tag."""
     module.__dict__[_TAG] = path
 
 
 def tag_of(module: nn.Module) -> ScopePath | None:
-    """A module's own tag, None if it was made under no scope."""
     return module.__dict__.get(_TAG)
 
 
 def effective_tags(model: nn.Module) -> dict[str, ScopePath]:
-    """Tags by module path. The default strategy's tag does not count on a module that holds others, or parameters with others.
+    """Tags by module path. A default strategy's tag does not count on a module that contains others.
 
-    Ops that such a module runs itself stand between TaskGraphs (a residual addition, say) and join
-    their neighbours instead.
+    Ops of such a module stand between TaskGraphs (a residual addition, say) and join their neighbours.
     """
     tags = {}
     for name, module in model.named_modules(remove_duplicate=False):
@@ -121,7 +117,7 @@ def effective_tags(model: nn.Module) -> dict[str, ScopePath]:
 
 
 def default_tags(model: nn.Module) -> dict[str, ScopePath]:
-    """The default strategy, alone, that was in force where each module was made, by module path."""
+    """By module path, the default strategy that was in force where the module was made."""
     paths = ((name, tag_of(module)) for name, module in model.named_modules(remove_duplicate=False))
     return {name: path[:1] for name, path in paths if path is not None and path[0].is_default}
 

@@ -1,1 +1,1 @@
-"""The export: the user's code is traced by torch, and what it does beside tensors is followed or refused."""
+"""The export: torch traces the user's code; side effects that a graph would lose are tracked or refused."""

@@ -1,4 +1,4 @@
-"""What is one op, or one region, of a captured graph and is never cut open: custom autograd functions, the CTC loss, recomputed blocks.
+"""What a captured graph keeps whole as one op or region: custom autograd functions, the CTC loss, recomputed blocks.
 
 traced as      whale_capture::call([%x, %w], 0)      0: the first call of this capture
 written as     GeLUFunction(%x, %w)                  a `FunctionCall`, which calls `GeLUFunction.apply`, with the user's own backward
@@ -6,9 +6,9 @@ written as     GeLUFunction(%x, %w)                  a `FunctionCall`, which cal
 F.ctc_loss(log_probs, targets, frames, lengths)   ->   whale_capture::ctc_loss(...) [n], then the mean over the rows     traced
                                                        aten.ctc_loss.Tensor(..., reduction=none)                       captured
 
-A function whose forward and backward are pointwise throughout is marked so: then parts of its operands give parts of its result. Torch
-has no shapes for the CTC loss without values; its result has one number per row whatever they are. Blocks that the model itself asks to
-compute again in the backward pass, by `torch.utils.checkpoint`, are marked on their ops.
+A function whose forward and backward are pointwise throughout is tagged so: then parts of its operands give parts of its result.
+Without values torch has no shapes for the CTC loss; per row its result has a known one. Blocks that the model recomputes by
+`torch.utils.checkpoint` are marked on their ops.
 """
 
 from __future__ import annotations
@@ -50,15 +50,7 @@ _calls: ContextVar[list[FunctionCall] | None] = ContextVar("whale_function_calls
 
 
 class FunctionCall:
-    """Calls a user's function on tensors; its other arguments are those of the capture.
-
-    Args:
-        function: the `autograd.Function`.
-        arguments: of the call, in a tree.
-
-    Attributes:
-        tags: as torch's operators have them.
-    """
+    """Calls a user's `autograd.Function` on tensors, with the other arguments (a pytree) of the capture; `tags` are as torch's ops have."""
 
     def __init__(self, function: type[torch.autograd.Function], arguments: Sequence[Any]) -> None:
         self.function = function
@@ -77,7 +69,7 @@ class FunctionCall:
         return hash(self.function)
 
     def __call__(self, *operands: Tensor) -> Tensor | tuple[Tensor, ...]:
-        """The tensor that the function returns, or the tensors, with its own backward."""
+        """The tensor or tensors that the function returns, with its own backward."""
         with ExitStack() as stack:  # its forward may ask for it, or compute under it
             for kind, dtype in self._autocasts:
                 stack.enter_context(torch.autocast(kind, dtype, cache_enabled=False))
@@ -86,13 +78,12 @@ class FunctionCall:
 
     @property
     def shown(self) -> str:
-        """The call with its plain arguments."""
         pairs = zip(self._constants, self._is_tensor, strict=True)
         told = ["..." if is_tensor or not isinstance(value, _PLAIN) else repr(value) for value, is_tensor in pairs]
         return f"{self.function.__qualname__}({', '.join(told)})"
 
     def traced(self, operands: Sequence[Tensor]) -> list[Tensor]:
-        """What the function returns for fake tensors; learns whether it is pointwise."""
+        """What the function returns for fake tensors; finds out whether it is pointwise."""
         context = _Context(len(self._constants))
         arguments = self._arguments([operand.detach() for operand in operands])
         with _PointwiseRecorder() as forward:  # type: ignore[no-untyped-call]
@@ -150,11 +141,7 @@ def collected() -> Iterator[list[FunctionCall]]:
 
 
 def call(function: type[torch.autograd.Function], arguments: Sequence[Any]) -> Any:
-    """Calls a function as one op of the capture that is under way.
-
-    Raises:
-        CaptureError: the call cannot be repeated on other rows, or writes to what it is given.
-    """
+    """Calls a function as one op of the current capture; refuses one that cannot be repeated on other rows."""
     calls = _calls.get()
     assert calls is not None, "a capture collects the calls"
     leaves = pytree.tree_leaves(list(arguments))
@@ -185,7 +172,7 @@ def _forward(function: type[torch.autograd.Function], context: _Context, argumen
 
 
 class _Context:
-    """What a function's forward leaves for its backward."""
+    """The autograd context while a function is traced."""
 
     def __init__(self, num_arguments: int) -> None:
         self.needs_input_grad = (True,) * num_arguments
@@ -198,10 +185,10 @@ class _Context:
         """For forward differentiation, which is not done."""
 
     def mark_non_differentiable(self, *tensors: Tensor) -> None:
-        """Known to torch when it is called."""
+        """Torch's own context sees it at run time."""
 
     def set_materialize_grads(self, value: bool) -> None:
-        """Known to torch when it is called."""
+        """Torch's own context sees it at run time."""
 
     def mark_dirty(self, *tensors: Tensor) -> None:
         raise CaptureError(
@@ -212,7 +199,7 @@ class _Context:
 
 
 class _PointwiseRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Looks at the operators that are called."""
+    """Finds out whether all operators called inside are pointwise, or moves."""
 
     supports_higher_order_operators = True
     """Inner programs (torch.cond and the like) pass, for a later error that names them."""
@@ -227,7 +214,7 @@ class _PointwiseRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _is_same_view(func: Any, args: Any, found: Any) -> bool:
-    """Whether a view has the shape of what it views, as ``x.view_as(x)`` has."""
+    """Whether a view has the shape of its base, as ``x.view_as(x)``."""
     return func in _VIEWS and len(found.shape) == len(args[0].shape) and statically_known_true(sym_eq(found.shape, args[0].shape))
 
 
@@ -247,7 +234,7 @@ def _traced_ctc(
 
 
 class CtcLosses(TorchFunctionMode):
-    """Writes the CTC loss of a batch as that of each row, reduced as torch reduces it."""
+    """Replaces the CTC loss of a batch by that of each row, then torch's reduction."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func not in (F.ctc_loss, torch.ctc_loss):
@@ -266,7 +253,7 @@ class CtcLosses(TorchFunctionMode):
 
 
 def write_loss(graph: fx.Graph, node: fx.Node, args: tuple[Any, ...]) -> fx.Node:
-    """Torch's own operator in the place of what stood for it."""
+    """Replaces the traced stand-in by torch's operator."""
     *tensors, blank, zero_infinity = args
     return graph.create_node(
         "call_function", torch.ops.aten.ctc_loss.Tensor, (*tensors, blank, _NO_REDUCTION, zero_infinity), {}, node.name
@@ -289,7 +276,7 @@ def numbered() -> Iterator[None]:
 
 @contextmanager
 def recomputed() -> Iterator[None]:
-    """Marks the ops that are traced inside; inside another region they belong to that."""
+    """Marks the ops traced inside as one region; nested regions belong to the outermost."""
     numbers = _numbers.get()
     assert numbers is not None, "a capture numbers the regions"
     current = torch.fx.traceback.current_meta.get("custom") or {}
@@ -298,7 +285,6 @@ def recomputed() -> Iterator[None]:
 
 
 def region_of(node: fx.Node) -> int | None:
-    """The region of a node; None outside all."""
     number = (node.meta.get("custom") or {}).get(_REGION)
     assert number is None or isinstance(number, int)
     return number

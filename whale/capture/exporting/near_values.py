@@ -1,12 +1,12 @@
-"""Values near a model and its loss, which are watched by value: what their modules, objects, classes and functions keep.
+"""Values near a model and its loss, compared in each step: what their modules, objects, classes and functions hold.
 
-    self.scale, self.parts[0], drop.p, part.training    attributes of modules, of the loss, of objects that these keep
+    self.scale, self.parts[0], drop.p, part.training    attributes of modules, of the loss, of objects in them
     Net.scale, Net.forward                              their classes
     lambda output, batch: weight * mean(output)         closures, defaults, arguments of `functools.partial`
     layer.register_forward_hook(...)                    hooks
 
-No code is read. Which attributes count, the capture says: it notes what is read (`whale.capture.exporting.side_effects`). What lies
-further away (globals, os.environ, iterators, items of large lists) is found where the model is traced again (`whale.capture.comparing`).
+No code is read: the capture notes which attributes are read (`whale.capture.exporting.side_effects`). Changes further away (globals,
+os.environ, iterators, items of large lists) are found when the model is traced again (`whale.capture.comparing`).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _DEEPEST = 3
 
 
 class _Missing:
-    """Stands for a value where there is none."""
+    """The value of an attribute that does not exist."""
 
     def __repr__(self) -> str:
         return "nothing"
@@ -50,7 +50,7 @@ MISSING = _Missing()
 
 @dataclass(frozen=True, eq=False)
 class _TheObject:
-    """Whatever has no contents to compare: it is the same one, or not."""
+    """An object without contents to compare: compared by identity."""
 
     value: object
 
@@ -67,7 +67,7 @@ class _TheObject:
 
 
 def comparable(value: object, depth: int = 0) -> object:
-    """A value in a form that stays as it is and can be compared: its contents where it has few, else the object itself."""
+    """A snapshot that can be compared: the contents of a small value, else the object itself."""
     if isinstance(value, (*_PLAIN, _Missing)):
         return value
     inside = functools.partial(comparable, depth=depth + 1)
@@ -86,42 +86,24 @@ def comparable(value: object, depth: int = 0) -> object:
 
 
 def are_same(then: object, now: object) -> bool:
-    """Whether two comparable values are equal; NaN is the NaN that it was."""
+    """Whether two comparable values are equal; NaN equals itself."""
     return then is now or then == now
 
 
 @dataclass(frozen=True)
 class NearPlace:
-    """Where a value is kept.
-
-    Attributes:
-        path: tells it from all others, in each process and each walk alike.
-        label: as the user may call it.
-        read: gives the value, or `MISSING`.
-        write: puts one there.
-        owner: the namespace of an object whose reads are noted, by id; None where the value counts whether it is read or not.
-        name: of the attribute.
-        is_of_model: whether a module of the model keeps it.
-        is_flag: whether it is the training flag of one.
-    """
-
-    path: str
-    label: str
-    read: Callable[[], object]
-    write: Callable[[object], None]
-    owner: int | None
-    name: str
-    is_of_model: bool
-    is_flag: bool = False
+    path: str  # unique, and equal in each process and each walk
+    label: str  # as the user may call it
+    read: Callable[[], object]  # gives the value, or `MISSING`
+    write: Callable[[object], None]  # sets it
+    owner: int | None  # id of the namespace of an object whose reads are noted; None if the value always counts
+    name: str  # of the attribute
+    is_of_model: bool  # whether a module of the model holds it
+    is_flag: bool = False  # whether it is a module's training flag
 
 
 class Seen:
-    """What was near at one moment.
-
-    Args:
-        model: the user's.
-        places: near it.
-    """
+    """The values of places at one moment."""
 
     def __init__(self, model: nn.Module, places: Iterable[NearPlace]) -> None:
         self._model = model
@@ -130,12 +112,7 @@ class Seen:
         self._watched: list[tuple[Callable[[], object], object, object, NearPlace]] = []
 
     def changed(self, read: frozenset[str], *, trains: bool) -> list[str]:
-        """What of these has changed since, in words.
-
-        Args:
-            read: paths of places.
-            trains: whether training flags count; those of a model that is in evaluation mode as a whole do not.
-        """
+        """Changes since in the places `read`, for a message; training flags count if `trains` and the model is in training mode."""
         if read is not self._read:
             self._read = read
             self._watched = [(place.read, value, inside, place) for place, value, inside in self._held if place.path in read]
@@ -151,26 +128,21 @@ class Seen:
 
 
 def _may_change(value: object) -> bool:
-    """Whether a value may hold something else and be the same object."""
+    """Whether a value may change and be the same object."""
     if isinstance(value, (tuple, frozenset)):
         return len(value) <= _MOST_ITEMS and any(map(_may_change, value))
     return isinstance(value, (*_SEQUENCES, dict, functools.partial)) or type(value).__module__ == "numpy"
 
 
 class NearValues:
-    """The places near a model and its loss, as they are now.
-
-    Args:
-        model: the user's.
-        loss: the user's; None for a loss that is the model's.
+    """The places near a model and its loss (None: the model's own).
 
     Attributes:
-        model: as given.
         places: by path.
         generators: of random numbers, by what the code calls them.
         functions: of the user's, whose closures and defaults are among the places.
         noted: per class, the attributes of its objects whose reads can be noted.
-        owners: of the objects' namespaces, by id: the object's label, and whether it is a module of the model.
+        owners: by id of an object's namespace: its label, and whether it is a module of the model.
     """
 
     def __init__(self, model: nn.Module, loss: Callable[..., Any] | None) -> None:
@@ -191,11 +163,10 @@ class NearValues:
             self.generators |= {name: value for name, value in held.items() if _is_generator(value)}
 
     def seen(self) -> Seen:
-        """What they hold now."""
         return Seen(self.model, self.places.values())
 
     def follows(self, value: object) -> bool:
-        """Whether what an object or a function keeps is among the places."""
+        """Whether the contents of an object or a function are among the places."""
         kind: Any = type(value)
         return id(value) in self._seen and (isinstance(value, (nn.Module, FunctionType, *_NAMESPACES)) or not _is_of_a_library(kind))
 
@@ -299,7 +270,7 @@ class NearValues:
 
 
 def of_globals(functions: Iterable[FunctionType]) -> Iterator[NearPlace]:
-    """The plain globals beside functions: too many to be watched, and written by everybody; but a capture leaves them as they were."""
+    """The plain globals of functions: too many to be watched, but a capture restores them."""
     for held in _globals(functions):
         for name, value in held.items():
             if isinstance(value, (*_PLAIN, *_SEQUENCES, dict)) and not name.startswith("__"):
@@ -311,23 +282,19 @@ def _globals(functions: Iterable[FunctionType]) -> list[dict[str, Any]]:
 
 
 def _is_generator(value: object) -> bool:
-    """Whether a value draws random numbers, from a state of its own that can be put back."""
+    """Whether a value draws random numbers from a state of its own that can be restored."""
     is_numpys = type(value).__module__.startswith("numpy.random") and hasattr(value, "standard_normal")
     return is_numpys or (isinstance(value, Random) and not isinstance(value, SystemRandom))
 
 
 class Snapshot:
-    """What places hold, with the contents of containers, to be put back.
-
-    Args:
-        places: to look at.
-    """
+    """The values of places, with the contents of containers, to be restored."""
 
     def __init__(self, places: Iterable[NearPlace]) -> None:
         self._held = [(place, value, _copied(value), comparable(value)) for place in places for value in (place.read(),)]
 
     def put_back(self) -> list[str]:
-        """Puts back what has been replaced or changed since; says of all but the model's attributes what has been written."""
+        """Restores changed values; returns the changes of all but the model's attributes, for a message."""
         told = []
         for place, value, contents, then in self._held:
             now = comparable(place.read())
@@ -342,7 +309,6 @@ class Snapshot:
 
 
 def _copied(value: object) -> Any:
-    """The contents of a container that may be written to; None for all else."""
     return copy.copy(value) if isinstance(value, (list, dict, set, deque)) and len(value) <= _MOST_ITEMS else None
 
 
@@ -366,11 +332,7 @@ def _contents(cell: CellType) -> object:
 
 
 class Noted:
-    """Stands on a class before the attributes of its objects, for some time.
-
-    Attributes:
-        default: the class's own value, or `MISSING`.
-    """
+    """Base of the descriptor that stands on a class during a capture; `default` is the class's own value, or `MISSING`."""
 
     default: Any
 
@@ -381,7 +343,7 @@ def _member(kind: type, name: str) -> object:
 
 
 def _hooks(module: nn.Module, kind: str) -> tuple[object, ...]:
-    """The user's own hooks, of one kind."""
+    """The user's own hooks."""
     hooks = vars(module).get(kind)
     if not hooks:  # of most modules, in every step
         return ()
@@ -394,7 +356,6 @@ def _slots(kind: Any) -> list[str]:
 
 
 def _class_values(kind: type) -> dict[str, object]:
-    """Plain values that a class gives to its objects."""
     bases = [base for base in reversed(kind.__mro__) if not _is_of_a_library(base)]
     return {name: member for base in bases for name, member in vars(base).items() if _is_value(name, member)}
 
@@ -404,12 +365,12 @@ def _is_value(name: str, member: object) -> bool:
 
 
 def _can_note(kind: type, name: str) -> bool:
-    """Whether reads of an attribute can be noted: nothing else stands between it and who reads it."""
+    """Whether reads of an attribute can be noted: no data descriptor of the class intercepts them."""
     return not hasattr(type(inspect.getattr_static(kind, name, None)), "__set__")
 
 
 @functools.cache
 def _is_of_a_library(kind: Any) -> bool:
-    """Whether a class is torch's, NumPy's or Python's own: nobody changes it."""
+    """Whether a class is torch's, NumPy's, Whale's or Python's own: nobody changes it."""
     package = kind.__module__.partition(".")[0]
     return package in ("torch", "numpy", "whale") or (package in sys.stdlib_module_names and package != "__main__")

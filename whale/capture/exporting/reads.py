@@ -1,16 +1,16 @@
-"""What a model's code asks of tensors while it is captured: values that are known, ways that are found by trying them, numbers.
+"""Reads of tensors by Python code during a capture: known values, branches that are tried, numbers.
 
     if labels.max() >= classes:          True:  raises at once, so the captured model goes on as for False,
         raise ValueError                        and every step checks that it is False
     if mask.any():                       True:  cannot be captured; so it goes on as for False, which every step checks:
-        places = mask.nonzero()                 what parts of a batch cannot tell for the whole mixes samples (`whale.axes.mixing`)
-    if lengths.max().item() > 64: ...    a number u0 is read, u0 > 64 is asked, as of `lengths.max() > 64`; so for `torch._check`, and
-                                         for what the functions of torch ask in Python, which no mode sees
-    x = f(x) if x.sum() > 0 else g(x)    both can be captured: what holds is not known, and torch says so
+        places = mask.nonzero()                 it mixes samples (`whale.axes.mixing`), as parts of a batch cannot decide for all
+    if lengths.max().item() > 64: ...    reads a number u0 and asks u0 > 64, that is `lengths.max() > 64`; so does `torch._check`,
+                                         and what torch's own functions ask in Python, which no mode sees
+    x = f(x) if x.sum() > 0 else g(x)    both can be captured: the value is unknown, which is an error
 
-Nothing is computed in a capture, so a way that a tensor decides is not known. But where only one of two ways leads to the
-end, that one is what the model does wherever it does anything that can be captured. And where neither an input nor a parameter, a buffer
-or chance is in a value, as in a causal mask, it is the same in every step, and is computed beside the trace.
+A capture computes nothing, so a condition on a tensor is unknown. If only one of its values can be captured, the model takes that one.
+A value that depends on no input, parameter, buffer or random number (a causal mask) is the same in every step, and is computed
+during the trace.
 """
 
 from __future__ import annotations
@@ -56,25 +56,17 @@ _Stack = tuple[tuple[CodeType, int], ...]
 
 @dataclass(frozen=True)
 class ReadAnswer:
-    """What one read of a tensor was taken for.
+    """The value that one read of a tensor was given."""
 
-    Attributes:
-        value: what the code was told; None where it was told nothing.
-        where: the user's line.
-        stack: the code that read, innermost first.
-        error: what came of the other value; None where that has not been tried.
-        at_once: whether that was raised before any operation, so that the read is a check and nothing else.
-    """
-
-    value: bool | None
-    where: SourceLine | None
-    stack: _Stack
-    error: Exception | None = None
-    at_once: bool = False
+    value: bool | None  # the answer; None if there was none
+    where: SourceLine | None  # the user's line
+    stack: _Stack  # the code that read, innermost first
+    error: Exception | None = None  # the result of the other value; None before it has been tried
+    at_once: bool = False  # whether `error` was raised before any operation: the read is a check and nothing else
 
     @property
     def other(self) -> str:
-        """What the other value leads to, in words."""
+        """The result of the other value, for a message."""
         if not self.at_once:
             return ""
         text = next((line.strip() for line in str(self.error).splitlines() if line.strip()), "")
@@ -83,11 +75,7 @@ class ReadAnswer:
 
 
 def held(condition: Tensor, value: bool, other: str, where: str) -> Tensor:
-    """The op of a captured model that stands for a read: in every step the condition must be what the capture took it for.
-
-    Raises:
-        OpFault: it is not.
-    """
+    """Checks in every step that a condition has the value that the capture assumed. Raises OpFault."""
     if bool(condition) != value:
         if other:
             raise OpFault(f"the model refuses this batch ({other})", where=where or None)
@@ -100,11 +88,7 @@ def held(condition: Tensor, value: bool, other: str, where: str) -> Tensor:
 
 
 class ReadAnswers:
-    """The reads of one trace after the other, and what each was told.
-
-    Attributes:
-        last_number: where a number was read of a tensor, the last time.
-    """
+    """The reads of successive traces, and the value that each was given."""
 
     def __init__(self) -> None:
         self.last_number: SourceLine | None = None
@@ -116,14 +100,14 @@ class ReadAnswers:
 
     @contextmanager
     def asked(self, is_known: Callable[[Tensor], bool]) -> Iterator[None]:
-        """Around a run of the model's code, from its start: answers what it asks of tensors, but for those that are known."""
+        """Around a run of the model's code, from its start: answers reads of tensors that are not known."""
         self._num_read = 0
         with _TruthReads(self, is_known):
             yield
 
     @contextmanager
     def unanswered(self) -> Iterator[None]:
-        """Around a read that has been told nothing: torch asks once more, of the number that it makes of it."""
+        """Around a read without an answer: torch reads once more, of the number that it makes of the tensor."""
         self._is_unanswered = True
         try:
             yield
@@ -131,11 +115,10 @@ class ReadAnswers:
             self._is_unanswered = False
 
     def op(self) -> None:
-        """An operation runs."""
         self._num_ops += 1
 
     def read(self, condition: Tensor) -> bool | None:
-        """What a read of a condition is told, and has been written down to hold; None where it is told nothing."""
+        """The value that a condition is assumed to have, written into the trace as an assertion; None if it is unknown."""
         if self._is_unanswered:
             return None
         if self._num_read == len(self._path):
@@ -151,14 +134,7 @@ class ReadAnswers:
         return way.value
 
     def find(self, attempt: Callable[[], T | Exception]) -> tuple[T | Exception, tuple[ReadAnswer, ...]]:
-        """Traces until each read is told what leads to the end, where only one value does.
-
-        Args:
-            attempt: traces once; gives the exception where that fails.
-
-        Returns:
-            The trace, or why there is none; and what its reads were told.
-        """
+        """Traces (`attempt`) until each read has the value that can be captured, if only one can; the trace or error, and the answers."""
         result = self._search(attempt, [])
         ways, number = list(self._path), 0
         while not isinstance(result, Exception) and number < len(ways):
@@ -174,7 +150,7 @@ class ReadAnswers:
         return result, tuple(ways)
 
     def _search(self, attempt: Callable[[], T | Exception], start: Sequence[ReadAnswer]) -> T | Exception:
-        """The first trace that comes to its end, of those whose reads start so; else the first error that is no check's."""
+        """The first trace that ends, of those whose reads start so; else the first error that is not a check's."""
         self._path = list(start)
         found: Exception | None = None
         while True:
@@ -200,7 +176,7 @@ class ReadAnswers:
     _found_at_once = False
 
     def _settled(self, way: ReadAnswer) -> ReadAnswer:
-        """A check is one wherever the same code reads again, as in a loop over layers."""
+        """A check keeps its answer wherever the same code reads again, as in a loop over layers."""
         if way.at_once:
             self._checks[way.stack] = way
         return way
@@ -233,7 +209,7 @@ _TRIED = CaptureError("this way is being tried")
 
 
 def way_of(node: fx.Node, ways: Sequence[ReadAnswer]) -> ReadAnswer | None:
-    """What a node of a trace stands for a read of; None where it stands for none."""
+    """The read for which a node of a trace stands; None for other nodes."""
     if node.target is not torch.ops.aten._assert_async.msg:
         return None
     message = str(node.args[1])
@@ -241,7 +217,7 @@ def way_of(node: fx.Node, ways: Sequence[ReadAnswer]) -> ReadAnswer | None:
 
 
 def _stack() -> _Stack:
-    """Where the code is that reads, up to where the model, or its loss, is called."""
+    """The code that reads, up to the call of the model or its loss."""
     found = []
     frame = sys._getframe(2)
     while frame is not None and frame.f_globals.get("__name__") != "whale.capture.exporting.wrapper":
@@ -258,11 +234,11 @@ _SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
 class KnownValues(TorchDispatchMode):
-    """Around what is captured: answers what is read of tensors that are made from plain numbers; all else passes as it is.
+    """Answers reads of tensors made from plain numbers.
 
     Args:
         seen: called for every operation.
-        read: called with every number that is read of a tensor and is not known, and the tensor.
+        read: called with every unknown number that is read of a tensor, and the tensor.
     """
 
     supports_higher_order_operators = True
@@ -294,7 +270,6 @@ class KnownValues(TorchDispatchMode):
         return result
 
     def knows(self, tensor: Tensor) -> bool:
-        """Whether what is read of a tensor is known."""
         is_real = not isinstance(tensor, FakeTensor) and tensor.device.type == "cpu" and tensor.numel() <= LARGEST
         if is_real and tensor not in self._values:
             with _disable_current_modes():
@@ -303,12 +278,12 @@ class KnownValues(TorchDispatchMode):
         return value is not None and _memory(value) not in self._unknown
 
     def _forget(self, tensors: Iterable[Tensor]) -> None:
-        """What shares memory with tensors that something unknown may have been written to."""
+        """Marks as unknown what shares memory with tensors that an unknown value may have been written to."""
         known = [self._values[tensor] for tensor in tensors if tensor in self._values]
         self._unknown |= {_memory(value): value for value in known}
 
     def _learn(self, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
-        """Computes an op's results on the values; those that are views share memory as the traced tensors do."""
+        """Computes an op's results on the known values; views share memory as the traced tensors do."""
         found = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
         if not found or any(isinstance(tensor.numel(), torch.SymInt) or tensor.numel() > LARGEST for tensor in found):
             return
@@ -329,11 +304,7 @@ Value = Tensor | int | float | torch.SymInt | torch.SymFloat
 
 
 class ReadNumbers(ShapeEnv):
-    """An environment that asks somebody what conditions on numbers that were read are.
-
-    Args:
-        ask: what a condition is, to be held to; None where that is not known.
-    """
+    """A shape environment that passes conditions on numbers read of tensors to `ask`, which gives their value, or None if unknown."""
 
     def __init__(self, ask: Callable[[Tensor], bool | None]) -> None:
         super().__init__(tracked_fakes=[], prefer_deferred_runtime_asserts_over_guards=False)
@@ -341,7 +312,6 @@ class ReadNumbers(ShapeEnv):
         self._read: dict[sympy.Symbol, Tensor] = {}
 
     def note(self, number: object, tensor: Tensor) -> None:
-        """A number was read of a tensor."""
         symbol = number.node.expr if isinstance(number, (torch.SymInt, torch.SymFloat, torch.SymBool)) else None
         if isinstance(symbol, sympy.Eq):  # of a condition that torch's own Python reads, torch writes u0 = 1
             symbol = symbol.lhs
@@ -365,7 +335,7 @@ class ReadNumbers(ShapeEnv):
         return super().guard_or_defer_runtime_assert(orig_expr, msg, fx_node)
 
     def _told(self, expression: sympy.Basic) -> bool | None:
-        """What a condition that the traced code itself asks is told; None for others."""
+        """The answer to a condition that the traced code itself asks; None for others."""
         is_condition = isinstance(expression, (Relational, BooleanFunction))
         if not is_condition or expression.free_symbols.isdisjoint(self._read) or get_proxy_mode() is None:
             return None
@@ -373,7 +343,7 @@ class ReadNumbers(ShapeEnv):
         return self._ask(condition) if isinstance(condition, Tensor) else None
 
     def _value(self, expression: sympy.Basic) -> Value | None:
-        """An expression, computed of the tensors that its numbers were read of; None for one of another kind."""
+        """An expression computed on the tensors that its numbers were read of; None if it has other functions."""
         if isinstance(expression, sympy.Symbol):
             return self._read[expression] if expression in self._read else self.create_symintnode(expression, hint=None)
         if isinstance(expression, sympy.Integer):

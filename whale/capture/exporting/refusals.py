@@ -1,11 +1,9 @@
-"""What a captured graph would lose is refused, and whatever goes wrong in a capture becomes a `CaptureError` with the user's line.
+"""Refuses what a captured graph would lose, and turns whatever goes wrong in a capture into a `CaptureError` with the user's line.
 
-Export follows the forward pass alone. What the user does to gradients beside it (custom backward functions, hooks) would
-vanish from the graph without a word, and so would the model's own recompute. `watched` makes each of them an error. `DataAccess` sees
-what reaches behind a tensor: `.data` is the detached tensor that it is; what is written to it would vanish, numpy would be given memory
-without values, gradients that the code computes itself would be made of tensors that the graph has not, and what `torch.vmap` wraps would
-lie in it for one sample. A type that the code asks for under autocast is written down: the model may be traced on another kind of device
-than it runs on, which casts otherwise.
+Export traces the forward pass alone, so changes to gradients (hooks) would be lost without a message; `watched` refuses them.
+`DataAccess` sees accesses behind a tensor: `.data` is read as a detached tensor; writes to it, values for numpy, gradients that the
+code computes itself and `torch.vmap` are refused. A dtype that the code reads under autocast is recorded, because the device type
+of the trace may cast differently from that of the run.
 """
 
 from __future__ import annotations
@@ -42,12 +40,7 @@ INNER_HINT = "write torch.cond, while_loop and the like with ordinary tensor ope
 
 
 def as_capture_error(error: Exception, last_number: SourceLine | None = None) -> WhaleError:
-    """The error that the user sees for an exception that ended a capture.
-
-    Args:
-        error: the exception.
-        last_number: where the model's code last read a number of a tensor.
-    """
+    """The user's error for an exception that ended a capture; `last_number` is the line that last read a number of a tensor."""
     from torch._dynamo.exc import TorchDynamoException, UserError  # seconds to load, and only a capture needs it
 
     if isinstance(error, WhaleError):
@@ -72,7 +65,7 @@ def as_capture_error(error: Exception, last_number: SourceLine | None = None) ->
 
 
 def _asked(error: Exception) -> str | None:
-    """What was asked of values, in words: torch calls a condition ``Eq(u0, 1)``; None where an error is another."""
+    """What was read of values, for a message (torch calls a condition ``Eq(u0, 1)``); None for other errors."""
     if isinstance(error, DynamicOutputShapeException):
         return f"the result of {error.func} has sizes that only values tell"
     if isinstance(error, DataDependentOutputException):
@@ -89,11 +82,7 @@ def _first_line(error: Exception) -> str:
 
 
 def check_model(model: nn.Module) -> None:
-    """Finds what a capture would lose, or could not follow, and that can be seen on the model itself.
-
-    Raises:
-        CaptureError: lazy parameters, or hooks on them; tensors that are not dense; or a model that torch divides already.
-    """
+    """Refuses what the model itself shows: lazy or hooked parameters, tensors that are not dense, models that torch divides already."""
     if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
         raise CaptureError(
             f"the model is a {type(model).__name__}, which divides the work already",
@@ -114,7 +103,7 @@ def check_model(model: nn.Module) -> None:
 
 @contextlib.contextmanager
 def watched() -> Iterator[None]:
-    """Raises `CaptureError` where the code that runs inside does what no captured graph keeps."""
+    """Raises `CaptureError` if the code inside does what no captured graph keeps."""
     apply = vars(torch.autograd.Function)["apply"]  # the descriptor: which kind of method it is depends on torch
     with contextlib.ExitStack() as stack:
 
@@ -138,7 +127,7 @@ _CHECKPOINTING = ("_checkpoint_without_reentrant_generator_impl", "_checkpoint_w
 
 @contextlib.contextmanager
 def quiet_export() -> Iterator[None]:
-    """Keeps torch from printing the graph so far, and its own advice, when an export fails: the error says it all."""
+    """Keeps torch from printing the graph and its own advice when an export fails: the error says it all."""
     import torch.export._trace  # seconds to load, and only a capture needs it
     from torch.fx.experimental import symbolic_shapes
 
@@ -158,7 +147,7 @@ def quiet_export() -> Iterator[None]:
 
 @contextlib.contextmanager
 def refused_parameters(mode: FakeTensorMode) -> Iterator[None]:
-    """Raises `CaptureError` where a tensor that requires a gradient is read and is none of the model's (they are fake by then)."""
+    """Raises `CaptureError` if a tensor that requires a gradient is read and is none of the model's (those are fake by then)."""
     converter = mode.fake_tensor_converter
     convert = converter.from_real_tensor
 
@@ -190,23 +179,19 @@ def _guarded(apply: Any) -> Callable[..., Any]:
 
 
 def _checkpointed(function: Callable[..., Any], preserves_random_state: bool, *args: Any) -> Any:
-    """What the reentrant form of `torch.utils.checkpoint` does: the function's ops become a region that is computed again."""
+    """The reentrant form of `torch.utils.checkpoint`: the function's ops become a recomputed region."""
     with recomputed():
         return function(*args)
 
 
 def _checkpointing(*args: Any, **kwargs: Any) -> Iterator[None]:
-    """What stands around the function in the other form: it runs where this yields."""
+    """The non-reentrant form: the function runs at the yield."""
     with recomputed():
         yield
 
 
 def _converted(module: nn.Module, change: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
-    """What `module.to(...)` and the like do in `forward`: nothing, where the module is like that already.
-
-    Raises:
-        CaptureError: it changes a parameter or a buffer.
-    """
+    """`module.to(...)` and similar calls in `forward`: no-ops, refused if they would change a parameter or a buffer."""
     for owner in module.modules() if recurse else [module]:
         for name, tensor in (*owner._parameters.items(), *owner._buffers.items()):
             if tensor is None:
@@ -236,7 +221,7 @@ _TYPES = (torch.Tensor.dtype.__get__, torch.Tensor.type)  # type: ignore[attr-de
 
 
 class DataAccess(TorchFunctionMode):
-    """Reads `tensor.data` as ``tensor.detach()``, and refuses to set it; refuses what takes values out of torch, and what export loses."""
+    """Reads `tensor.data` as ``tensor.detach()`` and refuses what export loses: setting it, values that leave torch, own gradients."""
 
     _has_cast = False
 
@@ -286,7 +271,7 @@ class DataAccess(TorchFunctionMode):
 
 
 def _is_asked_by_user() -> bool:
-    """Whether the code that has called what modes of torch take note of is not torch's own."""
+    """Whether the caller of the intercepted function is outside torch."""
     frame = sys._getframe(2)
     while frame.f_code.co_name == "__torch_function__" and frame.f_back is not None:
         frame = frame.f_back
@@ -294,20 +279,20 @@ def _is_asked_by_user() -> bool:
 
 
 def _note_type(func: Any, args: Any) -> None:
-    """Writes down the type that a tensor has here, where the code asks for it: `read_type` finds it."""
+    """Records the dtype of a tensor that the code asks for as a node, which `read_type` finds."""
     asked = args[0] if func in _TYPES and len(args) == 1 else args[1] if func == torch.Tensor.to and len(args) > 1 else None
     if isinstance(asked, torch.Tensor) and asked.is_floating_point():
         torch.ops.aten._assert_tensor_metadata.default(asked, None, None, asked.dtype)
 
 
 def read_type(node: fx.Node) -> torch.dtype | None:
-    """The type that a tensor had in the trace, where this node stands for a read of it; None where it stands for none."""
+    """The dtype that a tensor had in the trace, if this node records a read of it."""
     is_read = node.target is torch.ops.aten._assert_tensor_metadata.default and "device" not in node.kwargs  # torch's own have it
     return node.args[3] if is_read else None  # type: ignore[return-value]
 
 
 def _is_in_region() -> bool:
-    """Whether the code has entered an autocast, beside one that is in force around all of it."""
+    """Whether the code has entered an autocast of its own, besides one around the whole capture."""
     torch.autocast_increment_nesting()
     return bool(torch.autocast_decrement_nesting())
 
@@ -317,5 +302,5 @@ def _casts() -> bool:
 
 
 def _is_transformed(value: object) -> bool:
-    """Whether a tensor is one of those that `torch.func` puts in the place of another inside a transform."""
+    """Whether a tensor is a wrapper inside a transform of `torch.func`."""
     return isinstance(value, torch.Tensor) and (is_batchedtensor(value) or is_gradtrackingtensor(value))

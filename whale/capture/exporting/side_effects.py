@@ -1,13 +1,12 @@
-"""What a plain step does each time and a captured one only while it is captured: draws beside torch's, and what is kept for later calls.
+"""What a plain step does each time and a captured one only during capture: random draws outside torch, and state of later calls.
 
     lam = np.random.beta(1, 1)                  drawn once; every step mixes by the same
     self.calls += 1                             of a loss that is an object: counted once
-    self.state = f(self.state, x)               of a module: each step starts from what was there first
+    self.state = f(self.state, x)               of a module: each step starts from the first value
 
-For the time of a capture each attribute near the model has a descriptor on the object's class, which passes on what is there. So what
-the code never reads may change from step to step (``trainer.num_steps``) and nothing is captured anew. What is read before it is written,
-and left as something else, is state. A note for somebody else (``self.last_attention = ...``), or what is kept for the same call alone
-(``self.mask = ...; ... self.mask``), is written first.
+During a capture each attribute near the model has a descriptor on the object's class. So attributes that the code never reads may change
+from step to step (``trainer.num_steps``) without a new capture. An attribute that is read before it is written, and changes, is state.
+Values for others (``self.last_attention = ...``) or for the same call (``self.mask = ...; ... self.mask``) are written first.
 """
 
 from __future__ import annotations
@@ -32,11 +31,9 @@ from whale.ir.scope import SourceLine
 
 
 class Once:
-    """What the calls of a capture leave behind, put back after each, so that the next finds what it found.
+    """Restores what the calls of a capture change after each call, so that all start alike.
 
-    Args:
-        near: the model and its loss.
-        seed: of the generators of Python and NumPy that all share: traces of one seed draw alike, whatever the script has drawn.
+    The global generators of Python and NumPy get `seed`: traces of one seed draw alike, whatever the script has drawn.
 
     Attributes:
         drawn: the generators that were drawn from.
@@ -68,11 +65,7 @@ class Once:
                 _set_state(generator, states[name])
 
     def warnings(self, lines: tuple[str, ...]) -> tuple[str, ...]:
-        """What is said of them.
-
-        Args:
-            lines: where other draws make another graph.
-        """
+        """The warnings; `lines` are those where other draws give another graph."""
         return (*([_text_of_draws(self.drawn, lines)] if self.drawn else []), *([_text_of_writes(self.written)] if self.written else []))
 
 
@@ -92,7 +85,6 @@ def _text_of_writes(written: tuple[str, ...]) -> str:
 
 
 def _state(generator: Any) -> Any:
-    """The state of a generator of Python's, or of NumPy's older or newer ones."""
     for name in ("getstate", "get_state"):
         if hasattr(generator, name):
             return getattr(generator, name)()
@@ -116,11 +108,7 @@ _HOOKS = tuple(name for name in sorted(OF_EVERY_MODULE) if name.endswith("_hooks
 
 
 class AttributeAccess:
-    """Reads and writes of the attributes near a model.
-
-    Args:
-        near: whose objects.
-    """
+    """Reads and writes of the attributes of near objects."""
 
     def __init__(self, near: NearValues) -> None:
         self._near = near
@@ -131,7 +119,6 @@ class AttributeAccess:
 
     @contextmanager
     def noted(self) -> Iterator[None]:
-        """Around what reads: notes it."""
         placed = [(kind, name, vars(kind).get(name, MISSING)) for kind, names in self._near.noted.items() for name in names]
         placed = [(kind, name, own) for kind, name, own in placed if self._place(kind, name)]
         get = type(os.environ).__getitem__
@@ -167,12 +154,11 @@ class AttributeAccess:
         return True
 
     def begin(self) -> None:
-        """A call of the model begins."""
         self._first, self._written = {}, {}
 
     @property
     def read(self) -> frozenset[str]:
-        """The paths of the places that count: those that were read, and those of which it is not known; and of environment variables."""
+        """The paths that count: places that were read or cannot be noted, and environment variables."""
         places = self._near.places.values()
         return frozenset(self._variables) | frozenset(
             place.path for place in places if place.owner is None or (place.owner, place.name) in self._read
@@ -181,9 +167,7 @@ class AttributeAccess:
     def handed_on(self, is_known: Callable[[Tensor], bool], *, has_new_hooks: bool) -> tuple[str, ...]:
         """What the call has read, changed and left for the next, as ``Encoder.state at model.py:12``.
 
-        Args:
-            is_known: whether a tensor is made from plain numbers alone; a table of these is made once.
-            has_new_hooks: whether the call registered hooks, of which a flag may say that they are there.
+        Tensors made from plain numbers (`is_known`) are tables, made once; a flag may record that hooks were registered.
         """
         found = []
         for (owner, name), (held, line) in self._written.items():
@@ -208,7 +192,7 @@ class AttributeAccess:
 
 
 class _Noted(Noted):
-    """An attribute of a class's objects, noted; a class's own value stands behind it."""
+    """A descriptor that notes accesses to an attribute of a class's objects, with the class's own value as default."""
 
     def __init__(self, access: AttributeAccess, name: str, default: Any) -> None:
         self._access, self._name, self.default = access, name, default
@@ -241,28 +225,26 @@ def _namespace(instance: object) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Fresh:
-    """The attributes and hooks that a module has at one moment."""
-
     live: dict[str, Any]
     names: frozenset[str]
     hooks: frozenset[tuple[str, int]]
 
     @property
     def new_hooks(self) -> frozenset[tuple[str, int]]:
-        """Those that were registered since, each as the attribute that holds it and its number."""
+        """Hooks registered since, each as its attribute and number."""
         return _hooks(self.live) - self.hooks
 
 
 def fresh(model: nn.Module) -> tuple[Fresh, ...]:
-    """What modules have before a call."""
+    """The attributes and hooks of all modules before a call."""
     found = {id(vars(module)): vars(module) for module in model.modules()}  # torch puts several proxies before a shared module
     return tuple(Fresh(live, frozenset(live), _hooks(live)) for live in found.values())
 
 
 def forget_new(before: Iterable[Fresh]) -> None:
-    """Takes from modules what a traced call has left in attributes that they had not, tensors without values, and its hooks.
+    """Removes hooks and attributes (fake tensors) that a traced call has added to modules.
 
-    A call that registers hooks once keeps a note of it in an attribute. Without the note the next trace registers them again.
+    A call that registers hooks once records that in an attribute; without it the next trace registers them again.
     """
     for each in before:
         for kind, number in each.new_hooks:
@@ -276,7 +258,6 @@ def _hooks(attributes: dict[str, Any]) -> frozenset[tuple[str, int]]:
 
 
 def warning_of(names: tuple[str, ...]) -> str:
-    """What is said of attributes that are handed on."""
     return (
         "plain attributes that forward writes for its next call are written only during capture: each step starts from what was there "
         f"before ({first_few(names)}); register_buffer what is to go on from step to step"

@@ -1,6 +1,6 @@
-"""Exports the model and its loss as an ATen graph without running it, for any number of rows where that is possible.
+"""Exports the model and its loss as an ATen graph without running it, if possible for any number of rows.
 
-For the time of a capture training flags, momenta and parameters of the user's model are changed, and put back.
+During the capture training flags, momenta and parameters of the user's model are replaced, and restored after it.
 """
 
 from __future__ import annotations
@@ -38,45 +38,27 @@ from whale.ir.scope import Scope
 
 @dataclass(frozen=True)
 class Traced:
-    """An export and what was learnt while it ran.
+    """An export and what was found out while it ran."""
 
-    Attributes:
-        exported: torch's program; its parameters are fake.
-        rows: the number of rows that it was exported with.
-        dynamic: whether that number is symbolic.
-        found: the output's structure, or the constant weight of the loss.
-        entered: the scopes entered in `forward`, in order.
-        calls: of custom autograd functions, in order.
-        ways: what each read of a tensor was told, in order.
-        counters: per momentum of a batch normalisation that stands for one over a counter, the counter.
-    """
-
-    exported: ExportedProgram
-    rows: int
+    exported: ExportedProgram  # torch's program; its parameters are fake
+    rows: int  # the number of rows that it was exported with; symbolic if `dynamic`
     dynamic: bool
-    found: Findings
-    entered: tuple[Scope, ...]
-    calls: tuple[FunctionCall, ...]
-    ways: tuple[ReadAnswer, ...] = ()
+    found: Findings  # the output's structure, or the constant weight of the loss
+    entered: tuple[Scope, ...]  # the scopes entered in `forward`, in order
+    calls: tuple[FunctionCall, ...]  # of custom autograd functions, in order
+    ways: tuple[ReadAnswer, ...] = ()  # the answers to the reads of tensors, in order
+    # per mark in place of a batch normalisation's momentum, the counter (`marked_averages`)
     counters: Mapping[float, str] = field(default_factory=dict)
 
 
 def trace(
     model: nn.Module, loss: Loss | None, structure: BatchStructure, mode: Mode, static: bool, access: AttributeAccess, once: Once
 ) -> tuple[Traced, Traced | None]:
-    """Exports with a symbolic number of rows, or with two fixed ones where the model's code needs a number.
-
-    Args:
-        static: export at the example's rows alone.
-        access: notes what is read of attributes.
-        once: puts back what each call leaves behind.
+    """Exports with a symbolic number of rows, or with two fixed ones if the model's code needs a number.
 
     Returns:
-        The export at the example's rows; and, if rows are not symbolic there, one at twice as many (None if that failed): the two
-        tell what grows with the rows.
-
-    Raises:
-        WhaleError: the model cannot be captured.
+        The export at the example's rows (always fixed if `static`); and, if rows are not symbolic there, one at twice as many (None if that
+        failed): together they show what grows with the rows.
     """
     export = _Export(model, loss, structure, mode, access, once)
     first = export.attempt(structure.example_rows, dynamic=not static)
@@ -101,7 +83,6 @@ class _Export:
     ways: ReadAnswers = field(default_factory=ReadAnswers)
 
     def attempt(self, rows: int, dynamic: bool) -> Traced | Exception:
-        """An export; the exception where there is none."""
         found, ways = self.ways.find(partial(self._once, rows, dynamic))
         return found if isinstance(found, Exception) else replace(found, ways=ways)
 
@@ -163,16 +144,16 @@ _torchs_lstm: Any = decompositions.one_layer_lstm
 
 
 def _one_layer_lstm(inp: Tensor, hidden: Sequence[Tensor], *args: Any, **kwargs: Any) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """What tells the shapes of an LSTM. Up to torch 2.12 its last states have a dimension more than those that it is given."""
+    """Torch's shape function of an LSTM. Up to torch 2.12 its last states have one dimension more than the given ones."""
     made, states = _torchs_lstm(inp, hidden, *args, **kwargs)
     return made, tuple(state.reshape(given.shape) for state, given in zip(states, hidden, strict=True))
 
 
 @contextlib.contextmanager
 def training_flags(model: nn.Module, mode: Mode) -> Iterator[None]:
-    """Sets the modules' training flags as a mode wants them.
+    """Sets the modules' training flags for a mode.
 
-    In ``train`` the flags of a model that is in training stay as the user set them: a frozen BatchNorm stays in eval.
+    In ``train`` the flags of a model in training mode stay as they are: a frozen BatchNorm stays in eval.
     """
     before = {module: module.training for module in model.modules()}
     if mode != "train":
@@ -188,12 +169,9 @@ def training_flags(model: nn.Module, mode: Mode) -> Iterator[None]:
 
 @contextlib.contextmanager
 def marked_averages(model: nn.Module) -> Iterator[Mapping[float, str]]:
-    """Sets a mark as the momentum of batch normalisations that average over all batches, whose own is one over their counter.
+    """Marks the momentum of batch normalisations that average over all batches; yields each mark with the name of its counter.
 
-    They read the counter as a number, which is not known in a capture; `whale.capture.flat.flatten` writes it in the place of the mark.
-
-    Yields:
-        Per mark, the name of the counter.
+    Their momentum is 1 / counter, unknown in a capture; `whale.capture.flat.flatten` writes it in place of the mark.
     """
     norms = {name: module for name, module in model.named_modules() if isinstance(module, _BatchNorm) and _averages_all(module)}
     marks = {-1.0 - number: name for number, name in enumerate(norms)}
@@ -207,14 +185,14 @@ def marked_averages(model: nn.Module) -> Iterator[Mapping[float, str]]:
 
 
 class _OverWholeBatch(nn.SyncBatchNorm):
-    """One whose statistics are over the rows that it is called with."""
+    """A `SyncBatchNorm` with the statistics of its own input."""
 
     forward = _BatchNorm.forward
 
 
 @contextlib.contextmanager
 def over_whole_batch(model: nn.Module) -> Iterator[None]:
-    """Has `torch.nn.SyncBatchNorm` take what it is called with, which is the whole batch in a capture, and send nothing."""
+    """Makes `torch.nn.SyncBatchNorm` use its own input, which is the whole batch in a capture, and communicate nothing."""
     norms = [module for module in model.modules() if type(module) is nn.SyncBatchNorm]
     for norm in norms:
         norm.__class__ = _OverWholeBatch
@@ -231,7 +209,7 @@ def _averages_all(norm: _BatchNorm) -> bool:
 
 @contextlib.contextmanager
 def fake_tensors(model: nn.Module, fake: Callable[[Tensor], Tensor]) -> Iterator[None]:
-    """Puts fake tensors in the place of a model's parameters, buffers and its other tensors on the meta device."""
+    """Replaces a model's parameters, buffers and other meta tensors by fake ones."""
     replaced: list[tuple[nn.Module, str, Tensor]] = []
     try:
         for module in model.modules():
@@ -250,7 +228,7 @@ def _meta_attributes(module: nn.Module) -> list[tuple[str, Tensor]]:
 
 
 class Faker:
-    """Makes fake tensors of one mode; equal tensors stay equal, and what is on meta becomes fake CPU."""
+    """Makes fake tensors of one mode; equal tensors stay equal, and meta tensors become fake CPU ones."""
 
     def __init__(self, mode: FakeTensorMode) -> None:
         self._mode = mode

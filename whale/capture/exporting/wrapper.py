@@ -29,21 +29,11 @@ _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_O
 
 @dataclass
 class Findings:
-    """What a call of the wrapper found out about its results.
-
-    Attributes:
-        outputs: structure of the model's output, in modes ``predict`` and ``eval_predict``.
-        num_of_loss: 2 where the loss is a sum and a weight, else 1; 0 where none is returned. It comes first, without a constant weight.
-        own_loss: which tensor of the output is that loss; None where none is.
-        weight: constant weight of a (sum, weight) pair.
-        handed_on: plain attributes that `forward` leaves to its next call.
-    """
-
-    outputs: OutputStructure | None = None
-    num_of_loss: int = 0
-    own_loss: int | None = None
-    weight: float | None = None
-    handed_on: tuple[str, ...] = ()
+    outputs: OutputStructure | None = None  # structure of the model's output, in modes ``predict`` and ``eval_predict``
+    num_of_loss: int = 0  # results that are the loss: 2 for a sum and a weight, else 1; 0 if none is returned. They come first.
+    own_loss: int | None = None  # the index of the output tensor that is that loss; None if none is
+    weight: float | None = None  # constant weight of a (sum, weight) pair; it is no result
+    handed_on: tuple[str, ...] = ()  # plain attributes that `forward` leaves to its next call
 
 
 class Wrapper(nn.Module):
@@ -104,7 +94,7 @@ class Wrapper(nn.Module):
 
 
 def _keep_written(module: nn.Module, name: str, held: Tensor) -> None:
-    """Writes what `forward` put in the place of a buffer into the buffer: a captured model has the tensors that it had."""
+    """Copies a tensor that `forward` assigned to a buffer's name into the buffer: a captured model keeps its tensors."""
     now = module._buffers.get(name)
     if now is held:
         return
@@ -122,12 +112,7 @@ def _keep_written(module: nn.Module, name: str, held: Tensor) -> None:
 def call_arguments(model: nn.Module, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """How the model is called: a mapping by keyword, a tuple or list by position, a tensor alone.
 
-    A dataclass goes by its fields, or whole to a `forward` that takes none of them.
-
-    What `forward` does not take is left to the loss.
-
-    Raises:
-        BatchError: the batch lacks an argument that `forward` requires.
+    A dataclass goes by its fields, or whole to a `forward` that takes none of them. What `forward` does not take is left to the loss.
     """
     parameters = inspect.signature(getattr(model, "_orig_mod", model).forward).parameters.values()  # of torch.compile: it hides them
     kinds = {parameter.kind for parameter in parameters}
@@ -154,11 +139,7 @@ def _check_missing(model: nn.Module, missing: list[str], given: str) -> None:
 
 
 def check_loss(loss: Loss | None) -> None:
-    """Finds a loss that does not take what losses are called with.
-
-    Raises:
-        CaptureError: it takes other arguments.
-    """
+    """Refuses a loss that cannot be called as ``loss(output, batch)``."""
     if loss is None:
         return
     try:
@@ -210,7 +191,7 @@ def _checked_loss(value: Any, where: SourceLine | None) -> tuple[Tensor, Tensor 
 
 
 def in_rows(text: str) -> str:
-    """A message in which torch's symbol for the number of rows has its name."""
+    """A message with torch's symbol for the number of rows replaced by "rows"."""
     return re.sub(r"\bs\d+\b", "rows", text)
 
 
@@ -228,7 +209,7 @@ def _take_apart(output: Any) -> tuple[OutputStructure, list[Tensor]]:
 
 
 def _structure(output: Any, tensors: list[Tensor]) -> OutputStructure:
-    """How an output is put together; its tensors go to the end of those that are there."""
+    """The structure of an output; its tensors are appended to `tensors`."""
     leaves, spec = pytree.tree_flatten(output)
     parts: list[tuple[int | None, object]] = []
     for leaf in leaves:
@@ -245,7 +226,7 @@ def _structure(output: Any, tensors: list[Tensor]) -> OutputStructure:
 
 
 def _attributes(value: object) -> dict[str, Any]:
-    """What an object of the user's keeps by name: an output may be a dataclass, or a namespace."""
+    """The attributes of an object by name: an output may be a dataclass, or a namespace."""
     if isinstance(value, (nn.Module, type)):
         return {}
     if dataclasses.is_dataclass(value):

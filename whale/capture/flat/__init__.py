@@ -1,1 +1,1 @@
-"""The flat graph: made of an export, cleaned, and described as ops and parameters."""
+"""The flat graph: made from an export, cleaned, and described as ops and parameters."""

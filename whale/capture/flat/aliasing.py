@@ -1,4 +1,4 @@
-"""What the tensors of a flat graph have in common: the memory that they lie in, and a gradient that flows through them."""
+"""Which tensors of a flat graph share memory, and which get a gradient."""
 
 from __future__ import annotations
 
@@ -14,17 +14,16 @@ from whale.ir.writes import marked_arguments
 
 
 def written_arguments(node: fx.Node) -> list[fx.Node]:
-    """The arguments that an op changes in place."""
     return marked_arguments(node, writes=True)
 
 
 def viewed_arguments(node: fx.Node) -> list[fx.Node]:
-    """The arguments that an op's results may share memory with, or do share it with here: some ops return what they got."""
+    """The arguments whose memory an op's results may share by schema, or do share here: some ops return their operand."""
     return [] if _converts(node) else marked_arguments(node, writes=False) or _shared(node)
 
 
 def _converts(node: fx.Node) -> bool:
-    """Whether the result is of another type and in memory of its own: a schema says of a conversion that it may give back what it got."""
+    """Whether the result has another dtype and its own memory: a conversion's schema says that it may alias."""
     result, source = (item.meta.get("val") for item in (node, (node.all_input_nodes or [node])[0]))
     if not isinstance(result, Tensor) or not isinstance(source, Tensor):
         return False
@@ -32,7 +31,7 @@ def _converts(node: fx.Node) -> bool:
 
 
 def _shared(node: fx.Node) -> list[fx.Node]:
-    """The first argument, where the result lies in its memory without a mark of it: a dropout outside training, an einsum that permutes."""
+    """The first argument if the result aliases it against the schema: a dropout outside training, an einsum that permutes."""
     sources = node.all_input_nodes[:1]
     result, source = (item.meta.get("val") for item in (node, (sources or [node])[0]))
     if not sources or not isinstance(result, Tensor) or not isinstance(source, Tensor):
@@ -41,7 +40,7 @@ def _shared(node: fx.Node) -> list[fx.Node]:
 
 
 def ancestors(node: fx.Node) -> set[fx.Node]:
-    """A node and all that it is made of."""
+    """A node and all that it is made from."""
     found: set[fx.Node] = set()
     pending = [node]
     while pending:
@@ -53,11 +52,9 @@ def ancestors(node: fx.Node) -> set[fx.Node]:
 
 
 def memory_roots(graph: fx.Graph, *, differentiable: bool = False) -> dict[fx.Node, fx.Node]:
-    """Per node, the node whose memory it is a view of; itself where it has its own.
+    """Per node, the node whose memory it is a view of; itself if it has its own, or is detached and `differentiable`.
 
-    Args:
-        graph: the graph.
-        differentiable: whether a detached view counts as memory of its own: a write to it is none that gradients know.
+    Autograd does not see writes to a detached view.
     """
     roots: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
@@ -113,7 +110,7 @@ def _spread(nodes: list[fx.Node], flow: dict[fx.Node, bool]) -> None:
 
 
 def may_have_gradient(node: fx.Node) -> bool:
-    """Whether a result is of a type that gradients are of."""
+    """Whether a result has a dtype that can have a gradient."""
     return any(tensor.is_floating_point() or tensor.is_complex() for tensor in tensors_of(node))
 
 
@@ -121,17 +118,10 @@ STRIDED = (torch.ops.aten.as_strided.default, torch.ops.aten.as_strided_copy.def
 
 
 def strided(tensor: Tensor, strides: Sequence[int], sizes: Sequence[int], new_strides: Sequence[int], offset: int) -> Tensor:
-    """`as_strided` of a tensor that lies with these strides; of a copy that does, where it lies otherwise.
-
-    Args:
-        tensor: of any strides.
-        strides: those it had in the capture.
-        sizes: of the result.
-        new_strides: of the result.
-        offset: of the result from the tensor's first element.
+    """`as_strided` of a tensor, or of a copy with the `strides` of the capture if it has others; `offset` is from its first element.
 
     Raises:
-        OpFault: it lies otherwise, and memory is read that is none of its elements.
+        OpFault: the strides differ, and elements outside of the tensor would be read.
     """
     if tensor.stride() != tuple(strides):
         last = sum((size - 1) * stride for size, stride in zip(tensor.shape, strides, strict=True))

@@ -1,4 +1,4 @@
-"""The casts that `torch.autocast` makes of an op's operands, as torch makes them: each op is run once without contents, and watched.
+"""The casts that `torch.autocast` makes of an op's operands, found by running each op once on fake tensors.
 
 linear(%x, %w)      float32, under autocast to bfloat16
 linear(bf16(%x), bf16(%w))                                 as it is written into the graph
@@ -30,26 +30,20 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Autocast:
-    """What is in force in a region.
+    """The autocast in force in a region."""
 
-    Attributes:
-        kind: of the devices on whose tensors it works.
-        dtype: that it casts to; `None` where it is off.
-        precision: of the whole program, which spares ops by the names of their parameters; None for a region of the model's own.
-    """
-
-    kind: str
-    dtype: torch.dtype | None
+    kind: str  # device type
+    dtype: torch.dtype | None  # that it casts to; `None` if it is off
+    # of the whole program, which excludes ops by the names of their parameters; None for a region of the model's own
     precision: Precision | None = None
 
     @staticmethod
     def of(precision: Precision, kind: str) -> Autocast:
-        """In force around a whole program."""
         return Autocast(kind, getattr(torch, precision.dtype), precision)
 
     @contextmanager
     def in_force(self) -> Iterator[None]:
-        """Inside of it torch casts tensors on devices of this kind, also where there are none: `torch.autocast` would be off there."""
+        """Inside, torch casts tensors of this device type, also on machines without it, where `torch.autocast` would be off."""
         before = torch.is_autocast_enabled(self.kind), torch.get_autocast_dtype(self.kind), torch.is_autocast_cache_enabled()
         _set(self.kind, self.dtype is not None, self.dtype or before[1], False)
         try:
@@ -60,19 +54,10 @@ class Autocast:
 
 @dataclass(frozen=True)
 class _Seen:
-    """What an op did.
-
-    Attributes:
-        own: the type that each operand was cast to.
-        others: the types of all further casts, in order.
-        all: the types of all casts.
-        types: of its results; None where it does not run without contents.
-    """
-
-    own: Mapping[fx.Node, torch.dtype]
-    others: tuple[torch.dtype, ...]
-    all: tuple[torch.dtype, ...]
-    types: tuple[torch.dtype, ...] | None
+    own: Mapping[fx.Node, torch.dtype]  # the dtype that each operand was cast to
+    others: tuple[torch.dtype, ...]  # the dtypes of all further casts, in order
+    all: tuple[torch.dtype, ...]  # the dtypes of all casts
+    types: tuple[torch.dtype, ...] | None  # of its results; None if it does not run on fake tensors
 
 
 def _set(kind: str, is_on: bool, dtype: torch.dtype, caches: bool) -> None:
@@ -82,26 +67,21 @@ def _set(kind: str, is_on: bool, dtype: torch.dtype, caches: bool) -> None:
 
 
 def types_of(node: fx.Node) -> tuple[torch.dtype, ...] | None:
-    """The types of an op's results, given those of its operands; None where it does not run without contents."""
+    """The dtypes of an op's results for its operands; None if it does not run on fake tensors."""
     with quiet_export():
         return _watch(node, {}, Autocast("cpu", None)).types
 
 
 @dataclass(frozen=True)
 class Casts:
-    """How an op without autocast computes what it computes under it.
+    """How an op without autocast computes what it computes under it."""
 
-    Attributes:
-        operands: the types that operands are cast to.
-        computed_in: what its argument `dtype` is given; None where that stays.
-    """
-
-    operands: Mapping[fx.Node, torch.dtype]
-    computed_in: torch.dtype | None = None
+    operands: Mapping[fx.Node, torch.dtype]  # the dtypes that operands are cast to
+    computed_in: torch.dtype | None = None  # the argument `dtype`; None if it stays
 
 
 def casts_of(node: fx.Node, autocast: Autocast) -> Casts | None:
-    """What autocast makes of an op; None where it casts what the op makes in between, which nothing before it can do.
+    """The casts that autocast makes of an op; None if it casts intermediate values inside the op.
 
     On a GPU sums and softmaxes are given a `dtype`: the kernel reads half precision and computes and returns float32.
     """
@@ -128,13 +108,12 @@ def casts_of(node: fx.Node, autocast: Autocast) -> Casts | None:
 
 
 def _takes_dtype(node: fx.Node) -> bool:
-    """Whether an op has an argument `dtype` that is not given."""
     names = [argument.name for argument in node.target._schema.arguments] if isinstance(node.target, torch._ops.OpOverload) else []
     return "dtype" in names[len(node.args) :] and node.kwargs.get("dtype") is None
 
 
 def write_as_parts(graph: fx.Graph, node: fx.Node) -> bool:
-    """Writes a cross entropy of class numbers as the two ops that torch computes it by, so that autocast can cast between them.
+    """Splits a cross entropy of class numbers into the two ops that torch computes it by, so that autocast can cast between them.
 
     On a GPU autocast leaves the logarithm of the softmax in half precision and casts it for the loss. False for other ops.
     """
@@ -160,14 +139,14 @@ def write_as_parts(graph: fx.Graph, node: fx.Node) -> bool:
 
 
 def widening(node: fx.Node) -> Casts:
-    """With which an op computes in float32, whatever autocast says: its operands in half precision are cast."""
+    """Casts with which an op computes in float32, whatever autocast says."""
     halves = (torch.bfloat16, torch.float16)
     values = {source: source.meta.get("val") for source in node.all_input_nodes}
     return Casts({source: torch.float32 for source, value in values.items() if isinstance(value, Tensor) and value.dtype in halves})
 
 
 def widened(node: fx.Node, autocast: Autocast) -> Casts | None:
-    """`widening` of an op that casts between its parts and ends in float32, which rounds less than under autocast; None of others."""
+    """`widening` of an op that casts inside and returns float32, which rounds less than under autocast; None for others."""
     casts = widening(node)
     with quiet_export():
         types = _watch(node, {}, autocast).types
@@ -175,7 +154,7 @@ def widened(node: fx.Node, autocast: Autocast) -> Casts | None:
 
 
 def _watch(node: fx.Node, casts: Mapping[fx.Node, torch.dtype], autocast: Autocast, computed_in: torch.dtype | None = None) -> _Seen:
-    """Runs an op on tensors without contents, of the sizes of the example, its argument `dtype` given or as it is."""
+    """Runs an op on fake tensors of the example's sizes."""
     with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
         made: dict[fx.Node, Any] = {}
 
@@ -198,11 +177,7 @@ def _watch(node: fx.Node, casts: Mapping[fx.Node, torch.dtype], autocast: Autoca
 
 
 class _CastRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes casts.
-
-    Args:
-        operand: of which operand a tensor is, or is a view; None for others.
-    """
+    """Notes casts; `operand` gives the operand that a tensor is, or is a view of."""
 
     def __init__(self, operand: Callable[[Tensor], fx.Node | None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -222,18 +197,14 @@ class _CastRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def lift_casts(graph: fx.Graph, trained: Mapping[fx.Node, str], others: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Takes out the casts of parameters that ops read in one type of half precision alone: they are cast once per step, beside the program.
+    """Removes the casts of parameters that ops read in one half-precision dtype alone: the runtime casts those once per step.
 
     Args:
-        graph: with its output node; changed in place.
-        trained: the placeholders of parameters that are trained, with their names.
-        others: what was found in the first capture of the model, which holds for all of them; None in the first.
+        trained: the placeholders of trained parameters, with their names.
+        others: the result for the first capture of the model, which holds for all later ones, or they are refused; None in the first.
 
     Returns:
-        Per parameter whose cast is taken out, the type that ops read it in.
-
-    Raises:
-        CaptureError: an op reads a parameter otherwise than in the first capture.
+        Per parameter without its cast, the dtype in which ops read it.
     """
     roots = memory_roots(graph)
     written = {roots[argument] for node in graph.nodes for argument in written_arguments(node)}
@@ -259,7 +230,7 @@ def lift_casts(graph: fx.Graph, trained: Mapping[fx.Node, str], others: Mapping[
 
 
 def _read_in(parameter: fx.Node, made: fx.Node) -> str | None:
-    """The type of half precision that all readers of a parameter have it in: it is read by one cast, which is not given back."""
+    """The half-precision dtype in which all readers of a parameter have it; None unless one cast, which is no output, reads it."""
     is_cast = made.target is aten.to.dtype and len(made.args) == 2 and not made.kwargs and len(parameter.users) == 1
     if not is_cast or any(user.op == "output" for user in made.users):
         return None
@@ -268,7 +239,7 @@ def _read_in(parameter: fx.Node, made: fx.Node) -> str | None:
 
 
 def _alike(item: Any, dtype: torch.dtype | None, kind: str) -> Any:
-    """A number as in the example; a tensor of its layout, on a device of a kind."""
+    """A number as in the example; a tensor of its layout, on a device type."""
     if isinstance(item, Tensor):
         sizes, strides = (tuple(map(hint_of, each)) for each in (item.shape, item.stride()))
         return torch.empty_strided(sizes, strides, dtype=dtype or item.dtype, device=kind)

@@ -52,38 +52,24 @@ _SUBSTITUTES = {aten.lift_fresh_copy.default: aten.clone.default}
 
 @dataclass
 class Flat:
-    """A flat graph.
-
-    Attributes:
-        graph: without an output node.
-        rows: the ``num_rows`` placeholder.
-        results: what the exported program returns; behind the sum of a loss its weight, a number where it is constant.
-        sizes: how sizes depend on the rows.
-        sources: per parameter, buffer and constant placeholder, the key of its tensor.
-        kinds: per placeholder, the kind of its op.
-        constants: lifted constants by op name.
-        warnings: of what does nothing on the kind of device that it will run on.
-    """
+    """A flat graph, without an output node."""
 
     graph: fx.Graph
-    rows: fx.Node
-    sizes: RowSizes
-    results: tuple[Any, ...] = ()
-    sources: dict[str, str] = field(default_factory=dict)
-    kinds: dict[str, str] = field(default_factory=dict)
-    constants: dict[str, Tensor] = field(default_factory=dict)
-    warnings: list[str] = field(default_factory=list)
+    rows: fx.Node  # the ``num_rows`` placeholder
+    sizes: RowSizes  # how sizes depend on the rows
+    results: tuple[Any, ...] = ()  # of the exported program; after the sum of a loss its weight, a number if it is constant
+    sources: dict[str, str] = field(default_factory=dict)  # per parameter, buffer and constant placeholder, the key of its tensor
+    kinds: dict[str, str] = field(default_factory=dict)  # per placeholder, the kind of its op
+    constants: dict[str, Tensor] = field(default_factory=dict)  # lifted constants by op name
+    warnings: list[str] = field(default_factory=list)  # of what has no effect on the device type of the run
 
 
 def flatten(traced: Traced, structure: BatchStructure, held: TiedTensors, device: str | None, autocast: Autocast | None = None) -> Flat:
-    """Makes the flat graph of an export.
+    """Makes the flat graph of an export; refuses operators with an inner program (a loop, a branch).
 
     Args:
-        device: the kind of device that it will run on, whose autocast counts; None for any.
+        device: device type of the run, whose autocast counts; None for any.
         autocast: in force around the whole program.
-
-    Raises:
-        CaptureError: the program holds an operator that is a program of its own (a loop, a branch).
     """
     rows = _symbolic_rows(traced, structure)
     graph = fx.Graph()
@@ -175,7 +161,7 @@ class _Flattening:
         return node
 
     def _inline(self, module: fx.GraphModule, values: dict[fx.Node, Any]) -> tuple[Any, ...]:
-        """Copies a module's ops; returns what it returns. `values` maps its placeholders."""
+        """Copies a module's ops, whose placeholders have `values`; returns its results."""
         for node in module.graph.nodes:
             if node.op == "output":
                 return tuple(map_arg(node.args[0], lambda inner: values[inner]))
@@ -221,7 +207,7 @@ class _Flattening:
         return copied
 
     def _with_average(self, node: fx.Node, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """The arguments of a batch normalisation whose momentum is one over its counter, read where it has been counted up."""
+        """The arguments of a batch normalisation with momentum 1 / counter, read after it has been incremented."""
         counter = self._named[self._held.canonical[self._counters[args[_MOMENTUM]]]]
         read = self._graph.call_function(aten.item.default, (counter,))
         momentum = self._graph.call_function(operator.truediv, (1.0, read))
@@ -230,12 +216,12 @@ class _Flattening:
         return (*args[:_MOMENTUM], momentum, *args[_MOMENTUM + 1 :])
 
     def _hold(self, node: fx.Node, way: ReadAnswer, condition: fx.Node) -> None:
-        """The check, in every step, that a condition is what the trace took it for."""
+        """Adds the check of every step that a condition has the value assumed in the trace."""
         made = self._graph.call_function(held, (condition, way.value, way.other, str(way.where or "")))
         made.meta = {**{key: node.meta[key] for key in _KEPT if key in node.meta}, "val": condition.meta["val"]}
 
     def _function(self, node: fx.Node, operands: Sequence[Any], number: int) -> fx.Node | tuple[fx.Node]:
-        """A user's autograd function in the place of what stood for it; of a single result there is nothing to be picked out."""
+        """A user's autograd function in place of its stand-in; a single result is not indexed."""
         copied = self._graph.create_node("call_function", self._calls[number], tuple(operands), {}, node.name)
         copied.meta = {key: node.meta[key] for key in _KEPT if key in node.meta}
         if len(node.meta["val"]) > 1:
@@ -244,7 +230,7 @@ class _Flattening:
         return (copied,)
 
     def _number(self, node: fx.Node) -> fx.Node | int | None:
-        """An integer that is a x rows + b, made from `num_rows` alone whatever tensor it was read from."""
+        """An integer a x rows + b, made from `num_rows` alone whatever tensor it was read from."""
         value = node.meta.get("val")
         linear = self._flat.sizes.linear(value) if isinstance(value, torch.SymInt) else None
         if linear is None:
@@ -253,7 +239,6 @@ class _Flattening:
         return self._of_rows(factor, constant)
 
     def _of_rows(self, factor: int, constant: int) -> fx.Node | int:
-        """factor x rows + constant."""
         if factor == 0:
             return constant
         linear = factor, constant
@@ -264,7 +249,7 @@ class _Flattening:
         return self._multiples[linear]
 
     def _strided(self, node: fx.Node, source: fx.Node, sizes: Any, strides: Any, offset: Any = None) -> fx.Node:
-        """An `as_strided` that knows how its operand lay."""
+        """An `as_strided` that knows the strides of its operand."""
         value = source.meta["val"]
         own = [self._flat.sizes.linear(stride) for stride in value.stride()]
         start = 0 if offset is None else offset - value.storage_offset() if isinstance(offset, int) else None
@@ -308,7 +293,7 @@ class _Flattening:
         return tuple(_written_input(result, given, inputs) for result in results)
 
     def _detached(self, inputs: Iterable[Any]) -> list[Any]:
-        """The inputs of a region without gradients; `drop_needless_detaches` takes out those that change nothing."""
+        """The inputs of a region without gradients; `drop_needless_detaches` removes those that change nothing."""
         return [self._detach(item) if isinstance(item, fx.Node) and may_have_gradient(item) else item for item in inputs]
 
     def _detach(self, node: fx.Node) -> fx.Node:
@@ -331,7 +316,7 @@ class _Flattening:
         return results
 
     def _write_casts(self, node: fx.Node) -> None:
-        """Writes out the casts that autocast makes of an op's operands; a parameter is cast once in a region, as torch keeps it."""
+        """Writes out the casts of an op's operands under autocast; a parameter is cast once in a region, as torch caches it."""
         for autocast in self._autocasts.values():
             if autocast.dtype is None or self._device not in (None, autocast.kind):
                 continue
@@ -355,7 +340,7 @@ class _Flattening:
                 node.kwargs = {**node.kwargs, "dtype": casts.computed_in}
 
     def _is_kept(self, node: fx.Node, precision: Precision) -> bool:
-        """Whether an op reads a parameter whose readers compute in float32, or what is made of parameters alone and of such a one."""
+        """Whether an op reads a parameter that the precision excludes, or a value made from parameters alone and such a one."""
         if not precision.by_name:
             return False
         read = [self._kept_of.get(source) for source in node.all_input_nodes]
@@ -365,7 +350,7 @@ class _Flattening:
         return keeps
 
     def _retype(self, node: fx.Node) -> None:
-        """Gives results the types that they have after casts: an export knows those of autocast on its own kind of device, of most ops."""
+        """Updates the dtypes of results after casts: an export knows autocast on its own device type alone, and not for all ops."""
         if not self._autocasts and not self._retyped.intersection(node.all_input_nodes):
             return
         leaves, spec = pytree.tree_flatten(node.meta.get("val"))
@@ -390,10 +375,7 @@ class _Flattening:
 
 
 def _written_input(result: Any, given: Sequence[Any], inputs: Sequence[Any]) -> Any:
-    """What a region without gradients returns, where that is an input written in place: the input, whose gradient goes on as before.
-
-    The writes go to the detached input, which is the same memory.
-    """
+    """The result of a region without gradients; for an input written in place (through its detached alias) the input, with its gradient."""
     source = result
     while isinstance(source, fx.Node) and written_arguments(source)[:1] == list(source.args[:1]) != []:
         source = source.args[0]
@@ -401,7 +383,7 @@ def _written_input(result: Any, given: Sequence[Any], inputs: Sequence[Any]) -> 
 
 
 def _check_type(node: fx.Node, dtype: torch.dtype, source: fx.Node) -> None:
-    """Checks that the type that the code has read is the one that the tensor has where the model runs."""
+    """Refuses a dtype read by the code that differs from the tensor's on the device type of the run."""
     found = source.meta["val"].dtype
     if found != dtype:
         named, own = (str(each).removeprefix("torch.") for each in (dtype, found))

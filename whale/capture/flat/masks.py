@@ -1,10 +1,9 @@
-"""Attention masks that hide what comes later and nothing else, told to the kernel instead.
+"""Replaces causal attention masks by the kernel's ``is_causal``.
 
     mask = arange(T)[:, None] >= arange(T)     attention(q, k, v, mask)
                                                attention(q, k, v, is_causal=True)
 
-Libraries that are traced make such masks, where in training they call attention without one; kernels that read a mask are slower, and
-the fastest take none.
+Some libraries make such masks only when they are traced; kernels that read a mask are slower, and the fastest take none.
 """
 
 from __future__ import annotations
@@ -30,12 +29,7 @@ _LARGEST = 1 << 26
 
 
 def drop_causal_masks(graph: fx.Graph, num_rows: int) -> None:
-    """Takes out of attention the masks that are known without a batch and are causal; they become dead code.
-
-    Args:
-        graph: changed in place.
-        num_rows: of the example.
-    """
+    """Removes causal masks that are known without a batch from attention, in place; they become dead code."""
     known: dict[fx.Node, Any] = {}
     for node in graph.find_nodes(op="call_function", target=aten.scaled_dot_product_attention.default):
         mask, is_causal = (*node.args, None, 0.0, False)[_MASK], (*node.args[_IS_CAUSAL:], node.kwargs.get("is_causal", False))[0]
@@ -57,7 +51,7 @@ def _may_be_causal(node: fx.Node, mask: fx.Node) -> bool:
 
 
 def _is_causal(mask: fx.Node, num_rows: int) -> bool:
-    """Whether a mask is made of nothing that a batch or the weights hold, is the same for all rows and heads, and is causal."""
+    """Whether a mask depends on no batch or weights, is the same for all rows and heads, and is causal."""
     made_of = ancestors(mask)
     if not _is_alike_in_rows([node for node in mask.graph.nodes if node in made_of]):
         return False
@@ -80,9 +74,9 @@ def _on_host(node: fx.Node, values: dict[fx.Node, Any]) -> Any:
 
 
 def _is_alike_in_rows(nodes: list[fx.Node]) -> bool:
-    """Whether what is made, of nothing but the number of rows, is the same for each row, however many there are.
+    """Whether values made from nothing but the number of rows are the same for each row, for any number.
 
-    The number itself may be a size. A count of the rows may pick rows of what is alike, as code does that looks for packed sequences.
+    The number itself may be a size. A range over the rows may index equal rows, as in code that looks for packed sequences.
     """
     counts = set[fx.Node]()
     for node in nodes:
@@ -107,7 +101,7 @@ def _is_alike_in_rows(nodes: list[fx.Node]) -> bool:
 
 
 def _is_unknown(node: fx.Node) -> bool:
-    """Whether an op draws random numbers, writes, or makes what is too large to be looked at."""
+    """Whether an op draws random numbers, writes, or makes too large a tensor."""
     target, value = node.target, node.meta.get("val")
     if not isinstance(value, Tensor):
         return not isinstance(value, (int, torch.SymInt))

@@ -34,13 +34,7 @@ _TEXT = {torch.dtype: "dtype", torch.device: "device", torch.layout: "layout", t
 
 
 def describe(flat: Flat, model: nn.Module, default: Scope | None) -> tuple[Op, ...]:
-    """The ops of a flat graph, in order, with the scopes as they were entered.
-
-    Args:
-        flat: the graph; its output node stands.
-        model: the user's model, for the tags of its modules.
-        default: the default strategy in force, for a model without a tag.
-    """
+    """The ops of a flat graph, in order, with the scopes as they were entered (`default`: for a model without a tag)."""
     flow = gradient_flow(flat.graph)
     tags = effective_tags(model)
     rest = () if default is None or tags else (default,)
@@ -49,7 +43,7 @@ def describe(flat: Flat, model: nn.Module, default: Scope | None) -> tuple[Op, .
 
 
 def with_scopes(parameters: Sequence[Parameter], ops: Sequence[Op], model: nn.Module) -> tuple[Parameter, ...]:
-    """The parameters, those that no op reads with the scopes under which they were made."""
+    """The parameters; those that no op reads get the scopes under which they were made."""
     read, own, of_modules = {op.target for op in ops if op.kind == "parameter"}, parameter_tags(model), effective_tags(model)
 
     def made_under(name: str) -> ScopePath:
@@ -61,23 +55,16 @@ def with_scopes(parameters: Sequence[Parameter], ops: Sequence[Op], model: nn.Mo
 
 @dataclass(frozen=True)
 class Tags:
-    """What the model's modules say of scopes.
+    """The scopes that the model's modules carry."""
 
-    Attributes:
-        scopes: per path of a tagged module, its scopes.
-        defaults: per path of a module, the default strategy under which it was made, if any.
-        of_parameters: per node that reads a parameter with scopes of its own, those.
-        rest: the scopes of everything else.
-    """
-
-    scopes: Mapping[str, ScopePath]
-    defaults: Mapping[str, ScopePath]
-    of_parameters: Mapping[fx.Node, ScopePath]
-    rest: ScopePath
+    scopes: Mapping[str, ScopePath]  # per path of a tagged module, its scopes
+    defaults: Mapping[str, ScopePath]  # per path of a module, the default strategy under which it was made, if any
+    of_parameters: Mapping[fx.Node, ScopePath]  # per node that reads a parameter with scopes of its own, those
+    rest: ScopePath  # the scopes of everything else
 
 
 def _scopes_of_parameters(flat: Flat, model: nn.Module) -> dict[fx.Node, ScopePath]:
-    """The scopes of the ops that read a bare parameter made under them, directly or through ops on nothing else (a transpose)."""
+    """The scopes of ops that read a bare parameter made under them, directly or through ops on nothing else (a transpose)."""
     known = parameter_tags(model)
     first = {id(value): name for name, value in reversed(list(model.named_parameters(remove_duplicate=False)))}
     by_name = {first[id(model.get_parameter(name))]: path for name, path in known.items()}
@@ -128,7 +115,6 @@ def target_name(target: Any) -> str:
 
 
 def argument(value: Any) -> Argument:
-    """A node's argument without torch."""
     if isinstance(value, fx.Node):
         return Ref(value.name)
     if value is None or isinstance(value, (bool, int, float, str)):
@@ -174,7 +160,6 @@ def _scope(node: fx.Node, modules: list[str], tags: Tags) -> ScopePath:
 
 
 def _innermost(modules: list[str], found: Mapping[str, ScopePath]) -> ScopePath:
-    """What is found for the innermost module that has anything."""
     return next((found[path] for path in reversed(["", *modules]) if path in found), ())
 
 
@@ -198,7 +183,7 @@ def _tags(node: fx.Node, flat: Flat) -> frozenset[str]:
 
 
 def is_random(node: fx.Node) -> bool:
-    """Whether an op draws random numbers as it is called here: a dropout of probability 0, or outside training, does not."""
+    """Whether this call draws random numbers: a dropout of probability 0, or outside training, does not."""
     if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
         return False
     schema = node.target._schema.arguments  # type: ignore[union-attr]
@@ -214,15 +199,10 @@ aten = torch.ops.aten
 
 
 def op_flops(node: Node, gradients: Mapping[Node, bool] | None = None) -> tuple[int, int]:
-    """FLOPs of one call, forward and backward.
+    """FLOPs of one call, forward and backward; symbolic sizes count at their hints, `gradients` None as one into each floating-point node.
 
-    A product of matrices costs its own forward FLOPs again for each operand that gets a gradient; any other op
-    costs one per element it makes or reads, forward, and one per element and operand with a gradient, backward.
-    Views, integers and ops without a tensor result cost nothing.
-
-    Args:
-        node: a call of a flat ATen graph with its example value in ``meta["val"]``; symbolic sizes count at their hints.
-        gradients: whether a gradient flows into a node; without it, into each that is floating-point.
+    A matrix product costs its forward FLOPs again for each operand that gets a gradient; any other op costs one per element that it makes
+    or reads, forward, and one per element and operand with a gradient, backward. Views, integers and ops without a tensor result are free.
     """
     if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload) or _is_view(node.target):
         return 0, 0
@@ -240,7 +220,7 @@ def op_flops(node: Node, gradients: Mapping[Node, bool] | None = None) -> tuple[
 
 
 def _product_flops(node: Node, entry: Operator) -> int | None:
-    """FLOPs of a product of matrices, convolution, attention or recurrence; None for anything else."""
+    """FLOPs of a matrix product, convolution, attention or recurrence; None for anything else."""
     args, results = [_as_shapes(argument) for argument in node.args], _shapes_of(node)
     if entry.flops is not None:
         return entry.flops(args, results)
@@ -252,7 +232,7 @@ def _product_flops(node: Node, entry: Operator) -> int | None:
 
 
 def _as_shapes(argument: Any) -> Any:
-    """An argument with the shapes of tensors, and sizes at their hints, in their places."""
+    """An argument with tensors replaced by their shapes, and sizes by their hints."""
     if isinstance(argument, (list, tuple)):
         return [_as_shapes(item) for item in argument]
     if not isinstance(argument, Node):
@@ -262,7 +242,6 @@ def _as_shapes(argument: Any) -> Any:
 
 
 def _shapes_of(node: Node) -> list[torch.Size]:
-    """Example shapes of a node's tensors."""
     value = node.meta.get("val")
     values = value if isinstance(value, (tuple, list)) else (value,)
     return [torch.Size(map(hint_of, item.shape)) for item in values if isinstance(item, torch.Tensor)]

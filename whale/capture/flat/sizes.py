@@ -24,7 +24,7 @@ READS_ROWS = "whale.reads_rows"
 
 
 class RowSizes:
-    """Reads sizes, given the symbol of the rows; without a symbol, factors stand on the nodes (`mark_factors`)."""
+    """Reads sizes, given the symbol of the rows; without a symbol, from factors on the nodes (`mark_factors`)."""
 
     def __init__(self, symbol: Any, rows: int) -> None:
         self.rows = rows
@@ -44,21 +44,18 @@ class RowSizes:
         return self._linear[expression]
 
     def reads_rows(self, node: fx.Node) -> bool:
-        """Whether a node makes a number that depends on the rows."""
         value = node.meta.get("val")
         return READS_ROWS in node.meta or (
             isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)) and self._symbol in value.node.expr.free_symbols
         )
 
     def spec(self, tensor: Tensor, node: fx.Node, position: int = 0) -> TensorSpec:
-        """The spec of an output of a node."""
         marked = node.meta.get(_FACTORS)
         factors = tuple(map(self._factor, tensor.shape)) if marked is None else marked[position]
         shape = tuple(self._at_example(size, node) for size in tensor.shape)
         return TensorSpec(shape, dtype_name(tensor.dtype), factors)
 
     def factors(self, node: fx.Node) -> tuple[int, ...] | None:
-        """Row factors of a node that makes one tensor."""
         value = node.meta.get("val")
         return self.spec(value, node).row_factors if isinstance(value, Tensor) else None
 
@@ -82,7 +79,7 @@ class RowSizes:
         return int(expression.subs({symbol: self._bound(symbol, node) for symbol in expression.free_symbols}))
 
     def _bound(self, symbol: Any, node: fx.Node) -> int:
-        """A size that depends on values is taken for the elements of the smallest tensor that its op reads."""
+        """A size that depends on values is estimated as the elements of the smallest tensor that its op reads."""
         if symbol not in self._bounds:
             values = (source.meta.get("val") for source in node.all_input_nodes)
             counts = [
@@ -97,7 +94,7 @@ class RowSizes:
 def mark_factors(graph: fx.Graph, double: fx.Graph | None, rows: int) -> None:
     """Writes row factors on the nodes of a graph of fixed rows, and on those of one of twice as many, by comparison.
 
-    Where the two graphs are not alike op by op, nothing is known but the inputs: every factor is -1.
+    If the two graphs are not equal op by op, nothing is known but the inputs: every factor is -1.
     """
     alike = double is not None and are_alike(graph, double)
     nodes = list(graph.nodes)
@@ -120,7 +117,6 @@ def are_alike(graph: fx.Graph, other: fx.Graph) -> bool:
 
 
 def tensors_of(node: fx.Node) -> list[Tensor]:
-    """The tensors that a node makes."""
     value = node.meta.get("val")
     values = value if isinstance(value, (tuple, list)) else (value,)
     return [item for item in values if isinstance(item, Tensor)]
@@ -152,17 +148,9 @@ def hint_of(size: Any) -> Any:
 
 @dataclass(frozen=True)
 class TiedTensors:
-    """What a model holds.
-
-    Attributes:
-        parameters: every parameter and buffer, in the order of their first names in ``state_dict``.
-        tensors: the user's tensors by canonical name.
-        canonical: canonical name of every name.
-    """
-
-    parameters: tuple[Parameter, ...]
-    tensors: dict[str, Tensor]
-    canonical: dict[str, str]
+    parameters: tuple[Parameter, ...]  # in the order of their first names in ``state_dict``
+    tensors: dict[str, Tensor]  # the user's tensors by canonical name
+    canonical: dict[str, str]  # canonical name of every name
 
 
 def holdings(model: nn.Module) -> TiedTensors:
@@ -186,14 +174,7 @@ def holdings(model: nn.Module) -> TiedTensors:
 
 
 def check_memory(held: TiedTensors, changed: Collection[str]) -> None:
-    """Checks that tensors share memory as one parameter or not at all: a rank holds each in a place of its own.
-
-    Args:
-        changed: names of the parameters that are trained and of the buffers that the model writes.
-
-    Raises:
-        CaptureError: one of these shares its memory with another parameter or buffer.
-    """
+    """Checks that trained or written tensors (`changed`) share memory as one parameter or not at all: a rank holds each in its own."""
     by_storage: dict[int, list[Parameter]] = {}
     for parameter in held.parameters:
         by_storage.setdefault(_extent(held.tensors[parameter.name])[0], []).append(parameter)
@@ -207,7 +188,7 @@ def check_memory(held: TiedTensors, changed: Collection[str]) -> None:
 
 
 def lender(held: TiedTensors, tensor: Tensor, changed: Collection[str]) -> str | None:
-    """Which of the parameters and buffers that change has the memory of a tensor too; None where it has its own."""
+    """The changed parameter or buffer that shares memory with a tensor; None if none does."""
     return next((each.name for each in held.parameters if each.name in changed and _share_memory(held.tensors[each.name], tensor)), None)
 
 

@@ -1,7 +1,7 @@
-"""What a model may write, and what must stay in its graph: writes to activations and buffers do; dead code and needless detaches go.
+"""What a model may write, and what its graph must keep: writes to activations and buffers; dead code and needless detaches are removed.
 
-Each write is an op whose first argument is written. What a write may reach beyond the step, the user's own batch and tensors that are no
-state of the model, is left alone or refused; so are parameters, which are the optimizer's.
+Each write is an op whose first argument is written. Writes to the user's batch go to a copy. Writes to parameters, which are the
+optimizer's, and to tensors that are no state of the model are refused.
 """
 
 from __future__ import annotations
@@ -27,13 +27,10 @@ _HINTS = {
 
 
 def settle_writes(flat: Flat) -> None:
-    """Brings the writes of a flat graph into one form: of an op's own first argument, which is an activation or a buffer.
-
-    Batch inputs that are written are copied first: the user's batch stays as it is.
+    """Normalizes the writes of a flat graph: each is of an op's first argument, which is an activation or a buffer.
 
     Raises:
-        CaptureError: a parameter, or a tensor that is no state of the model, is written; an op writes what is not its
-            first argument. All of them at once, with their lines.
+        CaptureError: all writes to parameters, to tensors that are no state of the model, or to other arguments.
     """
     for node in list(flat.graph.nodes):
         _without_out(node)
@@ -54,10 +51,10 @@ def settle_writes(flat: Flat) -> None:
 
 
 def _keep_what_was_read(flat: Flat) -> None:
-    """Lets ops read copies of a buffer that is replaced at the end, as ``self.mean = ...`` does.
+    """Makes ops read copies of a buffer that is replaced at the end, as ``self.mean = ...`` does.
 
-    In the model the name is bound to a new tensor, and a backward pass finds the old one as it was. Here the value goes into
-    the buffer's memory, as ``copy_`` with nobody to read it after.
+    In the model the name is bound to a new tensor, and a backward pass finds the old one unchanged. Here ``copy_`` overwrites the
+    buffer's memory, as its last access.
     """
     roots = memory_roots(flat.graph)
     nodes = [node for node in flat.graph.nodes if node.op == "call_function"]
@@ -88,7 +85,6 @@ def _refused(node: fx.Node, kind: str, name: str, hint: str) -> WhaleError:
 
 
 def _copy_first(graph: fx.Graph, root: fx.Node) -> None:
-    """Puts a copy in the place of a placeholder for all that read it."""
     last = graph.find_nodes(op="placeholder")[-1]
     with graph.inserting_after(last):
         copied = graph.call_function(aten.clone.default, (root,))
@@ -114,7 +110,7 @@ def _without_out(node: fx.Node) -> None:
 
 
 def _functional(target: Any, out: str) -> Any:
-    """The overload that takes the same arguments and makes its result anew."""
+    """The functional overload with the same arguments."""
     wanted = [(argument.name, str(argument.type)) for argument in target._schema.arguments if argument.name != out]
     for name in target.overloadpacket.overloads():
         found = getattr(target.overloadpacket, name)
@@ -126,8 +122,8 @@ def _functional(target: Any, out: str) -> Any:
 def remove_dead_code(graph: fx.Graph, keep: frozenset[str] = frozenset()) -> None:
     """Removes what the output does not need.
 
-    An in-place op is needed if it writes to a placeholder in `keep` (a buffer), or to memory that a needed op reads; so is what checks
-    the way that the model takes.
+    An in-place op is needed if it writes to a placeholder in `keep` (a buffer), or to memory that a needed op reads; so are checks of
+    conditions.
     """
     live = _live(graph, keep)
     for node in reversed(list(graph.nodes)):
@@ -154,7 +150,7 @@ def _live(graph: fx.Graph, keep: frozenset[str]) -> set[fx.Node]:
 
 
 def drop_needless_detaches(graph: fx.Graph) -> None:
-    """Takes out detaches of what has no gradient anyway, as inlined `no_grad` regions have them."""
+    """Removes detaches of what has no gradient, as inlined `no_grad` regions leave them."""
     flow = gradient_flow(graph)
     for node in list(graph.nodes):
         if node.target is aten.detach.default and not flow[node.args[0]]:

@@ -1,1 +1,1 @@
-"""The loss taken apart: what it is a sum of, and by what it is weighed."""
+"""The loss as terms of (sum, weight)."""

@@ -1,7 +1,7 @@
-"""What the loss rules ask of a graph: which nodes depend on the batch, need a gradient, mix the rows of the batch, or grow with them.
+"""What the loss rules ask of a graph: which nodes depend on the batch, need a gradient, mix rows, or grow with them.
 
 x [b d] -> sum(0) [d] -> mean []       a sum: the values of pieces add up to that of the batch
-x [b d] -> mean(0) [d] -> sum []       a mean: those of pieces, weighted by their rows, do
+x [b d] -> mean(0) [d] -> sum []       a mean: add up weighted by rows
 x [b d] -> sum(0) [d] -> square        neither
 """
 
@@ -35,7 +35,7 @@ class BatchFacts:
 
     Args:
         graph: every node has ``meta["val"]``.
-        rows: the placeholder that holds the number of rows; None where that is baked into the graph.
+        rows: the placeholder that holds the number of rows; None in a capture for one number of rows.
         row_factors: per dimension of a node's tensor, f > 0 if its size is f x rows, 0 if constant, else -1.
     """
 
@@ -58,23 +58,21 @@ class BatchFacts:
         return isinstance(node, Node) and node in self._dependent
 
     def needs_gradient(self, node: Node) -> bool:
-        """Whether a gradient flows into a node."""
         return node in self._differentiable
 
     def is_written(self, node: Node) -> bool:
-        """Whether some op writes in place to the memory of a value."""
+        """Whether an op writes in place to the memory of a value."""
         return self._roots[node] in self._written
 
     @property
     def has_symbolic_rows(self) -> bool:
-        """Whether the number of rows can be told from a constant."""
         return self._rows is not None
 
     def mixed(self, nodes: Iterable[object]) -> Node | None:
-        """The op, if any, because of which one row of these nodes depends on other rows of the batch.
+        """The op, if any, because of which a row of these nodes depends on other rows of the batch.
 
-        Found by shape: a reduction over the rows that is used again, or rows against rows. Ops that keep the
-        shape (batch normalisation in training, a cumulative sum) are not found here.
+        Found by shape: a reduction over the rows that is used again, or rows against rows. Ops that keep the shape (batch normalisation
+        in training, a cumulative sum) are not found.
         """
         return next((self._mixed[node] for node in nodes if isinstance(node, Node) and node in self._mixed), None)
 
@@ -86,15 +84,15 @@ class BatchFacts:
         return tuple(dim for dim, factor in enumerate(factors) if factor > 0)
 
     def has_rows(self, node: object) -> bool:
-        """Whether exactly one dimension is in proportion to the rows, and the others are constant."""
+        """Whether one dimension is in proportion to the rows, and the others are constant."""
         dims = self.row_dims(node)
         return dims is not None and len(dims) == 1
 
     def proportion(self, count: object) -> Fraction | None:
-        """k, if an integer is k x rows; None if it is not known to be.
+        """k, if an integer is known to be k x rows.
 
-        A plain number is one that was counted in a tensor with rows. In a capture for one number of rows, a node is a multiple of
-        them where it has been written so, because a capture for other rows agrees.
+        A plain number is the size of a tensor with rows. In a capture for one number of rows, a node is a multiple of them if `write_rows`
+        wrote it so, because a capture for other rows agrees.
         """
         value = value_of(count)
         if isinstance(value, torch.SymInt):
@@ -106,7 +104,7 @@ class BatchFacts:
         return Fraction(value, self.num_rows) if isinstance(value, int) else None
 
     def follows_rows(self, number: Node) -> bool:
-        """Whether a number is what it is because of the number of rows alone, and can be computed from any."""
+        """Whether a number can be computed from the number of rows alone."""
         value, rows = value_of(number), None if self._rows is None else self._rows.meta["val"]
         if isinstance(rows, torch.SymInt) and isinstance(value, (torch.SymInt, torch.SymFloat)):
             return bool(value.node.expr.free_symbols <= rows.node.expr.free_symbols)
@@ -152,7 +150,7 @@ class BatchFacts:
                 return
 
     def _crosses_rows(self, node: Node) -> bool:
-        """Whether a value that depends on the batch is not one value, or row of values, per row."""
+        """Whether a value that depends on the batch is not one value, or slice of values, per row."""
         if node not in self._dependent:
             return False
         value = node.meta.get("val")
@@ -165,19 +163,19 @@ class BatchFacts:
 
 
 def value_of(argument: object) -> object:
-    """What an argument stands for in the trace: itself, or the example value of its node."""
+    """The example value of a node; any other argument itself."""
     return argument.meta.get("val") if isinstance(argument, Node) else argument
 
 
 def functional_name(node: Node) -> str:
-    """The op's name without its overload, an in-place op's as that of its functional twin: ``aten.add``."""
+    """The op's name without overload and in-place suffix: ``aten.add``."""
     if not isinstance(node.target, torch._ops.OpOverload):
         return ""
     return f"aten.{node.target.overloadpacket.__name__.rstrip('_')}"
 
 
 def tensor_of(node: Node) -> torch.Tensor | None:
-    """The example tensor of a node, if it makes one tensor."""
+    """The example tensor of a node that makes one tensor."""
     value = node.meta.get("val")
     return value if isinstance(value, torch.Tensor) else None
 
@@ -189,7 +187,7 @@ def is_scalar(node: object) -> bool:
 
 
 def constant_of(argument: object) -> float | None:
-    """The number that an argument is in every trace; None for tensors and for what depends on the rows."""
+    """The number that an argument is in every trace; None for tensors and what depends on the rows."""
     value = value_of(argument)
     if isinstance(argument, Node) and READS_ROWS in argument.meta:
         return None
@@ -226,7 +224,7 @@ Growth = Literal["sum", "mean"] | None
 
 
 def growth(value: object, facts: BatchFacts) -> Growth:
-    """How a value grows; what does not depend on the batch is the mean of itself. What is written may do so from then on."""
+    """How a value grows; what does not depend on the batch is its own mean. Unknown for memory that is written."""
     if isinstance(value, Node) and facts.is_written(value):
         return None
     if not facts.depends(value):
@@ -249,7 +247,7 @@ def _reduced(how: Growth) -> Callable[[Node, BatchFacts], Growth]:
 
 
 def _product(node: Node, facts: BatchFacts) -> Growth:
-    """A product of two tensors, of which rows meet rows and are summed, or one is constant."""
+    """A product of two tensors that sums over the rows of both, or of which one is constant."""
     if all(_has_plain_rows(operand, facts) for operand in node.args[:2]):
         return "sum"
     return _times(node, facts)
@@ -271,7 +269,7 @@ def _linear(node: Node, facts: BatchFacts) -> Growth:
 
 
 def _times(node: Node, facts: BatchFacts) -> Growth:
-    """A product of which one factor is constant, or the number of rows."""
+    """A product in which one factor is constant, or the number of rows."""
     left, right = node.args[0], node.args[1]
     if facts.depends(left) and facts.depends(right):
         share = facts.proportion(right) if _tensor(right) is None else None
@@ -317,7 +315,7 @@ def _same(node: Node, facts: BatchFacts) -> Growth:
 
 
 def _is_no_count(constant: object, facts: BatchFacts) -> bool:
-    """Whether a constant is surely not the number of rows, which a capture for one number of them has as a constant too."""
+    """Whether a constant cannot be the number of rows, which a capture for one number of rows has as a constant too."""
     return facts.has_symbolic_rows or constant_of(constant) is None
 
 
@@ -326,7 +324,6 @@ def _has_plain_rows(operand: object, facts: BatchFacts) -> bool:
 
 
 def _tensor(value: object) -> torch.Tensor | None:
-    """The example tensor of an argument; None for a number."""
     return tensor_of(value) if isinstance(value, Node) else None
 
 

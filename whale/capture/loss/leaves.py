@@ -1,4 +1,4 @@
-"""The losses and reductions of torch as parts, (sum, divisor): one rule per family of ops; and how a part is built in the graph.
+"""Losses and reductions of torch as parts, (sum, divisor): one rule per family of ops; and how a part is built in the graph.
 
 loss = sum over parts of  coefficient x factors x sum / divisor
 """
@@ -39,12 +39,7 @@ _ORIGIN = ("stack_trace", "nn_module_stack", "custom")
 
 
 class NodeBuilder:
-    """Inserts nodes one after another, behind everything that they read.
-
-    Args:
-        graph: where to.
-        origin: the op whose line and module the new ones get; the first of them stands right behind it.
-    """
+    """Inserts nodes after everything that they read, with the line and module of `origin`; the first one directly after it."""
 
     def __init__(self, graph: Graph, origin: Node) -> None:
         self._graph = graph
@@ -75,7 +70,7 @@ Emit = Callable[[NodeBuilder], Node]
 
 @dataclass(frozen=True)
 class LossCall:
-    """A call's arguments by the names of its op's schema, defaults filled in."""
+    """A call's arguments by the names in its op's schema, defaults filled in."""
 
     node: Node
     names: tuple[str, ...]
@@ -90,18 +85,16 @@ class LossCall:
         return LossCall(node, tuple(argument.name for argument in schema if not argument.kwarg_only), values)
 
     def arguments(self, **changes: object) -> tuple[list[Any], dict[str, Any]]:
-        """Positional and keyword arguments, some of them changed."""
         values = {**self.values, **changes}
         return [values[name] for name in self.names], {name: value for name, value in values.items() if name not in self.names}
 
     @property
     def tensors(self) -> list[Node]:
-        """Its tensor arguments."""
         return [value for value in self.values.values() if isinstance(value, Node) and tensor_of(value) is not None]
 
 
 def leaf_part(node: Node, facts: BatchFacts) -> LossPart | None:
-    """A loss op as a sum over rows and a divisor; None where no rule says that it is one."""
+    """A loss op as a sum over rows and a divisor; None if no rule says that it is one."""
     packet = getattr(node.target, "overloadpacket", None)
     if node.target in _ADDITIVE:
         operands = [source for source in node.all_input_nodes if tensor_of(source) is not None]
@@ -115,13 +108,7 @@ def leaf_part(node: Node, facts: BatchFacts) -> LossPart | None:
 
 
 def reduction_part(node: Node, operand: Node, facts: BatchFacts, *, mean: bool) -> LossPart | None:
-    """The sum or mean of a tensor with rows over all its dimensions.
-
-    Args:
-        node: the user's op.
-        operand: what is summed.
-        mean: whether it is then divided by the number of the operand's elements.
-    """
+    """The sum or mean of `operand`, a tensor with rows, over all its dimensions."""
     if not facts.has_rows(operand):
         return None
     kept = not mean and node.target in SUMS and node.args[0] is operand
@@ -174,7 +161,7 @@ def _count_targets(build: NodeBuilder, target: Node, weights: Node | None, ignor
 
 
 def _with_sum(build: NodeBuilder, call: LossCall) -> Node:
-    """The loss op again, summed; halves are summed in float32, where they cannot overflow."""
+    """The loss op with reduction "sum"; halves are summed in float32, where they cannot overflow."""
     half = call.node.meta["val"].dtype in _HALF
     if call.values["reduction"] == _SUM and not half:
         return call.node
@@ -189,7 +176,7 @@ def _sum(build: NodeBuilder, operand: Node, dtype: object) -> Node:
 
 
 def _checked(part: LossPart, operands: Sequence[Node], facts: BatchFacts) -> LossPart:
-    """The part, marked as not exact where its operands' rows depend on each other."""
+    """The part, marked as not exact if its operands' rows depend on each other."""
     culprit = facts.mixed(operands)
     if culprit is None:
         return part
@@ -202,7 +189,7 @@ def describe(node: Node) -> str:
 
 
 def _one_row_dim(operands: Sequence[Node], facts: BatchFacts, from_left: bool) -> bool:
-    """Whether the rows of all operands meet in one dimension, when they are aligned."""
+    """Whether the rows of all operands are one dimension after broadcasting."""
     met: set[int] = set()
     for operand in operands:
         dims, value = facts.row_dims(operand), tensor_of(operand)
@@ -254,24 +241,14 @@ class Factor:
 
 @dataclass(frozen=True)
 class LossPart:
-    """One addend of the loss.
+    """One addend of the loss."""
 
-    Attributes:
-        leaf: the op that it was, in the user's graph.
-        total: builds its sum over the rows of the example.
-        divisor: what the sum over the whole batch is divided by; None for 1.
-        coefficient: constant factor.
-        factors: scalars of the model it is scaled by.
-        exact: whether sums over pieces of a batch give the loss of the whole.
-        reason: why not.
-    """
-
-    leaf: Node
-    total: Emit
-    divisor: PerRow | Counted | None = None
-    coefficient: float = 1.0
-    factors: tuple[Factor, ...] = ()
-    exact: bool = True
+    leaf: Node  # the op in the user's graph
+    total: Emit  # builds its sum over the rows of the example
+    divisor: PerRow | Counted | None = None  # of the sum over the whole batch; None for 1
+    coefficient: float = 1.0  # constant factor
+    factors: tuple[Factor, ...] = ()  # scalars of the model it is scaled by
+    exact: bool = True  # whether sums over pieces of a batch give the loss of the whole; if not, `reason` says why
     reason: str = ""
 
     @property
@@ -280,11 +257,9 @@ class LossPart:
         return self.divisor is None and self.exact
 
     def scaled(self, factor: float) -> LossPart:
-        """The part times a number."""
         return replace(self, coefficient=self.coefficient * factor)
 
     def by(self, factor: Factor) -> LossPart:
-        """The part times, or over, a scalar of the model."""
         return replace(self, factors=(*self.factors, factor))
 
     def over_rows(self, count: Fraction) -> LossPart | None:
@@ -310,12 +285,11 @@ class LossPart:
 
 
 def the_node(node: Node) -> Emit:
-    """An emitter that gives a node which is there."""
     return lambda _build: node
 
 
 def complete(parts: Sequence[LossPart | None]) -> list[LossPart] | None:
-    """The parts, if there is none that failed."""
+    """The parts, if none is None."""
     found = [part for part in parts if part is not None]
     return found if len(found) == len(parts) else None
 

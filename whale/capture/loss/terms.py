@@ -1,15 +1,15 @@
-"""Takes a loss apart into terms, each a sum over the rows and a weight, so that pieces of a batch add up to the whole.
+"""Splits a loss into terms, each a sum over the rows and a weight, so that pieces of a batch add up to the whole.
 
 Walking back from the loss through sums, constant factors and changes of shape or type:
 
     0.5 * cross_entropy(x, t) + mse_loss(y, z)
       = 0.5 * [sum of -log p] / [targets that count]  +  1 * [sum of squares] / [elements]
 
-Where memory has been written through a view, the loss reads a copy, which nobody takes apart:
+If memory has been written through a view, the loss reads a copy, which is not split:
 
     parts = zeros(2)
     parts[0] = a.mean()         writes parts, which is no argument of the op that reads it
-    loss = parts.sum()          parts as it is now: a value of its own
+    loss = parts.sum()          the current value of parts: a leaf
 """
 
 from __future__ import annotations
@@ -31,31 +31,20 @@ from whale.capture.loss.walk import LossWalk
 
 @dataclass(frozen=True)
 class TermNodes:
-    """One term of the loss as nodes of the graph: ``coefficient x (sum of sums) / max(sum of weights + offset, minimum)``.
-
-    Attributes:
-        coefficient: constant factor.
-        sum: makes this piece's sum, a tensor without dimensions.
-        weight: makes this piece's weight, a tensor without dimensions or an integer; None for a divisor of 1.
-        exact: whether pieces add up to the loss of the whole batch.
-        where: the user's op; its ``stack_trace`` holds the line.
-        reason: why it is not exact; "" where it is.
-        offset: added to the whole batch's weight.
-        minimum: least divisor of the whole batch.
-    """
+    """One term of the loss as nodes of the graph: ``coefficient x (sum of sums) / max(sum of weights + offset, minimum)``."""
 
     coefficient: float
-    sum: Node
-    weight: Node | None
-    exact: bool
-    where: Node
+    sum: Node  # this piece's sum, a tensor without dimensions
+    weight: Node | None  # this piece's weight, a tensor without dimensions or an integer; None for a divisor of 1
+    exact: bool  # whether pieces add up to the loss of the whole batch; if not, `reason` says why
+    where: Node  # the user's op; its ``stack_trace`` holds the line
     reason: str
-    offset: float = 0.0
-    minimum: float | None = None
+    offset: float = 0.0  # added to the whole batch's weight
+    minimum: float | None = None  # least divisor of the whole batch
 
 
 def split_loss(graph: Graph, loss: Node, weight: Node | None, *, rows: Node | None, row_factors: RowFactors) -> list[TermNodes]:
-    """Splits a loss into terms, adding to the graph the ops for their sums and weights.
+    """Splits a loss into terms and adds the ops for their sums and weights to the graph.
 
     The ops of the loss itself stay; those that no term reads are dead afterwards.
 
@@ -64,8 +53,7 @@ def split_loss(graph: Graph, loss: Node, weight: Node | None, *, rows: Node | No
         loss: the scalar loss, or the sum of a (sum, weight) pair.
         weight: the weight of such a pair.
         rows: the placeholder that holds the number of rows; None in a capture for one number of rows.
-        row_factors: per dimension of a node's tensor f > 0 for a size of f x rows, 0 for a constant, -1 for
-            anything else; None for what is no tensor.
+        row_factors: as for `BatchFacts`; None for what is no tensor.
     """
     reads = LossReads(graph)
     loss, weight = reads.settle(loss), None if weight is None else reads.settle(weight)
@@ -90,13 +78,13 @@ def _emit(part: LossPart, graph: Graph, rows: Node | None, num_rows: int) -> Ter
 
 
 def _count(build: NodeBuilder, per_row: Fraction, rows: Node | int) -> Node:
-    """``per_row x rows`` as integer arithmetic; in a capture for one number of rows that number is a constant."""
+    """``per_row x rows`` in integer arithmetic."""
     count = build.call(operator.mul, rows, per_row.numerator)
     return count if per_row.denominator == 1 else build.call(operator.floordiv, count, per_row.denominator)
 
 
 def _take_out_of_place(node: Node) -> None:
-    """Replaces an in-place op of the taken-apart loss: what it would overwrite is now the sum of a term."""
+    """Makes an in-place op of the split loss functional: what it would overwrite is now the sum of a term."""
     target = node.target
     if isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable:
         packet = getattr(torch.ops.aten, target.overloadpacket.__name__.rstrip("_"))
@@ -107,13 +95,10 @@ aten = torch.ops.aten
 
 
 class LossReads:
-    """Finds the values of a graph that are written between an op that makes them and one that reads them.
-
-    Args:
-        graph: of the loss; changed in place.
+    """Finds values that are written between the op that makes them and one that reads them; changes the graph in place.
 
     Attributes:
-        settled: values that are what they are only because of such writes, and not to be taken apart.
+        settled: values that depend on such writes, and are not to be split.
     """
 
     def __init__(self, graph: Graph) -> None:
@@ -126,7 +111,7 @@ class LossReads:
                 self._writes.setdefault(self._roots[base], []).append(self._position[node])
 
     def settle(self, result: Node) -> Node:
-        """A scalar with copies of what was written in place of what it, and the scalars that it is made of, read; itself or a copy."""
+        """The scalar (or a copy of it), with reads of written memory on the way to it replaced by reads of copies."""
         self._settle_sources([result])
         if self._is_written(result, len(self._position)):
             return self._copied(result, next(iter(reversed(self._graph.nodes))))

@@ -1,4 +1,4 @@
-"""The way back from a loss to its leaves: sums, constant factors, quotients and changes of shape are taken apart."""
+"""The walk back from a loss to its leaves, through sums, constant factors, quotients and changes of shape."""
 
 from __future__ import annotations
 
@@ -35,15 +35,14 @@ _ITEMS = (aten.item.default, aten._local_scalar_dense.default)
 
 
 class LossWalk:
-    """Takes scalars of one graph apart into parts.
+    """Splits scalars of one graph into parts.
 
     Args:
-        facts: of the graph.
         rows: the placeholder that holds the number of rows; None in a capture for one number of rows.
-        settled: values that are not to be taken apart.
+        settled: values that are not to be split.
 
     Attributes:
-        passed: the ops that were taken apart.
+        passed: the ops that were split.
     """
 
     def __init__(self, facts: BatchFacts, rows: Node | None, settled: Collection[Node] = ()) -> None:
@@ -53,18 +52,14 @@ class LossWalk:
         self.passed: list[Node] = []
 
     def parts(self, node: Node) -> list[LossPart]:
-        """What a scalar is the sum of; at worst one opaque part."""
+        """The parts whose sum a scalar is; at worst one opaque part."""
         if not self._facts.depends(node):
             return [LossPart(node, lambda build: self._times_rows(build, node), PerRow(ONE))]
         found = self._through(node)
         return [self._without_rows(node)] if found is None else found
 
     def pair(self, total: Node, weight: Node) -> list[LossPart]:
-        """A (sum, weight) that the user returned.
-
-        Raises:
-            CaptureError: its sum is a mean.
-        """
+        """The parts of a (sum, weight) that the user returned; refuses a sum that is a mean."""
         parts = self.parts(total)
         weight = _read_from(weight)
         if not self._facts.depends(weight):
@@ -163,7 +158,7 @@ class LossWalk:
         return self._reduced(node, operand, mean)
 
     def _reduced(self, node: Node, operand: Node, mean: bool) -> list[LossPart] | None:
-        """The reduction of an operand; a divisor that spans the batch is taken out: ``(x / s).sum() = x.sum() / s``."""
+        """The reduction of an operand; a divisor that spans the batch is factored out: ``(x / s).sum() = x.sum() / s``."""
         if operand.target is aten.div.Tensor:
             inner, scalar = operand.args
             if isinstance(inner, Node) and not is_scalar(inner) and self._spans_batch(scalar):
@@ -175,7 +170,7 @@ class LossWalk:
         return None if part is None else [part]
 
     def _spans_batch(self, scalar: object) -> bool:
-        """Whether a scalar is a number of rows, a sum over the batch, or the like."""
+        """Whether a scalar is a number of rows, a sum over the batch, or similar."""
         if self._rows is None and constant_of(scalar) is not None:
             return True
         return self._facts.depends(scalar) and (is_scalar(scalar) or tensor_of(cast(Node, scalar)) is None)
@@ -183,7 +178,7 @@ class LossWalk:
     # -- scaling -------------------------------------------------------------------------------
 
     def _scale(self, parts: list[LossPart], scalar: object, *, divide: bool) -> list[LossPart] | None:
-        """Parts times, or over, a scalar; None where the result is no sum of parts."""
+        """Parts times, or over, a scalar; None if the result is no sum of parts."""
         number = constant_of(scalar)
         if number is not None and self._rows is None and divide and _is_whole_sum(parts):
             taken = self._over_baked_rows(parts, number)
@@ -218,14 +213,14 @@ class LossWalk:
         return None
 
     def _counted(self, divisor: Node) -> Counted | None:
-        """A divisor by what is known of the whole batch: its rows, or a sum of what pieces of it make; None for any other."""
+        """A divisor known for the whole batch: its rows, or a sum of what pieces of it make; None for any other."""
         if tensor_of(divisor) is None:
             return Counted(the_node(divisor)) if self._facts.follows_rows(divisor) else None
         core, offset, minimum = _peel(divisor)
         return Counted(the_node(core), offset, minimum) if all(part.is_plain for part in self.parts(core)) else None
 
     def _over_baked_rows(self, parts: list[LossPart], number: float) -> list[LossPart] | None:
-        """A sum over a constant, in a capture that has the number of rows as a constant: is it that number?"""
+        """A sum over a constant that may be the number of rows, in a capture that has it as a constant."""
         if number <= 0 or number % self._facts.num_rows:
             return None
         count = Fraction(int(number), self._facts.num_rows)
@@ -235,7 +230,7 @@ class LossWalk:
     # -- what has no rows ----------------------------------------------------------------------
 
     def _without_rows(self, node: Node) -> LossPart:
-        """A scalar that is no sum that can be taken apart: pieces of it add up, or their mean is taken, by rows."""
+        """The part of a scalar that cannot be split: pieces add up, or are averaged by rows."""
         found = growth(node, self._facts)
         if found == "sum":
             return LossPart(node, the_node(node))
@@ -264,7 +259,7 @@ class LossWalk:
 
 
 def _read_from(number: Node) -> Node:
-    """The tensor that a number was read from, as by ``item()``; what is no such number as it is."""
+    """The tensor from which ``item()`` read a number; any other node itself."""
     return cast(Node, number.args[0]) if number.target in _ITEMS else number
 
 
