@@ -1,11 +1,10 @@
-"""Segments of a stage that keep only their inputs: in the backward pass torch's checkpoint computes them again.
+"""Recomputed segments of a stage: they save only their inputs, by `torch.utils.checkpoint`.
 
-    inputs --> [ op op op op ] --> outputs          forward: what the ops keep for backward is dropped
+    inputs --> [ op op op op ] --> outputs          forward: what the ops save for backward is dropped
                  |  |  |  |
-    inputs --> [ op op op op ]                      backward: computed again, used, dropped
+    inputs --> [ op op op op ]                      backward: recomputed, used, dropped
 
-Weight gradients that wait in a queue wait once: the queue is filled by the backward pass, which runs once, and not by
-the forward that is computed again.
+Deferred weight gradients are queued once: the backward pass fills the queue, not the recomputed forward.
 """
 
 from __future__ import annotations
@@ -21,18 +20,18 @@ from whale.runtime.program.marks import op_of
 from whale.runtime.program.watch import NOBODY, Watch
 
 Rewrite = Callable[[fx.Graph, nn.Module, Collection[str]], None]
-"""Changes a graph in place, and gives its modules to the module that holds them; told which ops draw random numbers."""
+"""Takes a graph, which it changes, a module that gets the graph's new submodules, and the names of random ops."""
 
 
 class Recomputed(nn.Module):
-    """A run of ops that is computed again in the backward pass.
+    """A run of ops that is recomputed in the backward pass.
 
     Args:
-        module: takes the inputs and returns a tuple.
-        is_random: whether it draws random numbers, which are then the same both times.
+        module: returns a tuple.
+        is_random: whether it draws random numbers, which are then equal both times.
         name: of the segment.
-        watch: told each time that it is computed.
-        stops_early: whether it stops where nothing is kept any more, by an exception; compiled runs let none through.
+        watch: called each time that it is computed.
+        stops_early: whether recomputation stops after the last saved tensor, by an exception, which compiled runs do not let through.
     """
 
     def __init__(self, module: fx.GraphModule, *, is_random: bool, name: str, watch: Watch, stops_early: bool) -> None:
@@ -61,8 +60,8 @@ def with_segments(
         graph: of the stage, its nodes marked with their op's name (`OP`); changed in place.
         segments: names of the ops of each run.
         random: ops that draw random numbers.
-        watch: told when each of them is computed.
-        rewrite: compiles runs in the graph of each segment, and then of the rest; None where none are compiled.
+        watch: called when each segment is computed.
+        rewrite: compiles runs in each segment, and in the rest; None for none.
     """
     root = nn.Module()
     for number, segment in enumerate(segments):
@@ -70,7 +69,7 @@ def with_segments(
         order = list(graph.nodes)
         marked = [index for index, node in enumerate(order) if op_of(node) in names]
         if marked:
-            nodes = order[marked[0] : marked[-1] + 1]  # with what lowering put in between
+            nodes = order[marked[0] : marked[-1] + 1]  # with the nodes that lowering inserted in between
             name = f"segment{number}"
             inner, is_random = take_out(graph, nodes, name), not names.isdisjoint(random)
             if rewrite is not None:
@@ -84,7 +83,7 @@ def with_segments(
 
 
 def take_out(graph: fx.Graph, nodes: Sequence[fx.Node], name: str) -> fx.GraphModule:
-    """Moves a run of nodes into a module, in their order, and puts a call of it in their place."""
+    """Moves a run of nodes into a module, and puts a call of it in their place."""
     own = set(nodes)
     inputs = tuple(dict.fromkeys(source for node in nodes for source in node.all_input_nodes if source not in own))
     outputs = tuple(node for node in nodes if any(user not in own for user in node.users))

@@ -1,4 +1,4 @@
-"""Cuts lowered: a stage's graph and tensors as one device of a split group computes on its parts of them."""
+"""Lowering of cuts: a stage's graph as one device of a split group computes it on its parts."""
 
 from whale.runtime.program.shard.group import Gate, Group
 from whale.runtime.program.shard.lower import GROUP, ShardProgram, lower_shards

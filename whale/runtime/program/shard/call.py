@@ -1,10 +1,8 @@
-"""One call of the captured graph while it is lowered: its arguments by name, and what becomes of them under a cut.
+"""One call of the captured graph that is cut: its arguments by name, in the layout in which it needs them.
 
-Random numbers inside a split group: the same where a tensor is whole, others at each position where it is cut.
-
-All devices of a group enter a stage with the same generator state. An op on whole tensors draws from it as it is. An op
-on parts draws from a state made of (that state, position); afterwards the generator goes on from a state that is equal
-on all devices again:
+Random numbers of a split group are equal where a tensor is whole, and differ by position where it is cut. All devices of a group
+enter a stage with the same generator state. An op on whole tensors draws from it. An op on parts draws from a seed made of
+(that state, position); afterwards the generator has a state that is equal on all devices again:
 
     generator  --s-->  dropout(whole)  --s'-->  dropout(part): seed = hash(s', position)  --hash(s', next)-->  ...
 """
@@ -31,7 +29,7 @@ from whale.sharding.bridges import Bridge
 
 
 def drawn_apart(position: int, target: Any, *args: Any, **kwargs: Any) -> Any:
-    """Runs a random op with numbers of this position's own, and leaves the generator as on the group's other devices."""
+    """Runs a random op with numbers of this position, and leaves the generator as on the group's other devices."""
     device = next(value.device for value in args if isinstance(value, Tensor))
     generator = torch.cuda.default_generators[device.index or 0] if device.type == "cuda" else torch.default_generator
     state = _contents(generator.get_state())
@@ -43,7 +41,7 @@ def drawn_apart(position: int, target: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _contents(state: Tensor) -> bytes:
-    """The bytes of a generator's state, read where they lie: it has contents where other tensors may have none (`whale.dry_run`)."""
+    """The bytes of a generator's state, read by address: in a dry run it is the only tensor with contents."""
     return ctypes.string_at(state.data_ptr(), state.numel())
 
 
@@ -92,7 +90,7 @@ class Call:
         return self.layout.dimensions(self.raw[name].name)
 
     def shape_of(self, spec: TensorSpec) -> tuple[int, ...]:
-        """The shape of a whole tensor at its rows of the batch, where the batch is cut; else that of the example."""
+        """The shape of a whole tensor: at the group's rows where the batch is cut, else at the example's."""
         return spec.shape_at(self.layout.num_rows) if self.layout.num_rows else spec.shape
 
     def is_sharded(self, dimension: Dimension) -> bool:
@@ -100,11 +98,11 @@ class Call:
         return self.axis in axes_of(dimension)
 
     def held(self, dimension: Dimension) -> Held:
-        """What this call works on of a dimension that is cut."""
+        """The part of a cut dimension that this call works on."""
         return self.layout.held(dimension, self.axis)
 
     def cut_dim(self, dimensions: Sequence[Dimension]) -> int | None:
-        """Which of these dimensions is cut."""
+        """Index of the dimension that is cut."""
         return next((index for index, dimension in enumerate(dimensions) if self.is_sharded(dimension)), None)
 
     def has_part(self, node: fx.Node) -> bool:
@@ -112,21 +110,21 @@ class Call:
         return self.axis in self.layout.labels.axes_in(node.name)
 
     def value(self, name: str) -> Any:
-        """An argument in the new graph, each tensor in the form in which this call needs it."""
+        """An argument in the new graph, in the layout in which this call needs it."""
         if self.role.kind == "contracted" and (operator_of(self.op).added or ("",))[0] == name:
             return self.added(self.raw[name])
         return self.writer.mapped(self.raw[name], self.axis)
 
     def added(self, argument: Any) -> Any:
-        """An operand that is added to the sum, in the form in which the sum lies."""
+        """An operand that is added to the sum, in the layout of the sum."""
         return self.writer.mapped(argument, self.layout.labels.scattered.get(self.op.name))
 
     def emit(self, target: Any, *args: Any, what: str = "", **kwargs: Any) -> fx.Node:
-        """A new node that stands for this call, or for a step of it."""
+        """A new node for this call, or for a step of it."""
         return self.writer.emit(self.node, target, args, kwargs, what)
 
     def same(self, **changes: Any) -> fx.Node:
-        """The same op on the parts, with some arguments changed to values of the new graph (of a user's autograd function, none)."""
+        """The same op on the parts, with some arguments replaced; a user's autograd function takes no replacements."""
         if not isinstance(self.node.target, torch._ops.OpOverload):
             return self.emit(self.node.target, *self.writer.mapped(self.node.args, self.axis))
         schema = self.node.target._schema.arguments
@@ -142,7 +140,7 @@ class Call:
         return self.emit(self.node.target, *args, **kwargs)
 
     def _noise_is_whole(self) -> bool:
-        """Whether the noise lacks the cut dimension: dropping channels draws one number for all of their space."""
+        """Whether the noise lacks the cut dimension: dropping channels draws one number for all positions."""
         return self.op.operator == "feature_dropout" and (self.cut_dim(self.result) or 0) > 1
 
     def leave(self, partial: fx.Node) -> fx.Node:
@@ -151,17 +149,13 @@ class Call:
         return self.writer.bridge(self.node, partial, Bridge(self.op.name, None, target, is_sum=True))
 
     def refuse(self, why: str, hint: str | None = None) -> NoReturn:
-        """Says that this call cannot be cut so.
-
-        Raises:
-            PlanError: always.
-        """
+        """Raises `PlanError`: this call cannot be cut along this axis."""
         message = f"{self.op.target} (%{self.op.name}) cannot be cut along {self.axis}: {why}"
         raise PlanError(message, where=self.op.where, hint=hint)
 
 
 def named_arguments(node: fx.Node) -> dict[str, Any]:
-    """Arguments of a call of an operator by name, with the defaults of its schema."""
+    """Arguments of a call of an operator by name, with defaults."""
     assert isinstance(node.target, torch._ops.OpOverload), node
     schema = node.target._schema.arguments
     found = {item.name: item.default_value for item in schema}

@@ -1,7 +1,7 @@
-"""The collectives of a split group on parts of unlike sizes, without gradients, begun here and waited for where the user likes.
+"""Asynchronous collectives of a split group on parts of different sizes, without gradients.
 
-Gloo gathers equal parts only, by way of copies, and has no reduce-scatter of its own: there pieces go from each device to
-each other one in one all-to-all, which moves no more bytes.
+Gloo gathers equal parts only, by way of copies, and has no reduce-scatter: there an all-to-all sends the pieces, which moves
+no more bytes.
 """
 
 from __future__ import annotations
@@ -19,41 +19,37 @@ from whale.runtime.program.shard.slots import Slots
 
 
 class Pending:
-    """A value that other devices send parts of.
+    """A value in flight.
 
     Args:
-        finish: makes the value from what arrived; holds what is on its way meanwhile.
-        arrival: waits for it; None where nothing travels.
+        finish: makes the value from what arrived; keeps the buffers alive meanwhile.
+        arrival: waits for it; None where nothing is sent.
     """
 
     def __init__(self, finish: Callable[[], Tensor], arrival: Arrival | None = None) -> None:
         self._finish, self._arrival = finish, arrival
 
     def wait(self) -> Tensor:
-        """The value.
-
-        Raises:
-            RuntimeFault: a peer died or the limit passed.
-        """
+        """The value; raises as `Waits.wait`."""
         if self._arrival is not None:
             self._arrival()
         return self._finish()
 
 
 def at_hand(value: Tensor) -> Pending:
-    """A value for which nothing travels."""
+    """A value without communication."""
     return Pending(lambda: value)
 
 
 def all_reduce(value: Tensor, group: Group, what: str, how: Any = dist.ReduceOp.SUM) -> Pending:
-    """The devices' values combined, in memory of its own."""
+    """The devices' values combined, in new memory."""
     own = value.to(torch.uint8) if value.dtype is torch.bool else value
     whole = torch.empty_like(own, memory_format=torch.contiguous_format)
     return Pending(lambda: whole.to(value.dtype), group.all_reduce(whole, own, how, f"all-reduce of {what}"))
 
 
 def gathered(value: Tensor, group: Group) -> list[Tensor]:
-    """The devices' values, which have one shape, in order of position, without a gradient."""
+    """The devices' values, of one shape, by position, without gradient."""
     own = value.detach().contiguous()
     received = [torch.empty_like(own) for _ in range(group.size)]
     in_order = [received[device] for device in group.order]
@@ -73,7 +69,7 @@ def all_gather(value: Tensor, slots: Slots, group: Group, what: str) -> Pending:
 
 
 def reduce_scatter(value: Tensor, slots: Slots, group: Group, what: str) -> Pending:
-    """The own part of the sum of the devices' values."""
+    """This device's part of the sum of the devices' values."""
     pieces = [slots.take(value, device) for device in range(group.size)]
     own = pieces[slots.position]
     if group.is_gloo:
@@ -88,14 +84,14 @@ def _sum(values: Sequence[Tensor]) -> Tensor:
 
 
 def all_to_all(value: Tensor, leaving: Slots, arriving: Slots, group: Group, what: str) -> Pending:
-    """Every device gets of the own part what belongs to its new part.
+    """Parts along one axis as parts along another.
 
     Args:
         value: the own part.
         leaving: per device, what of the own part goes there.
-        arriving: per device, where in the new part what comes from there belongs.
+        arriving: per device, the place in the new part of what comes from there.
         group: the split group.
-        what: it is for.
+        what: named in errors.
     """
     pieces = [leaving.take(value, device) for device in range(group.size)]
     shapes = [_arriving_shape(value, leaving, arriving, device) for device in range(group.size)]
@@ -103,7 +99,7 @@ def all_to_all(value: Tensor, leaving: Slots, arriving: Slots, group: Group, wha
 
 
 def _arriving_shape(value: Tensor, leaving: Slots, arriving: Slots, device: int) -> tuple[int, ...]:
-    """What comes from a device: of the dimension that is divided now the own part, of the one that was all that it had."""
+    """The shape of what a device sends: this device's part of the newly cut dimension, the sender's part of the other."""
     if leaving.dim == arriving.dim and leaving.rows_outside == arriving.rows_outside:
         return arriving.shape(value, leaving.units, device)
     shape = list(arriving.shape(value, arriving.counts[arriving.position], device))
@@ -114,7 +110,7 @@ def _arriving_shape(value: Tensor, leaving: Slots, arriving: Slots, device: int)
 def _swap(
     pieces: Sequence[Tensor], shapes: Sequence[tuple[int, ...]], join: Callable[[Sequence[Tensor]], Tensor], group: Group, what: str
 ) -> Pending:
-    """Sends a piece to each device, and joins the ones of stated shapes that come from each; the own one stays here."""
+    """Sends a piece to each device, and joins the pieces of the given shapes that they send; the own one is not sent."""
     dtype = pieces[0].dtype
     wire = torch.uint8 if dtype is torch.bool else dtype
     others = [device for device in group.order if device != group.position]
@@ -135,5 +131,5 @@ def _swap(
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    """Booleans travel as bytes: not every backend knows them."""
+    """Booleans as bytes: not every backend sends booleans."""
     return tensor.view(torch.uint8) if tensor.dtype is torch.bool else tensor

@@ -1,4 +1,4 @@
-"""What the devices of a split group exchange inside a stage, each with its adjoint.
+"""Differentiable communication of a split group, each operation with its adjoint.
 
                  forward                           backward
     enter        nothing                           all-reduce         whole -> used whole by parts
@@ -9,9 +9,8 @@
     leave        all-reduce                        nothing            sum -> whole
     scatter      reduce-scatter                    all-gather         sum -> cut
 
-Whole values, and their gradients, are equal on all devices of the group. The group is an argument, so the programs
-that call these hold no state; so is what it is for, which an error names. `start` and `finish` are the two ends of any
-of them, for programs that compute something else in between.
+Whole values, and their gradients, are equal on all devices. The group, and a name for errors, are arguments, so that programs hold no
+state. `start` and `finish` are the two ends of each operation, for programs that compute something in between.
 """
 
 from __future__ import annotations
@@ -35,14 +34,14 @@ __all__ = [
 
 
 class _Move(NamedTuple):
-    """What an operation does with a value, and with its gradient."""
+    """An operation on a value, and on its gradient."""
 
     forward: Callable[[Tensor], Pending]
     backward: Callable[[Tensor], Pending]
 
 
 def _enter(group: Group, what: str) -> _Move:
-    # Not a view for autograd, so in-place ops of the model may follow.
+    # Not a view for autograd, so that in-place ops of the model may follow.
     return _Move(lambda value: at_hand(value.detach()), partial(all_reduce, group=group, what=what))
 
 
@@ -76,7 +75,7 @@ def _exchange(leaving: Slots, arriving: Slots, group: Group, what: str) -> _Move
 
 
 class _Moved(torch.autograd.Function):
-    """An operation all at once."""
+    """An operation that waits at once."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, move: _Move) -> Tensor:
@@ -94,27 +93,27 @@ def _moved(value: Tensor, move: _Move) -> Tensor:
 
 
 def enter(value: Tensor, group: Group, what: str = "enter") -> Tensor:
-    """A whole tensor as its parts' consumers use it: their gradients are partial, and summed on the way back."""
+    """A whole tensor for users that work on parts: their gradients are partial, and summed."""
     return _moved(value, _enter(group, what))
 
 
 def leave(value: Tensor, group: Group, what: str = "leave") -> Tensor:
-    """The sum of what the devices of the group computed from their parts."""
+    """The sum of the devices' partial results."""
     return _moved(value, _leave(group, what))
 
 
 def leave_each(values: Sequence[Tensor], group: Group, what: str = "leave") -> tuple[Tensor, ...]:
-    """`leave` for each result of an op that has several."""
+    """`leave` for each result of an op with several."""
     return tuple(leave(value, group, what) for value in values)
 
 
 def part(value: Tensor, slots: Slots, group: Group, what: str = "part") -> Tensor:
-    """The own part of a whole tensor; the parts' gradients are brought together."""
+    """The own part of a whole tensor; gradients of the parts are gathered."""
     return _moved(value, _part(slots, group, what))
 
 
 def gather(value: Tensor, slots: Slots, group: Group, what: str = "gather") -> Tensor:
-    """The whole tensor, on every device, from its parts; its users work on all of it, so gradients are whole."""
+    """The whole tensor from its parts, for users that work on all of it, so that their gradients are whole."""
     return _moved(value, _gather(slots, group, what))
 
 
@@ -124,27 +123,19 @@ def collect(value: Tensor, slots: Slots, group: Group, what: str = "collect") ->
 
 
 def scatter(value: Tensor, slots: Slots, group: Group, what: str = "scatter") -> Tensor:
-    """The own part of the sum of what the devices computed."""
+    """The own part of the sum of the devices' partial results."""
     return _moved(value, _scatter(slots, group, what))
 
 
 def exchange(value: Tensor, leaving: Slots, arriving: Slots, group: Group, what: str = "exchange") -> Tensor:
-    """Parts along one axis as parts along another.
-
-    Args:
-        value: the own part.
-        leaving: what of it every device gets.
-        arriving: where in the new part what every device sends belongs.
-        group: the split group.
-        what: it is for.
-    """
+    """Parts along one axis as parts along another; arguments as in `all_to_all`."""
     return _moved(value, _exchange(leaving, arriving, group, what))
 
 
 OPERATIONS: Mapping[Callable[..., Tensor], str] = {
     operation: operation.__name__ for operation in (enter, leave, part, gather, collect, scatter, exchange)
 }
-"""The operations that `start` and `finish` are the ends of, with their names."""
+"""The operations that `start` and `finish` divide, with their names."""
 
 _MOVES: Mapping[str, Callable[..., _Move]] = {
     "enter": _enter, "leave": _leave, "part": _part, "gather": _gather, "collect": _collect, "scatter": _scatter, "exchange": _exchange,
@@ -152,7 +143,7 @@ _MOVES: Mapping[str, Callable[..., _Move]] = {
 
 
 class _Way:
-    """What is between the two ends of an operation: on its way forward, later backward."""
+    """An operation in flight between its two ends, forward and later backward."""
 
     def __init__(self, move: _Move) -> None:
         self.move = move
@@ -161,7 +152,7 @@ class _Way:
 
 
 OnItsWay = tuple[Tensor, _Way]
-"""A value between the ends of an operation, and the empty tensor by which autograd knows that one end needs the other."""
+"""An empty tensor that links both ends in autograd, and the operation in flight."""
 
 
 class _Start(torch.autograd.Function):
@@ -192,28 +183,22 @@ class _Finish(torch.autograd.Function):
 
 
 def start(operation: str, value: Tensor, *arguments: Any) -> OnItsWay:
-    """Begins an operation forward, and ends it backward.
-
-    Args:
-        operation: its name.
-        value: what it is called with,
-        arguments: and the rest.
-    """
+    """Starts an operation forward, and ends it backward."""
     way = _Way(_MOVES[operation](*arguments))
     return _Start.apply(value, way), way  # type: ignore[no-untyped-call]
 
 
 def finish(on_its_way: OnItsWay) -> Tensor:
-    """Ends an operation forward, and begins it backward."""
+    """Ends an operation forward, and starts it backward."""
     moved: Tensor = _Finish.apply(*on_its_way)  # type: ignore[no-untyped-call]
     return moved
 
 
 def largest(value: Tensor, group: Group) -> Tensor:
-    """The largest of the devices' values, element by element, without a gradient."""
+    """Elementwise maximum over the devices, without gradient."""
     return all_reduce(value.detach(), group, "largest", dist.ReduceOp.MAX).wait()
 
 
 def smallest(value: Tensor, group: Group) -> Tensor:
-    """The smallest of the devices' values, element by element, without a gradient."""
+    """Elementwise minimum over the devices, without gradient."""
     return all_reduce(value.detach(), group, "smallest", dist.ReduceOp.MIN).wait()

@@ -1,14 +1,8 @@
 """Lowerings of ops that combine parts: products, convolutions, attention, reductions, losses, statistics.
 
-y = x w + b,  x and w cut along what is summed:      partial = x_own w_own;   y = leave(partial) + b
-
-Batch normalisation where each device holds some of the samples: sums are added over the group, forward and backward.
-
-sum of the own part ---> leave, enter ---> mean of all ---> squares of the own part ---> leave, enter ---> variance of all
-
-Cross-entropy where each device holds the logits of a part of the classes.
-
-logits of the part ---> largest, sum of exponentials, own target's logit ---> one all-gather of three numbers per target
+product          x and w cut along the summed axis   partial = x_own w_own;   y = leave(partial) + b
+batch norm       samples cut                         own sums -> leave, enter -> mean -> own squares -> leave, enter -> variance
+cross-entropy    classes cut                         own maximum, sum of exponentials, target's logit -> one all-gather
 """
 
 from __future__ import annotations
@@ -27,12 +21,12 @@ from whale.sharding.index_sets import Runs
 
 
 def part_max(value: Tensor, dims: list[int], keepdim: bool, group: Group) -> Tensor:
-    """The largest values along dimensions of which one is cut; the gradient is shared evenly among equal ones, as torch does."""
+    """The maximum along dimensions of which one is cut; the gradient is divided evenly among ties, as in torch."""
     return _extreme(value, value.amax(dims, keepdim=True), dims, keepdim, largest, group)
 
 
 def part_min(value: Tensor, dims: list[int], keepdim: bool, group: Group) -> Tensor:
-    """The smallest values along dimensions of which one is cut."""
+    """The minimum; as `part_max`."""
     return _extreme(value, value.amin(dims, keepdim=True), dims, keepdim, smallest, group)
 
 
@@ -48,12 +42,10 @@ def _extreme(value: Tensor, own: Tensor, dims: list[int], keepdim: bool, choose:
 
 
 def part_any(own: Tensor, group: Group) -> Tensor:
-    """Whether any part says so."""
     return largest(own, group)
 
 
 def part_all(own: Tensor, group: Group) -> Tensor:
-    """Whether all parts say so."""
     return smallest(own, group)
 
 
@@ -66,7 +58,7 @@ def part_prod(own: Tensor, group: Group) -> Tensor:
 
 
 FINISHES: dict[str, Callable[[Any, Any], Tensor]] = {"any": part_any, "all": part_all, "prod": part_prod}
-"""How results for parts of a contracted axis become the whole result, where they are not added."""
+"""Per way to combine, except sums: the whole result from a device's partial one."""
 
 
 def part_batch_norm(
@@ -84,7 +76,7 @@ def part_batch_norm(
 
     Args:
         value: the own samples, ``[n channels ...]``.
-        weight, bias, running_mean, running_var: per channel; the last two are moved as torch does.
+        weight, bias, running_mean, running_var: per channel; the last two are updated as in torch.
         momentum: of the running statistics.
         eps: added to the variance.
         share: of all samples that this part has.
@@ -109,7 +101,7 @@ def part_batch_norm(
 
 
 def _over_all(own: Tensor, group: Group) -> Tensor:
-    """The sum of the parts' values, which each part goes on to use by itself: so its gradients are summed too."""
+    """The sum over the group, which each part uses by itself: so its gradients are summed too."""
     return enter(leave(own, group, "statistics"), group, "statistics")
 
 
@@ -118,7 +110,7 @@ def _along(channels: Tensor, value: Tensor) -> Tensor:
 
 
 NONE, MEAN, SUM = 0, 1, 2
-"""torch's numbers for the reduction of a loss."""
+"""torch's numbers for reductions of losses."""
 
 
 class _Losses(torch.autograd.Function):
@@ -155,7 +147,7 @@ def part_cross_entropy(logits: Tensor, target: Tensor, reduction: int, ignored: 
         logits: of the classes held, ``[n classes ...]`` or ``[classes]``.
         target: class numbers, ``[n ...]`` or a scalar.
         reduction: torch's number.
-        ignored: the target that counts for nothing.
+        ignored: the target that is ignored.
         runs: the classes held.
         size: number of classes.
         group: the split group.
@@ -176,7 +168,7 @@ def _rowwise_max(logits: Tensor, dim: int) -> Tensor:
 
 
 def target_weight(target: Tensor, weight: Tensor | None, ignored: int) -> Tensor:
-    """The sum of the weights of class numbers: what a mean over them is divided by."""
+    """The sum of the weights of class numbers: the divisor of their mean."""
     counts = target != ignored
     if weight is None:
         return counts.sum()
@@ -192,7 +184,7 @@ def same(call: Call) -> fx.Node:
 
 
 def finish(call: Call, made: fx.Node) -> fx.Node:
-    """The whole result from results of parts; for other roles than contracted, the part of the result."""
+    """The whole result from partial ones; for other roles than contracted, the part of the result."""
     if call.role.kind != "contracted":
         return made
     if "in_place" in call.op.tags:
@@ -224,7 +216,7 @@ def _share(call: Call) -> float:
 
 
 def with_bias(call: Call) -> fx.Node:
-    """``linear``, ``bilinear``: under a contraction the bias waits for the sum."""
+    """``linear``, ``bilinear``: under a contraction the bias is added to the sum."""
     if call.role.kind != "contracted" or call.raw["bias"] is None:
         return same(call)
     return call.emit(aten.add.Tensor, finish(call, call.same(bias=None)), call.value("bias"), what="biased")
@@ -247,14 +239,14 @@ def _scaled(call: Call, value: fx.Node, factor: Any) -> fx.Node:
 
 
 def grouped_product(call: Call) -> fx.Node:
-    """``_grouped_mm``: without a bias under a contraction."""
+    """``_grouped_mm``: no bias under a contraction."""
     if call.role.kind == "contracted" and call.raw.get("bias") is not None:
         call.refuse("its bias would be added once per device")
     return same(call)
 
 
 def convolution(call: Call) -> fx.Node:
-    """Convolutions: groups may be cut with the channels; under a contraction the bias waits for the sum."""
+    """Convolutions: groups may be cut with the channels; under a contraction the bias is added to the sum."""
     weight = call.dimensions("weight")
     num_spatial = len(weight) - 2
     transposed = call.op.operator.startswith("conv_transpose") or call.raw.get("transposed") is True
@@ -290,7 +282,7 @@ def class_loss(call: Call) -> fx.Node:
     assert call.raw["reduction"] == MEAN
     if len(call.op.outputs) != 1:
         call.refuse("it has two results")
-    if len(call.dimensions("target")) == len(call.dimensions("self")):  # probabilities: every sample counts alike
+    if len(call.dimensions("target")) == len(call.dimensions("self")):  # probabilities: all samples have equal weight
         return call.leave(call.emit(aten.mul.Tensor, call.same(), _share(call), what="share"))
     total = call.leave(call.same(reduction=SUM))
     weight = call.emit(target_weight, call.value("target"), call.value("weight"), call.raw["ignore_index"], what="weight")
@@ -298,14 +290,14 @@ def class_loss(call: Call) -> fx.Node:
 
 
 def attention(call: Call) -> fx.Node:
-    """Attention: heads are independent; queries too, unless their places in the whole decide what they see."""
+    """Attention: heads are independent, and so are queries, unless a causal mask depends on their positions."""
     if call.raw["is_causal"] is True and call.is_sharded(call.result[-2]):
         call.refuse("a causal mask is made from the positions of the queries", hint="pass the mask as attn_mask")
     return same(call)
 
 
 def group_norm(call: Call) -> fx.Node:
-    """Group normalisation: where the channels are cut, whole groups are."""
+    """Group normalisation: cut channels are whole groups."""
     name = "num_groups" if "num_groups" in call.raw else "group"
     channels = call.held(call.dimensions("input")[1])
     return call.same(**{name: call.raw[name] * channels.count // channels.units})

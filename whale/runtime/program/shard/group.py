@@ -1,4 +1,4 @@
-"""A split group as programs see it: who is in it, what goes over its wire, and how long to wait."""
+"""A split group as programs use it: its devices, its collectives, and how to wait for them."""
 
 from __future__ import annotations
 
@@ -17,21 +17,20 @@ from whale.runtime.program.watch import NOBODY, Watch
 CPU = torch.device("cpu")
 
 Arrival = Callable[[], None]
-"""Waits for what was begun; fails with a `RuntimeFault` if a peer died or the limit passed, and names what it was for."""
+"""Waits for a collective; raises as `Waits.wait`."""
 
 
 class Gate:
-    """What must have happened before the next message of a group: nothing, or what `close` was given."""
+    """A callback that runs once before the next message of a group."""
 
     def __init__(self) -> None:
         self._before: Callable[[], None] | None = None
 
     def close(self, before: Callable[[], None]) -> None:
-        """The next message waits for this."""
         self._before = before
 
     def __call__(self) -> None:
-        """Comes before every message."""
+        """Called before every message."""
         before, self._before = self._before, None
         if before is not None:
             before()
@@ -42,12 +41,12 @@ class Group:
     """A split group.
 
     Attributes:
-        groups: which hold torch's; programs, and what autograd keeps of them, may live longer than those.
+        groups: hold torch's groups; programs, and what autograd saves of them, may outlive those.
         ranks: world ranks of its devices, by position.
-        device: where its tensors lie, which decides what carries them.
+        device: of its tensors, which selects the backend.
         waits: how its collectives are waited for.
-        gate: what its next message waits for.
-        watch: told of each wait.
+        gate: called before its next message.
+        watch: called around each wait.
     """
 
     groups: Groups
@@ -59,7 +58,7 @@ class Group:
 
     @property
     def process_group(self) -> dist.ProcessGroup:
-        """Torch's; not to be kept."""
+        """torch's; not to be kept."""
         return self.groups[self._members]
 
     @cached_property
@@ -68,12 +67,11 @@ class Group:
 
     @property
     def size(self) -> int:
-        """Number of devices."""
         return len(self.ranks)
 
     @cached_property
     def position(self) -> int:
-        """Of this device among them."""
+        """Of this device."""
         return self.ranks.index(dist.get_rank())
 
     @cached_property
@@ -88,7 +86,7 @@ class Group:
 
     @cached_property
     def is_gloo(self) -> bool:
-        """Whether it speaks Gloo, which has no uneven all-gather and no native reduce-scatter."""
+        """Gloo has no uneven all-gather and no reduce-scatter."""
         return backend_of(self.device, self.process_group) == "gloo"
 
     @cached_property
@@ -96,7 +94,7 @@ class Group:
         return blocks_host(self.device, self.process_group)
 
     def all_reduce(self, total: Tensor, own: Tensor, how: dist.ReduceOp.RedOpType, what: str) -> Arrival:
-        """Combines the devices' values in other, contiguous memory; nobody may write to the own one until it is there."""
+        """Combines the devices' values into `total`, which is contiguous; `own` must not change before that."""
         if how == dist.ReduceOp.SUM:
             return self._launch(lambda: start_sum_into(total, own, self.process_group), what)
         total.copy_(own)
@@ -107,7 +105,7 @@ class Group:
         return self._launch(lambda: self._launched(dist.all_gather(received, own, group=self.process_group, async_op=True)), what)
 
     def reduce_scatter(self, total: Tensor, pieces: list[Tensor], what: str) -> Arrival:
-        """Sums what each device has for this one; pieces are by rank."""
+        """Sums the devices' pieces for this one; pieces are by rank."""
         return self._launch(lambda: self._launched(dist.reduce_scatter(total, pieces, group=self.process_group, async_op=True)), what)
 
     def all_to_all(self, received: Tensor, sent: Tensor, sizes_received: list[int], sizes_sent: list[int], what: str) -> Arrival:
@@ -123,20 +121,11 @@ class Group:
         return None if work is None else Launched(work, self._blocks_host)
 
     def _launch(self, start: Callable[[], Launched | None], what: str) -> Arrival:
-        """Starts a collective; one that cannot be started is the group's fault, and no op's of the model.
-
-        Raises:
-            RuntimeFault: a peer died.
-        """
+        """Starts a collective; an error in this is a fault of the group, not of an op of the model."""
         self.gate()
         with self.waits.speaking(what, self.peers):
             return partial(self._wait, start(), what)
 
     def _wait(self, launched: Launched | None, what: str) -> None:
-        """Waits for what was started.
-
-        Raises:
-            RuntimeFault: a peer died or the limit passed; names what it was for and the ranks.
-        """
         with self.watch.waiting(what):
             self.waits.wait(launched, what, self.peers)

@@ -1,4 +1,4 @@
-"""What one device of a split stage holds of each op's results, and where in a tensor the parts of all devices lie."""
+"""What one device of a split stage holds of each op's results, and which parts the other devices hold."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ class Held:
     """The part of one tensor dimension that a device holds.
 
     Attributes:
-        units: size of the dimension, the rows of the batch left out.
+        units: size of the dimension without the rows of the batch.
         parts: per device of the split group, its positions among the units.
         position: of this device.
-        rows_outside: where the dimension also holds the batch, whether that is the outer factor.
+        rows_outside: if the dimension also holds the batch, whether that is the outer factor.
         has_rows: whether it holds the batch.
     """
 
@@ -42,25 +42,25 @@ class Held:
 
     @property
     def count(self) -> int:
-        """How many units this device holds."""
+        """Units that this device holds."""
         return count(self.runs)
 
     def slots(self, dim: int) -> Slots:
-        """The same, for a tensor that has it as this dimension."""
+        """The same for a tensor that has it as dimension `dim`."""
         return Slots(dim, self.units, self.parts, self.position, self.rows_outside)
 
 
 @dataclass(frozen=True)
 class ShardLayout:
-    """The cuts of a stage as one device sees them.
+    """The cuts of a stage, for one device.
 
     Attributes:
         model: the captured model.
         axes: its axes.
         shards: of the stage.
         position: of this device in its split group.
-        ops: the calls of the stage; none of a stage that another capture leaves without ops.
-        num_rows: rows that the group takes, where the batch is cut.
+        ops: the calls of the stage; none for a stage that another capture leaves without ops.
+        num_rows: rows of the group, where the batch is cut.
     """
 
     model: ModelGraph
@@ -98,7 +98,7 @@ class ShardLayout:
         return self.axes.ops[op].roles[axis]
 
     def held(self, dimension: Dimension, *shard: str) -> Held:
-        """What this device holds of a dimension of which these axes are cut."""
+        """What this device holds of a dimension of which the axes `shard` are cut."""
         rest, rows_outside = dimension, True
         is_product = BATCH in dimension and BATCH not in shard
         if is_product:
@@ -110,7 +110,7 @@ class ShardLayout:
         return Held(extent(rest, self.sizes), parts, self.position, rows_outside, is_product)
 
     def slots(self, op: str, axis: str) -> Slots:
-        """Where the parts of an op's result lie that is cut along an axis."""
+        """Where the parts of an op's result are that is cut along an axis."""
         dimensions = self.dimensions(op)
         dim = next(index for index, dimension in enumerate(dimensions) if axis in axes_of(dimension))
         return self.held(dimensions[dim], axis).slots(dim)
@@ -124,16 +124,16 @@ class ShardLayout:
         return False
 
     def exchange(self, op: str, source: str, target: str) -> tuple[Slots, Slots]:
-        """What leaves the own part cut along one axis, and what arrives in that cut along another."""
+        """What leaves the part cut along one axis, and what arrives in the part cut along another."""
         leaving, arriving = self.slots(op, target), self.slots(op, source)
         if leaving.dim != arriving.dim or self._rows_lie_between(op, source, target):
             return leaving, arriving
         return self._within(op, leaving.dim, source, target), self._within(op, leaving.dim, target, source)
 
     def _within(self, op: str, dim: int, mine: str, others: str) -> Slots:
-        """Where in the own part along one axis the parts of the devices along another lie, both in one dimension."""
+        """Places, in the own part along one axis, of the devices' parts along another, both in one dimension."""
         dimension, rows_outside = self.dimensions(op)[dim], True
-        if BATCH in dimension and BATCH not in (mine, others):  # the number of rows is not known, and not asked for
+        if BATCH in dimension and BATCH not in (mine, others):  # the number of rows is unknown, and not needed
             rows_outside = self.held(dimension, mine).rows_outside
             dimension = self._beside_rows(dimension, rows_outside)
         held = self._intervals[self.position][mine]

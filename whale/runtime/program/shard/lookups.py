@@ -1,8 +1,8 @@
-"""Lookups in a table of which a device holds a part: it answers for the rows it has, and with zeros for the others.
+"""Lookups in a table of which a device holds a part: zeros for rows of others, and the sum over the group is the whole answer.
 
 table rows held: 4 .. 8           indices   2  5  7  9
                                   local     -  1  3  -
-                                  answer    0  x  x  0         the sum over the group is the whole answer
+                                  answer    0  x  x  0
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def part_embedding(table: Tensor, indices: Tensor, padding: int, by_frequency: b
     """``embedding`` in a part of the table; `padding` is a row of the whole table, or negative for none."""
     local, held = localize(indices, runs, size)
     own = next((count_below(runs, start) + padding - start for start, stop in runs if start <= padding < stop), -1)
-    if by_frequency:  # indices that others answer for must not count: they look up a row of their own
+    if by_frequency:  # indices of other devices must not count: they look up an extra row
         local = torch.where(held, local, table.shape[0])
         table = torch.cat([table, table.new_zeros(1, *table.shape[1:])])
     found: Tensor = aten.embedding.default(table, local, own, by_frequency, sparse)
@@ -49,7 +49,7 @@ def part_embedding(table: Tensor, indices: Tensor, padding: int, by_frequency: b
 
 
 def part_index(source: Tensor, indices: Sequence[Tensor | None], dim: int, trailing: int, runs: Runs, size: int) -> Tensor:
-    """``source[indices]`` where dimension `dim`, which is indexed, is cut; `trailing` dimensions follow those of the indices."""
+    """``source[indices]`` where the indexed dimension `dim` is cut; `trailing` dimensions follow those of the indices."""
     mine = list(indices)
     chosen = mine[dim]
     assert chosen is not None
@@ -59,13 +59,13 @@ def part_index(source: Tensor, indices: Sequence[Tensor | None], dim: int, trail
 
 
 def part_index_select(source: Tensor, dim: int, index: Tensor, runs: Runs, size: int) -> Tensor:
-    """``index_select`` along a dimension that is cut."""
+    """``index_select`` along a cut dimension."""
     local, held = localize(index, runs, size)
     return _masked(source.index_select(dim, local), held.reshape(-1), source.dim() - 1 - dim % source.dim())
 
 
 def part_gather(source: Tensor, dim: int, index: Tensor, runs: Runs, size: int) -> Tensor:
-    """``gather`` along a dimension that is cut."""
+    """``gather`` along a cut dimension."""
     local, held = localize(index, runs, size)
     return _masked(source.gather(dim, local), held, 0)
 

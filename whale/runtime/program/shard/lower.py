@@ -4,7 +4,7 @@
 
     x cut along the sequence ---> layer_norm ---> collect ---> linear (own columns) ---> ... ---> scatter + bias
 
-Tensors that the stage is given or hands on are whole, unless the plan says otherwise.
+Inputs and outputs of the stage are whole, unless the plan says otherwise.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ class ShardProgram:
     """A stage's graph on the parts of one device.
 
     Attributes:
-        graph: takes the split group (`GROUP`) first, then what the graph took before; returns the same, whole.
-        parameters: per parameter and buffer that the device holds a part of, the dimensions of the whole one.
-        partial: parameters that are whole, but whose gradients are partial: they must be summed over the split group.
-            Gradients of all other whole parameters are complete, and equal on all devices of the group.
+        graph: takes the split group (`GROUP`) and then the inputs of the old graph; returns the same, whole.
+        parameters: per parameter and buffer of which the device holds a part, the dimensions of the whole one.
+        partial: whole parameters whose gradients must be summed over the split group. Gradients of all other whole parameters are
+            complete, and equal on all devices of the group.
     """
 
     graph: fx.Graph
@@ -61,15 +61,15 @@ def lower_shards(
     """Rewrites a stage's graph so that it computes on parts.
 
     Args:
-        graph: of the stage, as `whale.runtime.program.lowering` makes it: nodes are named as the ops. It is left as it is.
+        graph: of the stage, its nodes named as the ops; not changed.
         model: the captured model.
         axes: of the model.
         shards: of the stage.
         position: of this device in its split group.
-        complete: parameters whose gradients must not be left partial, since another program on the same device adds
-            complete ones to them, or what is done with gradients is settled.
-        gathered: parameters and buffers that ops take whole, as these cuts say, though the device holds a part; where the parts lie.
-        num_rows: rows that the group takes; needed where the batch is cut.
+        complete: parameters whose gradients must be complete, since another program on the device adds complete ones to them, or
+            the gradient sums are settled.
+        gathered: parameters and buffers that these cuts read whole though the device holds a part, and where the parts belong.
+        num_rows: rows of the group; needed where the batch is cut.
 
     Raises:
         PlanError: an op cannot be cut so; names the op and the user's line.
@@ -113,10 +113,10 @@ def _write(node: fx.Node, writer: Writer) -> None:
 
 
 def _lower(call: Call) -> fx.Node:
-    """Writes a call that is cut, as the entry of its operator says.
+    """Writes a cut call as the entry of its operator says.
 
     Raises:
-        PlanError: nobody knows how it computes on parts, so sizes and positions among its arguments would go unseen.
+        PlanError: it has no lowering, so sizes and positions among its arguments would stay those of the whole.
     """
     name = operator_of(call.op).on_parts
     if name is None:
@@ -127,7 +127,7 @@ def _lower(call: Call) -> fx.Node:
 
 
 def _memory_faults(ops: Sequence[str], layout: ShardLayout, writes: MemoryWrites) -> list[PlanError]:
-    """Memory that is written in place must lie as all that see it need it: a bridge between would be a copy."""
+    """Memory that is written in place needs one layout for all that see it: a bridge between them would be a copy."""
     faults, labels = [], layout.labels
     for name in ops:
         op = layout.model.by_name[name]
@@ -139,7 +139,7 @@ def _memory_faults(ops: Sequence[str], layout: ShardLayout, writes: MemoryWrites
 
 
 def _parameter(model: ModelGraph, name: str) -> str:
-    """The first name of the parameter or buffer that a placeholder brings; "" for any other node."""
+    """The first name of the parameter or buffer of a placeholder; "" for any other node."""
     op = model.by_name[name]
     return model.parameter_by_name[op.target].name if op.kind in ("parameter", "buffer") else ""
 

@@ -1,4 +1,4 @@
-"""A device's part of a whole tensor: cut out of it and put back, for parameters, gradients, buffers and checkpoints."""
+"""A device's part of a whole tensor, read and written by index: for parameters, gradients, buffers and checkpoints."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from whale.axes.values import Axes
 from whale.sharding.index_sets import Runs
 
 Index = slice | Tensor
-"""Positions along one dimension: a slice where they are consecutive, else a LongTensor."""
+"""Positions along one dimension: a slice if they are consecutive, else a LongTensor."""
 
 
 def axis_sizes(axes: Axes) -> dict[str, int]:
@@ -20,7 +20,6 @@ def axis_sizes(axes: Axes) -> dict[str, int]:
 
 
 def as_index(runs: Runs) -> Index:
-    """Runs as what a tensor can be indexed by."""
     if not runs:
         return slice(0, 0)
     if len(runs) == 1:
@@ -29,12 +28,12 @@ def as_index(runs: Runs) -> Index:
 
 
 def on_device(index: Sequence[Index], device: torch.device) -> tuple[Index, ...]:
-    """An index whose positions lie where it will be used: one elsewhere is copied at each use, for which a GPU is waited for."""
+    """An index on the device of its tensor: otherwise each use copies it, for which the host waits."""
     return tuple(place.to(device) if isinstance(place, Tensor) else place for place in index)
 
 
 def part(whole: Tensor, index: Sequence[Index]) -> Tensor:
-    """What lies at an index, dimension by dimension: a view where every place is a slice."""
+    """The elements at an index; a view if every place is a slice."""
     held = whole
     for dim, place in enumerate(index):
         if isinstance(place, slice):
@@ -45,7 +44,7 @@ def part(whole: Tensor, index: Sequence[Index]) -> Tensor:
 
 
 def write_part(whole: Tensor, index: Sequence[Index], held: Tensor, *, add: bool = False) -> None:
-    """The inverse of `part`: writes into the whole, or adds to what is there, without gradient."""
+    """Writes to, or adds to, the elements at an index, without gradient."""
     target = whole
     for dim, place in enumerate(index):
         if isinstance(place, slice):

@@ -1,7 +1,7 @@
-"""Lowerings of ops whose arguments hold sizes: views, expansions, factories, splits and slices.
+"""Lowerings of ops with sizes among their arguments: views, expansions, factories, splits and slices.
 
-Captured sizes are those of whole tensors. A size whose dimension is cut is rewritten to the part's:
-``rows * 96`` becomes ``rows * 96 * held // 96``, so that any number of rows keeps working.
+Captured sizes are those of whole tensors. A size whose dimension is cut is rewritten to the part's: ``rows * 96`` becomes
+``rows * 96 * held // 96``, so that any number of rows keeps working.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ def local_sizes(call: Call, sizes: Sequence[Any], dimensions: Sequence[Dimension
 
 
 def _local_size(call: Call, size: Any, dimension: Dimension) -> Any:
-    """A size of the old graph as the part's; -1 stays."""
     mapped = call.writer.raw(size)
     return mapped if isinstance(size, int) and size == -1 else _scaled_size(call, mapped, dimension)
 
@@ -53,7 +52,7 @@ def view(call: Call) -> fx.Node:
 
 
 def view_as(call: Call) -> fx.Node:
-    """``view_as``, ``reshape_as``: sizes of the result, which need not be cut as the tensor that they are taken from."""
+    """``view_as``, ``reshape_as``: the result need not be cut like the tensor that gives the sizes."""
     other = call.value("other")
     if call.dimensions("other") == call.result:
         return call.same(other=other)
@@ -65,7 +64,7 @@ def view_as(call: Call) -> fx.Node:
 
 
 def _whole_size(call: Call, other: fx.Node, dim: int) -> fx.Node:
-    """The size of a whole dimension of the tensor that a shape is taken from, of which this device may hold a part."""
+    """The whole size of a dimension of a tensor of which this device may hold a part."""
     size, dimension = call.emit(aten.sym_size.int, other, dim, what="size"), call.dimensions("other")[dim]
     if not call.is_sharded(dimension):
         return size
@@ -75,14 +74,13 @@ def _whole_size(call: Call, other: fx.Node, dim: int) -> fx.Node:
 
 
 def unflatten(call: Call) -> fx.Node:
-    """``unflatten``: one dimension becomes several."""
     sizes = call.raw["sizes"]
     first = call.raw["dim"] % len(call.dimensions("self"))
     return call.same(sizes=local_sizes(call, sizes, call.result[first : first + len(sizes)]))
 
 
 def squeeze(call: Call) -> fx.Node:
-    """``squeeze``: only what has size 1 in the whole tensor goes, not what has size 1 in this part."""
+    """``squeeze``: removes dimensions of size 1 in the whole tensor, not those of size 1 in this part."""
     source = call.writer.layout.model.by_name[call.raw["self"].name].outputs[0]
     rank = len(source.shape)
     chosen = call.raw.get("dim", list(range(rank)))
@@ -92,7 +90,7 @@ def squeeze(call: Call) -> fx.Node:
 
 
 def placed(call: Call) -> fx.Node:
-    """``affine_grid_generator``: the size is that of the images, channels and all, of which the result has rows and space."""
+    """``affine_grid_generator``: the size is that of the images with channels; the result has their rows and space."""
     rows, *others = call.raw["size"]
     return call.same(size=[_local_size(call, rows, call.result[0]), *(call.writer.raw(size) for size in others)])
 
@@ -103,7 +101,7 @@ def sized(call: Call) -> fx.Node:
 
 
 def made_whole(call: Call) -> fx.Node:
-    """``arange``, ``randn``, ``eye`` ...: made whole, as its values depend on the place, and cut."""
+    """``arange``, ``randn``, ``eye`` ...: made whole, as values depend on the position, and cut."""
     args = call.writer.raw(call.node.args)
     kwargs = call.writer.raw(call.node.kwargs)
     return call.writer.part(call.node, call.emit(call.node.target, *args, what="whole", **kwargs), call.axis)
@@ -130,7 +128,7 @@ def repeat_interleave(call: Call) -> fx.Node:
 
 
 def _copies(call: Call, number: Any, source: Dimension, made: Dimension) -> Any:
-    """A number of copies on this part."""
+    """A number of copies for this part."""
     if not call.is_sharded(made):
         return call.writer.raw(number)
     before, after = call.held(source), call.held(made)
@@ -157,7 +155,7 @@ def shuffled_pixels(value: torch.Tensor, vertical: int, horizontal: int) -> torc
 
 
 def split(call: Call) -> fx.Node:
-    """``split``, ``chunk`` and kin: the sizes of the parts of the part."""
+    """``split``, ``chunk`` and kin, with the sizes of the pieces of this part."""
     dimensions = call.dimensions("self")
     dim = call.raw["dim"] % len(dimensions)
     if not call.is_sharded(dimensions[dim]):
@@ -171,7 +169,7 @@ def split(call: Call) -> fx.Node:
 
 
 def slice_(call: Call) -> fx.Node:
-    """``slice``, ``narrow``: all of a dimension, or a tile of it."""
+    """``slice``, ``narrow``: all of a dimension, or an interval of it."""
     dimensions = call.dimensions("self")
     dim = call.raw["dim"] % len(dimensions)
     if not call.is_sharded(dimensions[dim]):

@@ -1,4 +1,4 @@
-"""Where along one dimension of a tensor the part of each device of a group lies.
+"""The parts of all devices of a group along one dimension of a tensor.
 
 A dimension may also hold the rows of the batch, whose number programs do not know: the rest, the units, is what is cut.
 
@@ -31,39 +31,39 @@ class Slots(_Fields):
 
     Attributes:
         dim: which dimension.
-        units: its size, the rows of the batch left out.
+        units: its size without the rows of the batch.
         parts: per device, its positions among the units.
         position: of this device.
-        rows_outside: where the dimension also holds rows, whether they are the outer factor.
+        rows_outside: if the dimension also holds rows, whether they are the outer factor.
     """
 
     @property
     def counts(self) -> tuple[int, ...]:
-        """Per device, how many units it has."""
+        """Units of each device."""
         return _counts(self.parts)
 
     def _unfolded(self, value: Tensor, units: int) -> tuple[Tensor, int]:
-        """The dimension as ``outer x units x inner``, and where the units are."""
+        """The dimension as ``outer x units x inner``, and the index of the units."""
         rest = value.shape[self.dim] // units if units else 1
         shape = (rest, units, 1) if self.rows_outside else (1, units, rest)
         return value.reshape(*value.shape[: self.dim], *shape, *value.shape[self.dim + 1 :]), self.dim + 1
 
     def take(self, value: Tensor, device: int) -> Tensor:
-        """What lies at a device's positions; a view where it can be."""
+        """A device's part; a view where possible."""
         split, at = self._unfolded(value, self.units)
         return _held(split, at, self.parts[device]).flatten(self.dim, self.dim + 2)
 
     def own(self, value: Tensor) -> Tensor:
-        """What lies at this device's positions."""
+        """This device's part."""
         return self.take(value, self.position)
 
     def shape(self, value: Tensor, held: int, device: int) -> tuple[int, ...]:
-        """The shape of a device's part of a tensor that is like `value`, which has so many of the units."""
+        """The shape of a device's part of a tensor like `value`, which has `held` units."""
         rest = value.shape[self.dim] // held if held else 1
         return (*value.shape[: self.dim], rest * self.counts[device], *value.shape[self.dim + 1 :])
 
     def put_together(self, pieces: Sequence[Tensor]) -> Tensor:
-        """The tensor whose parts these are."""
+        """The tensor from its parts."""
         if all(len(runs) < 2 for runs in self.parts) and self._is_in_order and not self._has_rows(pieces):
             return torch.cat(list(pieces), self.dim)
         sample = next((piece for piece, held in zip(pieces, self.counts, strict=True) if held), pieces[0])
@@ -92,15 +92,16 @@ def _counts(parts: tuple[Runs, ...]) -> tuple[int, ...]:
 
 
 def _held(value: Tensor, dim: int, runs: Runs) -> Tensor:
-    """What lies at some positions of a dimension: a view where they are one run. It makes no tensor of positions, which a GPU waits for."""
+    """Some positions of a dimension: a view if they are one run. Needs no index tensor, for which the host would wait."""
     if len(runs) < 2:
         start, stop = runs[0] if runs else (0, 0)
         return value.narrow(dim, start, stop - start)
     bounds = [0, *(bound for run in runs for bound in run), value.shape[dim]]
-    pieces = torch.split(value, [high - low for low, high in pairwise(bounds)], dim)  # gaps and runs in turn; backward, one concatenation
+    pieces = torch.split(
+        value, [high - low for low, high in pairwise(bounds)], dim
+    )  # gaps and runs alternate; its backward is one concatenation
     return torch.cat(pieces[1::2], dim)
 
 
 def own_part(value: Tensor, slots: Slots) -> Tensor:
-    """What a device holds of a whole tensor."""
     return slots.own(value)

@@ -25,7 +25,7 @@ def _held(call: Call, name: str, dim: int) -> Held:
 
 
 def embedding(call: Call) -> fx.Node:
-    """``embedding``: with its rows, its columns or its indices cut."""
+    """``embedding`` with its rows, columns or indices cut."""
     if not _is_lookup(call):
         if call.raw["scale_grad_by_freq"] and not call.has_part(call.raw["weight"]):
             call.refuse("gradients scaled by frequency need all indices")
@@ -36,7 +36,7 @@ def embedding(call: Call) -> fx.Node:
 
 
 def index(call: Call) -> fx.Node:
-    """``x[i, :, j]``: a cut dimension that is indexed is looked up, unless the index holds all of its positions."""
+    """``x[i, :, j]``: a cut dimension that is indexed is looked up, unless all indexed positions are held."""
     dimensions = call.dimensions("self")
     dim = call.cut_dim(dimensions)
     indices = call.raw["indices"]
@@ -54,7 +54,6 @@ def index(call: Call) -> fx.Node:
 
 
 def index_select(call: Call) -> fx.Node:
-    """``index_select``."""
     if not _is_lookup(call):
         return same(call)
     dim = call.raw["dim"]
