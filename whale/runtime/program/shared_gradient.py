@@ -1,8 +1,8 @@
-"""A parameter that a split stage shares with another stage of its devices: its gradient is given in equal parts.
+"""Gradients of parameters that a split stage shares with another stage of its devices, divided among the devices of the group.
 
-In a split stage the gradient of a whole parameter is complete, and the same, on all devices of the group, so one of
-them answers for it. Where the same devices run another stage that reads the parameter, both gradients lie in one sum and
-cannot be told apart; so the split stage gives each device a t-th of its gradient, and all are added.
+In a split stage the gradient of a whole parameter is complete, and equal, on all devices of the group, so only one of them is
+summed. If another stage of the same devices also reads the parameter, both gradients accumulate in one buffer and cannot be
+separated; so in the split stage each of t devices gives 1/t of its gradient, and all are summed.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ class _Divided(torch.autograd.Function):
 
 
 def divided(value: torch.Tensor, count: int) -> torch.Tensor:
-    """The value as it is; its gradient divided."""
+    """The same value; its gradient is divided by `count`."""
     result: torch.Tensor = _Divided.apply(value, count)  # type: ignore[no-untyped-call]
     return result
 
 
 def divide_gradients(graph: fx.Graph, model: ModelGraph, names: Collection[str], count: int) -> None:
-    """Puts `divided` behind the placeholders of some parameters, in place."""
+    """Inserts `divided` after the placeholders of some parameters, in place."""
     for node in graph.find_nodes(op="placeholder"):
         op = model.by_name.get(str(node.target))
         if op is None or op.kind != "parameter" or model.parameter_by_name[op.target].name not in names:

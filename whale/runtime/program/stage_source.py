@@ -1,7 +1,6 @@
-"""A stage's program for any number of rows, lowered once per captured graph, and per number where the rows are cut too.
+"""A stage's program for any number of rows, lowered once per captured graph, and per number of rows where those are cut.
 
-A stage that computes its rows in halves has a second program, for a single row. One that is compiled has a program of fixed sizes for
-the first number of rows.
+A stage that runs in halves has a second program for a single row, a compiled one another of static shapes for the first number of rows.
 """
 
 from __future__ import annotations
@@ -21,24 +20,24 @@ from whale.runtime.program.lowering import StageProgram, StageShards, lower
 from whale.runtime.program.watch import NOBODY, Watch
 
 GraphSource = Callable[[int], fx.Graph]
-"""The captured graph for a number of rows of a piece."""
+"""The captured graph by number of rows."""
 
 
 class StageSource:
-    """A stage's program, lowered once per captured graph.
+    """A stage's program, lowered on demand.
 
     Args:
         model: the captured model.
         graphs: its program per number of rows.
         replica: holds the edges.
         stage: what to lower.
-        known: loss terms whose weights are known beforehand and need not be returned.
+        known: loss terms whose weights are known in advance and need not be returned.
         device: where it computes.
-        splits_backward: whether its schedule runs input and weight gradients apart.
+        splits_backward: whether its schedule has separate passes for weight gradients.
         shards: of a split stage.
-        brought, awaited: as of `lower`.
-        watch: told when segments are computed.
-        compilation: compiles runs of ops; None where none are compiled.
+        brought, awaited: see `lower`.
+        watch: called when segments are computed.
+        compilation: compiles runs of ops; None for none.
 
     Attributes:
         outputs: names that the program returns.

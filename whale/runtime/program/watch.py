@@ -1,4 +1,4 @@
-"""Who is told when each action, message, bucket and segment of a step begins and ends: as a rule nobody.
+"""Hooks that are called when each action, message, bucket and segment of a step begins and ends.
 
 F0 ------ [segment] ---    begin, segment, end
 1SEND_F0                   sent
@@ -19,32 +19,32 @@ from whale.ir.schedule import Action
 from whale.sharding.crossings import Direction
 
 Place = tuple[Direction, int, int]
-"""Direction, stage and micro-batch."""
+"""(direction, stage, micro-batch)."""
 
 _NOTHING = nullcontext()
 
 
 class Watch:
-    """Takes no notice. A recorder overrides what it is told."""
+    """Hooks that do nothing; subclasses override what they need."""
 
     def run_begins(self) -> None:
-        """A training run of the size that the plan is for begins: all actions of a step up to the optimizer's."""
+        """A training run of the planned batch size begins: all actions of a step before the optimizer's."""
 
     def run_ends(self) -> None:
-        """It is done."""
+        pass
 
     def busy_seconds(self) -> float:
-        """Of the last run that is known and was not asked for before, how long this rank has computed in it; 0 where there is none."""
+        """Compute time of this rank in the last finished run that was not returned before; 0 for none."""
         return 0.0
 
     def begin(self, action: Action) -> None:
-        """An action begins."""
+        pass
 
     def end(self) -> None:
-        """The action that has begun is done."""
+        """The current action is done."""
 
     def waiting(self, what: str) -> AbstractContextManager[None]:
-        """Around a wait for others that is no action: for gradients, or inside a pass for what a split group exchanges."""
+        """Around a wait that is no action: for gradients, or inside a pass for a split group."""
         return _NOTHING
 
     def segment(self, name: str) -> AbstractContextManager[None]:
@@ -52,32 +52,32 @@ class Watch:
         return _NOTHING
 
     def on_host(self) -> AbstractContextManager[None]:
-        """Around the making of a tensor in the memory of the host."""
+        """Around the allocation of a host tensor."""
         return _NOTHING
 
     def resized(self, tensor: torch.Tensor) -> None:
-        """The memory of a tensor that stays has been let go, or is there again."""
+        """The storage of a tensor was freed, or allocated again."""
 
     def sent(self, sender: Place, receiver: Place, channel: Channel, wire: torch.Tensor) -> None:
-        """A tensor's way has begun."""
+        """A send was started."""
 
     def posted(self, sender: Place, receiver: Place, channel: Channel, wire: torch.Tensor) -> None:
-        """A tensor may come."""
+        """A receive was posted."""
 
     def arrived(self, sender: Place, receiver: Place, channel: Channel) -> None:
-        """A tensor has been waited for."""
+        """A receive was waited for."""
 
     def summing(self, bucket: int, stages: Collection[int], ranks: Collection[int], flat: torch.Tensor, work: Launched) -> None:
-        """The sum of a bucket of gradients has begun."""
+        """The sum of a bucket of gradients was started."""
 
     def summed(self, bucket: int) -> None:
-        """It has been waited for."""
+        """It was waited for."""
 
     def publishing(self, bucket: int, stages: Collection[int], ranks: Collection[int], flat: torch.Tensor, work: Launched) -> None:
-        """A bucket of weights, which ops of the next step wait for, is on its way."""
+        """The send of a bucket of weights, for which ops of the next step wait, was started."""
 
     def published(self, bucket: int) -> None:
-        """It has been waited for."""
+        """It was waited for."""
 
 
 NOBODY = Watch()

@@ -1,1 +1,1 @@
-"""A step as it was: what each rank saw, by clocks that are made to agree, put together."""
+"""The timeline of a real step: what each rank recorded, on a common clock, combined."""

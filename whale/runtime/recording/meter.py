@@ -1,8 +1,8 @@
-"""How long this rank computes in each step, without what it waits for: a time at the ends of each pass, and of each wait inside it.
+"""Compute time of this rank in each step: the passes without the waits inside them.
 
-    F ---------- [wait] ----- |        busy: what lies between the ends of passes, less what lies between the ends of waits
+    F ---------- [wait] ----- |        busy: time between the ends of passes, less time between the ends of waits
 
-Where a GPU computes, the times are events in its stream, which the host reads in a later step, once the GPU has passed them.
+On a GPU the times are events in its stream, which the host reads in a later step, once the GPU has passed them.
 """
 
 from __future__ import annotations
@@ -20,27 +20,23 @@ from whale.ir.schedule import COMPUTE, Action
 from whale.runtime.program.watch import Watch
 
 MOST_UNREAD = 8
-"""Runs of which a GPU has not come to the end; of more the first are given up."""
+"""Most runs that a GPU has not finished; older ones are dropped."""
 
 _NOTHING = nullcontext()
 
 
 class BusySum(Protocol):
-    """A sum of times, each with a sign."""
+    """A sum of signed times."""
 
     def add(self, sign: int) -> None:
-        """Adds this moment."""
+        """Adds the current time."""
 
     def seconds(self) -> float | None:
-        """The sum; None where the device has not come to the last moment yet."""
+        """The sum; None if the device has not passed the last time yet."""
 
 
 class HostSum:
-    """Of a device that computes when the host does.
-
-    Args:
-        clock: tells seconds.
-    """
+    """Times of the host, for a CPU."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock, self._seconds = clock, 0.0
@@ -53,11 +49,11 @@ class HostSum:
 
 
 class StreamSum:
-    """Of a GPU's current stream.
+    """Times in a GPU's current stream.
 
     Args:
-        free: events that nobody needs any longer; those of this one are given back when they are read.
-        make: another event.
+        free: events to reuse; those of this sum are returned when they are read.
+        make: creates an event.
     """
 
     def __init__(self, free: list[torch.cuda.Event], make: Callable[[], torch.cuda.Event]) -> None:
@@ -87,7 +83,7 @@ def _event() -> torch.cuda.Event:
 
 @dataclass
 class _Pause(AbstractContextManager[None]):
-    """A wait inside a pass, or several in one another."""
+    """A wait inside a pass; may be nested."""
 
     meter: Meter
     depth: int = 0
@@ -105,7 +101,7 @@ class _Pause(AbstractContextManager[None]):
 
 @dataclass(eq=False)
 class Meter(Watch):
-    """Sums up the passes of training runs.
+    """Sums the compute time of training runs.
 
     Args:
         device: where this rank computes.
@@ -139,7 +135,7 @@ class Meter(Watch):
         return found
 
     def mark(self, sign: int) -> None:
-        """Adds this moment to the run under way."""
+        """Adds the current time to the current run."""
         if self._sum is not None:
             self._sum.add(sign)
 

@@ -1,6 +1,6 @@
-"""What one rank saw of a step, and the step that all of them saw.
+"""What each rank recorded of a step, and the combined step.
 
-A message is seen at two ends: its way begins when it is sent and its receive is posted, whichever is later.
+A message has two ends: its transfer begins when it is sent or its receive is posted, whichever is later.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class Leg:
         name: the stages and the micro-batch: ``0 -> 1 F3``.
         source, target: ranks of the world.
         num_bytes: of all its tensors.
-        start, end: of a sender both when it was sent; of a receiver when it was posted and waited for.
+        start, end: at the sender both the time of the send; at the receiver when it was posted and waited for.
     """
 
     name: str
@@ -32,15 +32,15 @@ class Leg:
 
 @dataclass(frozen=True)
 class RankStep:
-    """What one rank saw, in seconds of rank 0's clock.
+    """What one rank recorded, in seconds of rank 0's clock.
 
     Attributes:
         rank: of the world.
         spans: of its actions, in order.
         sends, receives: its ends of messages.
-        syncs, segments, waits, memory: as of `DeviceTimeline`.
+        syncs, segments, waits, memory: see `DeviceTimeline`.
         clock_error: by which its clock may differ from rank 0's.
-        seconds_before: since its step before; None where it is the first.
+        seconds_before: since its previous step; None for the first.
     """
 
     rank: int
@@ -56,7 +56,7 @@ class RankStep:
 
 
 def put_together(step_number: int, num_rows: int, ranks: Sequence[RankStep], device_of: Mapping[int, str]) -> StepRecording:
-    """The step that ranks saw.
+    """The step of all ranks.
 
     Args:
         step_number: from 1.

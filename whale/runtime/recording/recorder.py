@@ -1,9 +1,6 @@
-"""Records what happens on this rank in chosen steps: appends a time to a list, and nothing else, while the step runs.
+"""Records this rank's timeline in chosen steps: while a step runs it only appends times to lists, without waiting.
 
-Times without waiting: of the host where it computes, else of the device's stream, read when the step is over.
-
-A GPU's host runs ahead of it. An event is put into the stream where something begins or ends, and passes by when the GPU
-comes to it; the host reads them all once the GPU has done.
+A GPU's host runs ahead of it: begin and end of everything are events in its stream, which the host reads after the step.
 """
 
 from __future__ import annotations
@@ -27,20 +24,20 @@ Tick = float | torch.cuda.Event
 
 
 class Ticks(Protocol):
-    """Where times are from."""
+    """A source of times."""
 
     def now(self) -> Tick:
-        """This moment, or the event that will know it."""
+        """The current time, or an event that will record it."""
 
     def seconds(self, tick: Tick) -> float:
-        """When it was, by `time.perf_counter`; waits for the device."""
+        """The time of a tick, by `time.perf_counter`; waits for the device."""
 
     def num_bytes(self) -> int | None:
-        """Bytes of tensors on the device; None where nobody counts them."""
+        """Bytes of tensors on the device; None if nothing counts them."""
 
 
 class HostTicks:
-    """Of a device that computes when the host does."""
+    """Times of the host, for a CPU."""
 
     def now(self) -> Tick:
         return perf_counter()
@@ -54,10 +51,10 @@ class HostTicks:
 
 
 class StreamTicks:
-    """Of a GPU's current stream.
+    """Times in a GPU's current stream.
 
     Args:
-        device: the GPU; it is waited for once, here, so that its time and the host's can be compared.
+        device: the GPU; synchronised once, here, to compare its time with the host's.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -71,7 +68,7 @@ class StreamTicks:
         return self._event()
 
     def seconds(self, tick: Tick) -> float:
-        if isinstance(tick, float):  # of what the host saw
+        if isinstance(tick, float):  # of the host
             return tick
         if not self._is_over:
             torch.cuda.synchronize(self._device)
@@ -88,7 +85,6 @@ class StreamTicks:
 
 
 def ticks_of(device: torch.device) -> Ticks:
-    """Where a step's times are from on a device."""
     return StreamTicks(device) if device.type == "cuda" else HostTicks()
 
 
@@ -106,7 +102,7 @@ class _Way:
 
 @dataclass
 class _Sum:
-    """A bucket on its way; a host that carries it says itself when it was done."""
+    """A bucket in flight; if the host carries it, `done` is the time of completion."""
 
     what: Literal["gradients", "weights"]
     stages: tuple[int, ...]
@@ -119,7 +115,7 @@ class _Sum:
 
 @dataclass
 class _Notes:
-    """What is written down in one step."""
+    """The records of one step."""
 
     ticks: Ticks
     clock: Clock
@@ -133,7 +129,7 @@ class _Notes:
 
 
 class Recorder(Meter):
-    """Records the steps between `start` and `stop`; outside of them it is a meter alone.
+    """Records the steps between `start` and `stop`; outside of them it is only a meter.
 
     Args:
         rank: of the world.
@@ -149,11 +145,7 @@ class Recorder(Meter):
         self._begun: Tick = 0.0
 
     def start(self, clock: Clock) -> None:
-        """Records from here on.
-
-        Args:
-            clock: of this rank.
-        """
+        """Starts to record, with this rank's clock."""
         self._notes = notes = _Notes(ticks_of(self.device), clock)
         self._under_way = {key: each for key, each in self._under_way.items() if each.what == "weights"}
         for each in self._under_way.values():
@@ -177,7 +169,7 @@ class Recorder(Meter):
             tuple(
                 Sync(s.stages, s.num_owners, float(s.num_bytes), at(s.start), max(at(s.start), at(s.done or s.end)), s.what)
                 for s in notes.sums
-                if s.end is not None  # else the step was given up
+                if s.end is not None  # else the step was abandoned
             ),
             tuple(Stretch(name, at(start), at(end)) for name, start, end in notes.segments),
             tuple(Stretch(name, at(start), at(end)) for name, start, end in notes.waits),
@@ -271,7 +263,7 @@ def _both(first: AbstractContextManager[None], second: AbstractContextManager[No
 
 @contextmanager
 def _stretch(name: str, ticks: Ticks, into: list[tuple[str, Tick, Tick]]) -> Iterator[None]:
-    """Writes down when it was open, also where it ends by an exception: what is computed again ends early, by one of torch's."""
+    """Records an interval, also if it ends by an exception: torch ends recomputation early by one."""
     start = ticks.now()
     try:
         yield
@@ -280,7 +272,7 @@ def _stretch(name: str, ticks: Ticks, into: list[tuple[str, Tick, Tick]]) -> Ite
 
 
 def _note(ways: dict[Route, _Way], route: Route, wire: torch.Tensor, now: Tick) -> None:
-    """Tensors of one route are one message."""
+    """Adds a tensor to the message of its route."""
     num_bytes = wire.numel() * wire.element_size()
     known = ways.get(route)
     if known is None:

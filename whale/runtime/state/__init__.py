@@ -1,1 +1,1 @@
-"""What lives from step to step: who holds which part, gradients summed, optimizer state, running statistics."""
+"""State from step to step: who holds which part, gradient sums, optimizer state, running statistics."""

@@ -1,4 +1,4 @@
-"""Clipping by the global norm of the gradients, each element counted once: on the lowest rank that holds it."""
+"""Clipping by the global norm of the gradients; each element counts once, on the lowest rank that holds it."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from whale.runtime.state.wide import as_real
 
 
 class Clipping:
-    """The norm of all gradients, by which those of this rank are clipped; what it answers for is worked out here, once.
+    """Computes the norm of all gradients, and clips those of this rank.
 
     Args:
         holdings: who holds which part of what.
         rank: this rank of the plan; None if idle.
         parameters: what the optimizer of this rank steps, by name.
         limit: the largest norm; None for none.
-        add: sums a tensor over all ranks, in place; says what for while it waits.
+        add: sums a tensor over all ranks, in place; its text names the wait.
         device: where this rank computes.
 
     Attributes:
-        last: the norm before the gradients were last clipped; None where they have not been.
+        last: the norm before the last clipping.
     """
 
     def __init__(
@@ -60,10 +60,10 @@ class Clipping:
         return total.sqrt()
 
     def clip(self, limit: float | None = None) -> torch.Tensor:
-        """Scales gradients in place so that the global norm is at most the limit, as `torch.nn.utils.clip_grad_norm_` does.
+        """Scales gradients in place so that the global norm is at most the limit, as `torch.nn.utils.clip_grad_norm_`.
 
         Args:
-            limit: in the place of that which is set.
+            limit: instead of the configured one.
 
         Returns:
             The norm before: 0-dim float64, equal on every rank.

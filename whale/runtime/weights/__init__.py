@@ -1,1 +1,1 @@
-"""Whole tensors and parts of them: initial weights made, state dicts and predictions gathered."""
+"""Whole tensors and parts of them: initial weights, gathered state dicts and predictions."""

@@ -1,4 +1,4 @@
-"""Digests of tensors that ranks can compare: exact to the bit, and the same on every kind of device."""
+"""Checksums of tensors that ranks compare: exact to the bit, and equal on all device types."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-_CHUNK = 1 << 20  # elements at a time, so that the digest takes little memory
+_CHUNK = 1 << 20  # elements at a time, to limit memory
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _ODD = 0x1E3779B97F4A7C15  # an odd constant that spreads positions over 64 bits
 
 
 def checksums(tensors: Mapping[str, Tensor]) -> dict[str, int]:
-    """A signed 64-bit digest per tensor; the devices are synchronised once, at the end.
+    """A signed 64-bit digest per tensor; devices are synchronised once, at the end.
 
-    The bits of element i are added up with an odd weight of i in wrapping 64-bit arithmetic, so the order of addition, and with it
-    the device, makes no difference.
+    It sums (bits of element i + 1) times an odd weight of i in wrapping 64-bit arithmetic, so the order of addition makes no
+    difference, and neither does the device.
     """
     with torch.no_grad():
         digests = [_digest(tensor.detach()) for tensor in tensors.values()]

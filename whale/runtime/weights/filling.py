@@ -1,4 +1,4 @@
-"""Whole tensors into what a rank holds of them: a state dict of the model, loaded under any plan."""
+"""Loads a state dict of whole tensors into the parts that a rank holds, under any plan."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def fill_tensors(
     keys: Mapping[str, str],
     world: World,
 ) -> None:
-    """Copies a state dict into the tensors of this rank; nothing has changed where it raises.
+    """Copies a state dict into the tensors of this rank; on an error nothing has changed.
 
     Args:
         model: names and shapes.
@@ -37,7 +37,7 @@ def fill_tensors(
         world: this process among its peers.
 
     Raises:
-        CheckpointError: keys are missing or unknown, shapes differ, or ranks were given different ones.
+        CheckpointError: keys are missing or unknown, shapes differ, or ranks have different state dicts.
     """
     together(world, lambda: _check(model, given, keys))
     odd = _unlike_rank_0(combined(digests({key: given[key] for key in sorted(keys)})), world)
@@ -50,7 +50,7 @@ def fill_tensors(
         for key, name in keys.items():
             if rank is not None and name in state.tensors:
                 own = holdings.cut_out(name, rank, given[key])
-                if state.tensors[name].untyped_storage().nbytes():  # else it is gathered before ops read it
+                if state.tensors[name].untyped_storage().nbytes():  # else it is gathered when ops read it
                     state.tensors[name].copy_(own)
                 if name in state.kept and state.kept[name] is not state.tensors[name]:
                     index = holdings.kept_index(name, rank)

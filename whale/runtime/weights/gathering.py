@@ -1,4 +1,4 @@
-"""Bringing together what ranks hold in parts: whole state dicts, and the rows of predictions."""
+"""Gathers what ranks hold in parts: whole state dicts, and the rows of predictions."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def gather_tensors(
     *,
     only: int | None,
 ) -> dict[str, torch.Tensor] | None:
-    """Copies of all parameters and buffers, whole, in host memory: they may be more than a device can hold.
+    """Copies of all parameters and buffers, whole, in host memory: they may not fit on a device.
 
     Args:
         model: shapes and types.
@@ -56,7 +56,7 @@ def gather_tensors(
 def _brought(
     whole: Whole, source: Sharding, tensor: torch.Tensor | None, world: World, takers: Sequence[int], device: torch.device
 ) -> torch.Tensor | None:
-    """A copy of one of them, whole, on a device of each rank of the world that takes it; None on the others."""
+    """A copy of a whole tensor on a device of each world rank in `takers`; None on the others."""
     held = None if tensor is None else tensor.detach()
     value = perform(reshard(source, Sharding.whole(takers)), whole, held, source.held.get(world.rank), world, device)
     if world.rank not in takers:
@@ -74,13 +74,13 @@ def lend_tensors(
     borrowers: Mapping[str, Sequence[int]],
     lent: Mapping[str, torch.Tensor],
 ) -> None:
-    """Brings parameters and buffers, whole, to ranks that compute with them and do not hold them; all ranks of the world call it.
+    """Copies whole parameters and buffers to ranks that compute with them without holding them. A collective of the world.
 
     Args:
-        model, holdings, world_ranks, world: as of `gather_tensors`.
+        model, holdings, world_ranks, world: as for `gather_tensors`.
         tensors: what this rank keeps.
-        borrowers: per name, the ranks of the plan that are lent it.
-        lent: where they come to on this rank.
+        borrowers: per name, the ranks of the plan that borrow it.
+        lent: the copies on this rank, which are overwritten.
     """
     for name, ranks in borrowers.items():
         takers = [world_ranks[each] for each in ranks]
@@ -91,7 +91,7 @@ def lend_tensors(
 
 
 Piece = tuple[str, int, int, torch.Tensor]
-"""An output, the global rows it is for, and this rank's part of it."""
+"""(output, first and last global row, this rank's part of it)."""
 
 
 def own_outputs(
@@ -103,12 +103,12 @@ def own_outputs(
     pieces: Sequence[Piece],
     num_rows: int,
 ) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """The graph's outputs for some rows on each rank: those of which it computes the last output that has rows.
+    """The graph's outputs for some rows on each rank: those of which it computes the last output with rows.
 
-    What another rank computes of them, and what has no rows, comes as `gather_outputs` brings it.
+    Rows of it that another rank computes, and outputs without rows, are gathered.
 
     Args:
-        model, axes, plan, world_ranks, world, pieces, num_rows: as of `gather_outputs`.
+        model, axes, plan, world_ranks, world, pieces, num_rows: as for `gather_outputs`.
 
     Returns:
         The outputs, and the numbers of their rows in the global batch: int64, on the same device.
@@ -158,7 +158,7 @@ def gather_outputs(
         num_rows: of the global batch.
 
     Raises:
-        PlanError: an output's rows cannot be told apart, and more than one piece of it was computed.
+        PlanError: an output has rows but no known batch axis, and was computed in several pieces.
     """
     mine = {(name, start): value for name, start, _, value in pieces}
     results = []
@@ -193,7 +193,7 @@ def _check_whole(model: ModelGraph, name: str, num_pieces: int) -> None:
 
 
 def depends_on_rows(model: ModelGraph, name: str) -> bool:
-    """Whether an op reads, through whatever others and what these write, something that has rows."""
+    """Whether an op reads, directly or not, an input with rows."""
     read = (model.by_name[source] for source in Reads(model).ancestors([name]))
     return any(op.kind == "input" and ("reads_rows" in op.tags or any(spec.has_rows for spec in op.outputs)) for op in read)
 
@@ -219,7 +219,7 @@ def _owners(plan: Plan, world_ranks: Sequence[int], name: str, num_rows: int) ->
 
 
 def _share(piece: torch.Tensor, mine: torch.Tensor | None, holder: int, world: World) -> None:
-    """Fills a piece with what its holder has, on all ranks."""
+    """Broadcasts a piece from its holder."""
     if holder == world.rank:
         assert mine is not None
         piece.copy_(mine)

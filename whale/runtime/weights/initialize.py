@@ -1,14 +1,14 @@
 """Initial weights: clones of real tensors, and meta tensors filled one at a time, equal under every plan.
 
-A rank that holds a part of a tensor gets just that: the whole one is let go before the next is filled.
+A rank that holds a part of a tensor gets only that: the whole is freed before the next is filled.
 
     sources, strongest first      a tensor's recipe                       random numbers
     initialize(module)            the writers in the strongest source     seeded from (seed, writer, tensor) before
     _init_weights(module)         that has any, innermost module first;   each writer, on the CPU, so neither the plan
-    module.reset_parameters()     weaker ones before, where it fills      nor the kind of device changes a value
-                                  only a part
+    module.reset_parameters()     weaker ones before, if it fills only    nor the device type changes a value
+                                  a part
 
-A tensor is poisoned before and looked at after: an element that no writer fills is an error, never garbage.
+A tensor is poisoned before and checked after: an element that no writer fills is an error, never garbage.
 """
 
 from __future__ import annotations
@@ -41,18 +41,18 @@ def initial_tensors(
 
     Args:
         model: with real or meta tensors, or some of each.
-        names: parameters and buffers to make, by any of their names. Tied names share one tensor, whose values are those that
-            its first place in ``state_dict`` order is given.
+        names: parameters and buffers to make, by any of their names. Tied names share one tensor, with the values of its first
+            place in ``state_dict`` order.
         seed: of the initial values of meta tensors.
-        initialize: fills a module's own tensors in place, as one passes to ``nn.Module.apply``.
+        initialize: fills a module's own tensors in place, as for ``nn.Module.apply``.
         device: where a tensor goes, by its name.
-        shard: the part of a whole tensor to keep, by its name (the first of those asked for, where it has several); a view may do.
+        shard: the part of a whole tensor to keep, by its name (the first requested one, where it has several); may return a view.
 
     Returns:
-        Per name a leaf tensor with memory of its own, of the model's dtype and ``requires_grad``.
+        Per name a leaf tensor with its own memory, of the model's dtype and ``requires_grad``.
 
     Raises:
-        InitializationError: a name the model has not, a tensor on the meta device that nothing fills in full, or an initialiser that fails.
+        InitializationError: an unknown name, a meta tensor that nothing fills completely, or an initialiser that fails.
     """
     wanted = list(names)
     originals = named_tensors(model)
@@ -76,7 +76,7 @@ def initial_tensors(
 def _kept(
     original: Tensor, name: str, builder: _Builder | None, shard: Callable[[str, Tensor], Tensor], device: torch.device
 ) -> Tensor | None:
-    """What is kept of one tensor, in memory of its own, neither the user's nor the whole one's; None where nothing fills it."""
+    """The part of a tensor to keep, in memory shared with neither the user's nor the whole tensor; None if nothing fills it."""
     whole = original.detach() if builder is None or not original.is_meta else builder.fill(name)
     if whole is None:
         return None
@@ -96,7 +96,7 @@ def _private_random_numbers() -> Iterator[None]:
 
 
 class _Builder:
-    """Fills meta tensors of one model, and collects those that cannot be filled."""
+    """Fills meta tensors of a model, and collects those that cannot be filled."""
 
     def __init__(self, model: nn.Module, seed: int, initialize: Callable[[nn.Module], None] | None) -> None:
         self.seed = seed
@@ -106,7 +106,7 @@ class _Builder:
         self.faults: list[WhaleError] = []
 
     def fill(self, name: str) -> Tensor | None:
-        """The filled tensor on the CPU; None, and a fault, where nothing fills it."""
+        """The filled tensor on the CPU; None, and a fault, if nothing fills it."""
         slots = self.shadow.ties(self.shadow.by_name[name])
         try:
             for slot in slots:
@@ -121,7 +121,7 @@ class _Builder:
         return None
 
     def raise_faults(self) -> None:
-        """Raises what was collected, all unfilled tensors as one fault."""
+        """Raises all faults, with all unfilled tensors as one."""
         if self.unfilled:
             listing = "".join(f"\n  {slot}" for slot in self.unfilled)
             message = f"a model on the meta device needs its tensors filled, and nothing fills all of these {len(self.unfilled)}:{listing}"
@@ -148,7 +148,7 @@ class _Builder:
         return None if bool(untouched.any()) else values[0]
 
     def _build(self, slot: Slot, recipe: Sequence[Initializer], sentinel: int) -> Tensor:
-        """Runs a recipe on one tensor, with the others on the meta device unless their values flow into it."""
+        """Runs a recipe on one tensor; the others are on the meta device unless their values flow into it."""
         value = _poisoned(slot.original, sentinel)
         for position, writer in enumerate(recipe):
             together = {slot: value}
@@ -180,7 +180,7 @@ class _Builder:
 
 
 def _poisoned(original: Tensor, sentinel: int) -> Tensor:
-    """Memory like a tensor's, full of NaN or of a sentinel."""
+    """A tensor of equal shape and strides, full of NaN or of a sentinel."""
     value = torch.empty_strided(original.shape, original.stride(), dtype=original.dtype, device="cpu")
     if value.dtype.is_floating_point or value.dtype.is_complex:
         return value.fill_(float("nan"))
@@ -198,4 +198,4 @@ def _has_nan(value: Tensor) -> bool:
         value = torch.view_as_real(value)
     if value.dtype.itemsize == 1:  # torch has no arithmetic on 8-bit floats
         value = value.float()
-    return bool(value.min().isnan())  # min lets NaN through, and needs no memory
+    return bool(value.min().isnan())  # min propagates NaN, and needs no memory

@@ -1,9 +1,9 @@
-"""Which code fills which tensor: the initialisers of a model, tried out on meta tensors.
+"""Which code fills which tensor: finds the initialisers of a model by running them on meta tensors.
 
 An initialiser is one call for one module: the user's ``initialize(module)``, the nearest enclosing model's
-``_init_weights(module)``, or the module's own ``reset_parameters()``. It may write tensors of its children, too
-(a feed-forward block rescales its last projection), so that a tensor can have several writers; they run from the
-innermost module outwards, as ``nn.Module.apply`` would.
+``_init_weights(module)``, or the module's own ``reset_parameters()``. It may also write tensors of children (a feed-forward
+block rescales its last projection), so a tensor can have several writers; they run from the innermost module outwards, as in
+``nn.Module.apply``.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from whale.runtime.weights.shadow import Shadow, Slot
 
-# Calls that start a module afresh, without arguments, in torch's own modules and by its convention.
+# Methods without arguments that reinitialise a module, by torch's convention.
 _RESETS = ("reset_parameters", "_reset_parameters")
 _CREATES_LIKE = frozenset(
     {"empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "new_empty", "new_zeros", "new_ones", "new_full"}
@@ -32,11 +32,11 @@ class Initializer:
     """One call that fills tensors.
 
     Attributes:
-        label: what it is, for messages and seeds (``_init_weights(transformer.h.0.mlp)``).
-        run: does it, on whatever stands in the shadow.
+        label: for messages and seeds (``_init_weights(transformer.h.0.mlp)``).
+        run: the call, on the current tensors of the shadow.
         written: places that it writes.
         groups: per place, the places that must hold data together with it, because values of one flow into another.
-        touched: places that it may leave changed.
+        touched: places that it may change.
     """
 
     label: str
@@ -46,12 +46,12 @@ class Initializer:
     touched: frozenset[Slot]
 
     def group(self, slot: Slot) -> tuple[Slot, ...]:
-        """The places to fill at once in order to fill one, that one included, in a fixed order."""
+        """The places to fill together in order to fill one, that one included, in a fixed order."""
         return self.groups.get(slot, (slot,))
 
 
 def find_initializers(shadow: Shadow, initialize: Callable[[nn.Module], None] | None) -> tuple[tuple[Initializer, ...], ...]:
-    """The initialisers of a model by source, the strongest source first, each in the order in which they run."""
+    """The initialisers of a model by source, the strongest first, each source in order of execution."""
     modules = list(_innermost_first(shadow.root, "", None, set()))
     sources: list[list[tuple[str, nn.Module, Callable[[], object]]]] = [[], [], []]
     for name, module, dispatcher in modules:
@@ -74,7 +74,7 @@ def _bind(function: Callable[[nn.Module], object], module: nn.Module) -> Callabl
 def _innermost_first(
     module: nn.Module, name: str, dispatcher: Callable[[nn.Module], object] | None, seen: set[int]
 ) -> Iterator[tuple[str, nn.Module, Callable[[nn.Module], object] | None]]:
-    """Every module once, children before parents, with the ``_init_weights`` of the nearest model around it."""
+    """Every module once, children before parents, with the ``_init_weights`` of the nearest enclosing model."""
     seen.add(id(module))
     own = getattr(module, "_init_weights", None)
     if callable(own) and _accepts(own, 1):
@@ -94,7 +94,7 @@ def _accepts(function: Callable[..., object], num_arguments: int) -> bool:
 
 
 class _Trial:
-    """Runs initialisers on meta tensors, which costs no memory, and notes what each touches."""
+    """Runs initialisers on meta tensors, which takes no memory, and notes what each touches."""
 
     def __init__(self, shadow: Shadow) -> None:
         self.slots: dict[int, list[Slot]] = {}
@@ -104,19 +104,19 @@ class _Trial:
         self.by_storage = {_storage(slot.blank): slot for slot in shadow.slots}
 
     def run(self, label: str, module: nn.Module, run: Callable[[], object]) -> Initializer:
-        """Tries one out and puts back what it replaced."""
+        """Runs one, and restores what it replaced."""
         recorder = _Recorder(self.by_storage)
         failed = False
         try:
             with recorder, _HideMeta(), torch.no_grad(), torch.device("cpu"):
                 run()
-        except Exception:  # any code of the user's; it is run again, with data, where a tensor needs it
+        except Exception:  # any user code; it runs again, with data, if a tensor needs it
             failed = True
         below = [slot for child in module.modules() for slot in self.slots.get(id(child), ())]
         replaced = {slot for slot in below if self._put_back(slot)}
         written = recorder.written | replaced
         flows = recorder.flows
-        if failed:  # what it would have done from there on is unknown
+        if failed:  # what it would have done after that is unknown
             written = set(below)
             flows = [*flows, {*self.slots.get(id(module), ()), *recorder.written}]
         return Initializer(label, run, frozenset(written), self._groups(flows), frozenset(written))
@@ -130,7 +130,7 @@ class _Trial:
         return {slot: group for group in ordered for slot in group}
 
     def _put_back(self, slot: Slot) -> bool:
-        """Restores a place; whether it had been given another tensor, or its tensor other data."""
+        """Restores a place; returns whether its tensor, or the tensor's data, had been replaced."""
         replaced = slot.get() is not slot.blank
         slot.clear()
         if self.by_storage.get(_storage(slot.blank)) is slot:
@@ -147,9 +147,9 @@ def _storage(tensor: Tensor) -> int:
 
 
 class _HideMeta(TorchFunctionMode):
-    """Lets code that branches on ``is_meta``, or loops until a condition on random values holds, take the path with data once.
+    """Makes code that branches on ``is_meta``, or loops on random values, take the path with data once.
 
-    torch's own ``trunc_normal_`` does both: it skips meta tensors, and draws again while some value lies outside.
+    torch's ``trunc_normal_`` does both: it skips meta tensors, and redraws while some value is outside the bounds.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None) -> Any:
@@ -162,15 +162,15 @@ _IS_META = Tensor.is_meta.__get__  # type: ignore[attr-defined]
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes which places are written, and between which places values flow."""
+    """Records which places are written, and between which places values flow."""
 
     def __init__(self, by_storage: dict[int, Slot]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.by_storage = by_storage
         self.written: set[Slot] = set()
         self.flows: list[set[Slot]] = []
-        self._origins: dict[int, set[Slot]] = {}  # per storage that an op made, the places that its values come from
-        self._kept: list[Tensor] = []  # so that no storage's number is used again
+        self._origins: dict[int, set[Slot]] = {}  # per new storage, the places that its values come from
+        self._kept: list[Tensor] = []  # so that no storage's address is reused
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}

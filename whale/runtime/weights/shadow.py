@@ -1,7 +1,7 @@
-"""A copy of a module tree without data: the user's modules, shallowly copied, with meta tensors in their places.
+"""A copy of a module tree without data: the user's modules, shallowly copied, with meta tensors.
 
-Initialisers run on the shadow, one real tensor put in at a time, so that the user's model is never modified and the
-other tensors never take memory.
+Initialisers run on it, with one real tensor inserted at a time, so that the user's model is never modified and other tensors
+take no memory.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ class Slot:
     """A place of the shadow that holds a tensor.
 
     Attributes:
-        name: dotted name, the first where a shared module has several.
-        module: the shadow module.
+        name: dotted name, the first if a shared module has several.
+        module: of the shadow.
         key: the tensor's name in its module.
-        is_parameter: whether it is a parameter rather than a buffer.
+        is_parameter: else a buffer.
         original: the user's tensor.
-        blank: the meta tensor that stands there while no data is put in.
+        blank: the meta tensor that is there while no data is inserted.
     """
 
     name: str
@@ -34,15 +34,13 @@ class Slot:
     blank: Tensor
 
     def get(self) -> Tensor | None:
-        """What stands in the place now."""
         return self._places.get(self.key)
 
     def put(self, data: Tensor) -> None:
-        """Puts data in the place, as a parameter where it is one's."""
         self._places[self.key] = nn.Parameter(data, requires_grad=self.original.requires_grad) if self.is_parameter else data
 
     def clear(self) -> None:
-        """Puts the meta tensor back."""
+        """Restores the meta tensor."""
         self._places[self.key] = self.blank
 
     @property
@@ -62,7 +60,7 @@ class Shadow:
     Attributes:
         root: the shadow of the model.
         slots: every place once, in ``state_dict`` order.
-        by_name: every name of every place, those of shared modules included.
+        by_name: by every name, including those of shared modules.
     """
 
     root: nn.Module
@@ -70,12 +68,12 @@ class Shadow:
     by_name: dict[str, Slot]
 
     def ties(self, slot: Slot) -> tuple[Slot, ...]:
-        """All places of the tensor that a place holds, itself included, in ``state_dict`` order."""
+        """All places of a place's tensor, itself included, in ``state_dict`` order."""
         return tuple(other for other in self.slots if other.original is slot.original)
 
 
 def make_shadow(model: nn.Module) -> Shadow:
-    """Copies the tree of modules; shared modules stay shared, tied tensors get a place for each of their modules."""
+    """Copies the module tree; shared modules stay shared, tied tensors have a place in each of their modules."""
     copies: dict[int, nn.Module] = {}
     originals: dict[int, nn.Module] = {}
     root = _copy(model, copies, originals)
@@ -93,7 +91,7 @@ def make_shadow(model: nn.Module) -> Shadow:
 
 
 def named_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Every parameter and buffer of a model under each of its names, in ``state_dict`` order, non-persistent buffers included."""
+    """Every parameter and buffer under each of its names, in ``state_dict`` order, including non-persistent buffers."""
     return {
         f"{prefix}.{key}" if prefix else key: tensor
         for prefix, module in model.named_modules(remove_duplicate=False)

@@ -1,7 +1,7 @@
-"""Writes the lowered graph: copies nodes, and puts in the bridges that bring a tensor into the form in which it is used.
+"""Writes the lowered graph: copies nodes, and inserts the bridges that give each user a tensor in the layout that it needs.
 
-A bridge is written before the first user of its form and shared by all of them; an in-place write to the tensor in
-between ends the sharing, since the next user must see what was written.
+A bridge is written before the first user of its layout and shared by all; an in-place write to the tensor in between ends the
+sharing, since the next user must see the new values.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from whale.runtime.program.shard.slots import Slots, own_part
 from whale.sharding.bridges import Bridge, Transport
 
 GROUP = "split_group"
-"""The placeholder of the split group, first in every lowered graph."""
+"""The placeholder of the split group, first in a lowered graph."""
 
 _OPERATIONS: Mapping[tuple[Transport, Transport], Callable[..., Any]] = {
     ("", "all-reduce"): enter,
@@ -35,14 +35,14 @@ _OPERATIONS: Mapping[tuple[Transport, Transport], Callable[..., Any]] = {
     ("all-reduce", ""): leave,
     ("reduce-scatter", "all-gather"): scatter,
 }
-"""What a program calls for a bridge, by what moves forward and backward."""
+"""The operation of a bridge, by its transports forward and backward."""
 
 _BETWEEN = frozenset({"enter", "gather", "collect", "part", "exchange"})
-"""Steps that stand between ops, where the first user needs them, and so belong to none."""
+"""Operations between ops, inserted before the first user; they belong to no op."""
 
 
 class Writer:
-    """The new graph while it is written.
+    """Builds the new graph.
 
     Args:
         layout: the cuts.
@@ -62,16 +62,16 @@ class Writer:
         self._forms: dict[tuple[fx.Node, Use, int], fx.Node] = {}
 
     def copy(self, node: fx.Node, *, as_it_lies: bool = False) -> fx.Node:
-        """The same node on whole values of the new graph, or on values as they lie."""
+        """The same node on whole values of the new graph, or on values in the layout that they have."""
         copied = self.graph.node_copy(node, self.copies.__getitem__ if as_it_lies else lambda argument: self.form(argument, Use()))
         self.copies[node] = copied
         return copied
 
     def bring_together(self, node: fx.Node, slots: Slots) -> None:
-        """Makes of an old node, which is a part in the new graph, the whole tensor; its users leave it a whole gradient.
+        """Gathers a node that is a part in the new graph; its users give it a whole gradient.
 
         Raises:
-            PlanError: it is written, which the part would not see.
+            PlanError: it is written in place, which the part would not see.
         """
         if self.is_written_later(node):
             raise PlanError(
@@ -81,22 +81,22 @@ class Writer:
         self.copies[node] = self.emit(node, gather, (self.copies[node], slots, self.group, f"%{node.name}"), {}, gather.__name__)
 
     def mapped(self, argument: Any, axis: str | None) -> Any:
-        """An argument for an op that works along an axis: parts of what has it, all of what has not."""
+        """An argument for an op that works along an axis: parts of tensors that have it, all of the others."""
         return fx.node.map_arg(argument, lambda node: self.form(node, self._use(node, axis)))
 
     def raw(self, argument: Any) -> Any:
-        """An argument whose values are taken as they lie: numbers, and tensors of which only sizes are read."""
+        """An argument in the layout that it has: numbers, and tensors of which only sizes are read."""
         return fx.node.map_arg(argument, self.copies.__getitem__)
 
     def emit(self, node: fx.Node, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], what: str = "") -> fx.Node:
-        """A new call; it is named after an old node and carries its marks; that of the op only if it takes part in computing it."""
+        """A new call with the name and marks of an old node; with its op's mark only if it takes part in computing that."""
         made = self.graph.create_node("call_function", target, args, kwargs, name=f"{node.name}__{what}" if what else node.name)
         dropped = ("val", OP) if what in _BETWEEN else ("val",)
         made.meta = {key: value for key, value in node.meta.items() if key not in dropped}
         return made
 
     def is_written_later(self, node: fx.Node) -> bool:
-        """Whether an op of the stage writes to the memory of an old node after that was made."""
+        """Whether an op of the stage writes to an old node's memory after it was made."""
         return self._memory.is_written_later(node.name)
 
     def wrote(self, node: fx.Node) -> None:
@@ -105,7 +105,7 @@ class Writer:
         self._writes[root] = self._writes.get(root, 0) + 1
 
     def form(self, node: fx.Node, use: Use) -> fx.Node:
-        """The value of an old node as it is used."""
+        """The value of an old node in the layout of a use."""
         op = self.layout.model.by_name.get(node.name)
         if op is None or len(op.outputs) != 1 or node.name not in self.layout.axes.ops:
             return self.copies[node]
@@ -124,7 +124,7 @@ class Writer:
         return Use(axis) if axis in self.layout.labels.axes_in(node.name) else Use(entered=True)
 
     def bridge(self, node: fx.Node, value: fx.Node, bridge: Bridge) -> fx.Node:
-        """What a value of an old node is behind a bridge: the operation that does forward and backward what the bridge says."""
+        """A value of an old node after a bridge: calls the operation with the bridge's transports forward and backward."""
         operation, name = _OPERATIONS[bridge.forward, bridge.backward], bridge.tensor
         places: tuple[Slots, ...] = ()
         if bridge.source is not None and bridge.target is not None:
@@ -136,5 +136,5 @@ class Writer:
         return self.emit(node, operation, (value, *places, self.group, f"%{name}"), {}, operation.__name__)
 
     def part(self, node: fx.Node, value: fx.Node, axis: str) -> fx.Node:
-        """The own part of a whole value of an old node, without a gradient."""
+        """The own part of a whole value of an old node, without gradient."""
         return self.bridge(node, value, Bridge(node.name, None, axis, has_gradient=False))
