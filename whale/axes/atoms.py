@@ -1,7 +1,7 @@
 """Atoms: what tensor dimensions are made of, refined and unified while the graph is read.
 
-A dimension is an ordered product of atoms, outermost first. An atom is a leaf, or a product that a view has cut it
-into, or a concatenation of dimensions. Two dimensions that an op takes as equal are unified atom by atom:
+A dimension is an ordered product of atoms, outermost first. An atom is a leaf, a product into which a view has cut it, or a
+concatenation of dimensions. Two dimensions that an op takes as equal are unified atom by atom:
 
     [ 24 ]                     a view reads 24 as 6 x 4, another as 2 x 12:
     [ 6       | 4 ]            the 24 is refined to 2 x 3 x 4, wherever it occurs
@@ -9,8 +9,8 @@ into, or a concatenation of dimensions. Two dimensions that an op takes as equal
 
     [ 512     | 128 | 128 ]    an uneven split: the 768 is a concatenation of three dimensions, refined one by one
 
-A dimension of size 1 is the empty product. The number of rows of the batch is unknown here, and is written as a prime
-that no other size has for a factor: then plain arithmetic tells `rows x 6` from every constant.
+A dimension of size 1 is the empty product. The number of rows is unknown here, and stands as a prime that divides no other size:
+then plain arithmetic tells `rows x 6` from every constant.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Clash(Exception):
 
 
 class Atoms:
-    """All atoms of one graph. Grows while the graph is read; numbers stay valid, `leaves` tells what became of them."""
+    """All atoms of one graph. Numbers stay valid while it is read; `leaves` gives their current refinement."""
 
     def __init__(self) -> None:
         self._size: list[int] = []
@@ -40,7 +40,7 @@ class Atoms:
         self._pieces: dict[int, tuple[Dim, ...]] = {}  # a root that is a concatenation
 
     def fresh(self, size: int) -> Dim:
-        """A new dimension of this size, not equal to any other yet."""
+        """A new dimension, not equal to any other yet."""
         if size == 1:
             return ()
         self._size.append(size)
@@ -48,7 +48,6 @@ class Atoms:
         return (len(self._parent) - 1,)
 
     def size(self, dim: Dim) -> int:
-        """Product of the sizes of a dimension's atoms."""
         return self._size[dim[0]] if len(dim) == 1 else prod([self._size[atom] for atom in dim])  # most have one
 
     def leaves(self, dim: Dim) -> Dim:
@@ -64,7 +63,7 @@ class Atoms:
         return tuple(found)
 
     def pieces(self, leaf: int) -> tuple[Dim, ...]:
-        """The dimensions that a leaf is the concatenation of, nested ones in place; empty for a plain leaf."""
+        """The dimensions that a leaf concatenates, nested ones flattened; empty for a plain leaf."""
         flat: list[Dim] = []
         for piece in self._pieces.get(leaf, ()):
             inner = self.leaves(piece)
@@ -73,7 +72,7 @@ class Atoms:
         return tuple(flat)
 
     def unify(self, left: Dim, right: Dim) -> None:
-        """Makes two dimensions of one size equal, refining both where needed.
+        """Makes two dimensions of one size equal by refining both.
 
         Raises:
             Clash: their factors do not fit. Outer factors that did fit stay unified.
@@ -97,11 +96,7 @@ class Atoms:
             raise Clash
 
     def concatenate(self, pieces: Sequence[Dim]) -> Dim:
-        """The dimension that holds these one after another. Pieces of one size are unified: ``n`` of them are ``n x piece``.
-
-        Raises:
-            Clash: pieces of one size have factors that do not fit.
-        """
+        """The concatenation of dimensions. Pieces of one size are unified: ``n`` of them are ``n x piece``, or `Clash`."""
         if len(pieces) == 1:
             return pieces[0]
         sizes = [self.size(piece) for piece in pieces]
@@ -114,11 +109,7 @@ class Atoms:
         return joined
 
     def partition(self, dim: Dim, sizes: Sequence[int]) -> tuple[Dim, ...]:
-        """The inverse of `concatenate`: consecutive parts of a dimension.
-
-        Raises:
-            Clash: a boundary falls inside a factor.
-        """
+        """The inverse of `concatenate`: consecutive parts of a dimension. Raises Clash: a boundary falls inside a factor."""
         if len(sizes) == 1:
             return (dim,)
         if len(set(sizes)) == 1:
@@ -172,7 +163,6 @@ class Atoms:
             stack += reversed(factors)
 
     def _merge(self, a: int, b: int) -> None:
-        """Makes two leaves of one size the same."""
         if a in self._pieces and b in self._pieces:
             ours, theirs = self.pieces(a), self.pieces(b)
             if [self.size(piece) for piece in ours] != [self.size(piece) for piece in theirs]:

@@ -1,4 +1,4 @@
-"""Where the rows of the batch lie in each tensor, by which the runtime cuts and sends; and whether a stage may compute them in halves."""
+"""The place of the rows in each tensor, by which the runtime cuts and sends; and whether a stage may compute its rows in halves."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from whale.ir.plan import BATCH, BatchAxis, Edge, Shard, Stage
 
 
 def batch_axes(graph: ModelGraph, axes: Axes) -> dict[str, BatchAxis]:
-    """Per op with one result, where its batch is: ``outer x rows x inner`` in one dimension.
+    """Per op with one result, the place of its batch: ``outer x rows x inner`` in one dimension.
 
-    Ops are left out whose result has no batch, has it twice, or has it inside a concatenation.
+    Ops whose result has no batch, has it twice, or inside a concatenation, are left out.
     """
     return {op.name: axis for op in graph.ops if (axis := batch_axis(op, axes)) is not None}
 
 
 def batch_axis(op: Op, axes: Axes) -> BatchAxis | None:
-    """Where the batch is in the one result of an op; None where `batch_axes` leaves it out."""
+    """`batch_axes` of one op; None if it is left out."""
     if op.name not in axes.ops or len(op.outputs) != 1:
         return None
     dimensions = axes.ops[op.name].outputs[0]
@@ -48,32 +48,17 @@ MIN_ROWS = 2
 
 @dataclass(frozen=True)
 class Halving:
-    """A stage whose rows are computed in two halves.
+    """A stage whose rows are computed in two halves; `faults` say why it cannot be, and then nothing else holds."""
 
-    Attributes:
-        rows: values that are not the same for both halves.
-        read: of the tensors that the stage is given, those with rows, and where these are.
-        joined: of the tensors that it hands on, likewise.
-        added: what it hands on that is a sum over rows.
-        faults: why it cannot be done; nothing else holds then.
-    """
-
-    rows: frozenset[str]
-    read: Mapping[str, BatchAxis]
-    joined: Mapping[str, BatchAxis]
-    added: frozenset[str]
+    rows: frozenset[str]  # values that differ between the halves
+    read: Mapping[str, BatchAxis]  # of the received tensors with rows, their places
+    joined: Mapping[str, BatchAxis]  # of the tensors with rows that it hands on, their places
+    added: frozenset[str]  # results that are a sum over rows
     faults: tuple[str, ...]
 
 
 def halve_stage(model: ModelGraph, axes: Axes, edges: Iterable[Edge], stage: Stage) -> Halving:
-    """Finds out how a stage may be computed in two halves.
-
-    Args:
-        model: the graph.
-        axes: of the graph.
-        edges: of its replica.
-        stage: which one.
-    """
+    """Finds out how a stage may be computed in two halves, given the edges of its replica."""
     sent = [name for edge in edges if edge.source == stage.index for name in edge.tensors]
     terms = [name for term in model.loss for name in (term.sum, term.weight) if name is not None]
     own = set(stage.ops)
@@ -81,7 +66,7 @@ def halve_stage(model: ModelGraph, axes: Axes, edges: Iterable[Edge], stage: Sta
 
 
 def halve(model: ModelGraph, axes: Axes, ops: Collection[str], shards: Sequence[Shard], handed_on: Iterable[str]) -> Halving:
-    """Finds out how ops with cuts may be computed in two halves, of which some are handed on."""
+    """Finds out how ops with cuts may be computed in two halves, given which results are handed on."""
     own = set(ops)
     stage = [op for op in model.ops if op.name in own and op.kind == "call"]
     given = {name: model.by_name[name] for op in stage for name in op.inputs if name not in own or model.by_name[name].kind != "call"}
@@ -107,7 +92,7 @@ def halve(model: ModelGraph, axes: Axes, ops: Collection[str], shards: Sequence[
 
 
 def _with_rows(stage: Sequence[Op], given: Collection[Op]) -> frozenset[str]:
-    """What is made from rows, or from their number."""
+    """Values made from rows, or from their number."""
     found = {op.name for op in given if any(spec.has_rows for spec in op.outputs) or (op.kind == "input" and not op.outputs)}
     for op in stage:
         if any(name in found for name in op.inputs):
@@ -116,7 +101,7 @@ def _with_rows(stage: Sequence[Op], given: Collection[Op]) -> frozenset[str]:
 
 
 def _shard_faults(axes: Axes, shards: Sequence[Shard], names: Sequence[str], places: Mapping[str, BatchAxis]) -> list[str]:
-    """The rows themselves must not be cut, nor parts and rows of what is given or handed on lie in one dimension."""
+    """Neither the rows may be cut, nor share a dimension with a cut axis in what is received or handed on."""
     faults = ["its rows are cut over the devices of each group"] if any(shard.axis == BATCH for shard in shards) else []
     for shard in shards:
         for name in names:
@@ -130,7 +115,7 @@ def _shard_faults(axes: Axes, shards: Sequence[Shard], names: Sequence[str], pla
 
 
 def _write_faults(model: ModelGraph, stage: Sequence[Op], rows: Collection[str]) -> list[str]:
-    """What both halves see must not be written: the second would see what the first has left."""
+    """What both halves see must not be written: the second would see the first's writes."""
     own, roots = {op.name for op in stage}, storages(stage)
     faults = []
     for op in stage:
@@ -141,7 +126,7 @@ def _write_faults(model: ModelGraph, stage: Sequence[Op], rows: Collection[str])
 
 
 def _sum_faults(model: ModelGraph, axes: Axes, stage: Sequence[Op], rows: Collection[str]) -> list[str]:
-    """To a sum over the rows of a half nothing may be added that is whole: it would count twice."""
+    """Nothing whole may be added to a sum over the rows of a half: it would count twice."""
     sums = {op.name for op in stage if op.name in axes.ops and op.name in rows and _sums_rows(op, axes)}
     faults = []
     for op in stage:

@@ -1,12 +1,12 @@
 """Five checks that make wrong cuts impossible, over the letters of one op once all atoms are known.
 
 1. One axis met twice (``x @ x.T``, ``u[:, None] - u``): a cut would keep only the diagonal blocks.
-2. Contracted and kept: the axis is two letters that never meet in one tensor (a square layer with a residual).
-3. Axes that vanish or appear without saying so. The notation sees to it: such letters are whole.
+2. Contracted and kept: two letters of one op that never meet in one tensor are one axis (a square layer with a residual).
+3. Axes that vanish or appear without a mark. The notation makes such letters whole.
 4. An axis in only some pieces of a concatenated dimension: the whole pieces' gradient would be summed twice.
-5. An axis whose size no plan can know: it depends on values (``x[mask]``), or on the rows in no proportion (``cat((x, rows_of_mine))``).
+5. An axis of unknown size: it depends on values (``x[mask]``), or on the rows but not in proportion (``cat((x, rows_of_mine))``).
 
-Where a check fails the axis is whole at this op, with the reason.
+An axis that fails a check is whole at this op, with the reason.
 """
 
 from __future__ import annotations
@@ -25,12 +25,7 @@ UNKNOWN_SIZE = Role("whole", reason="has it in a size that depends on values or 
 
 
 class Checker:
-    """Judges op after op. The atoms must not change any more.
-
-    Args:
-        atoms: of the graph.
-        unknown: leaves whose sizes are not known.
-    """
+    """Checks op after op; the atoms must not change any more, and the sizes of the leaves in `unknown` are not known."""
 
     def __init__(self, atoms: Atoms, unknown: Set[int] = frozenset()) -> None:
         self._atoms, self._unknown = atoms, unknown
@@ -51,7 +46,7 @@ class Checker:
         return roles
 
     def met(self, dim: Dim) -> tuple[tuple[int, bool], ...]:
-        """The axes in a dimension, each with whether all pieces of a concatenation have it; one may come twice."""
+        """The axes in a dimension, each with whether all pieces of a concatenation have it; one may occur twice."""
         found = self._met.get(dim)
         if found is None:
             found = self._met[dim] = tuple(entry for leaf in self._atoms.leaves(dim) for entry in self._leaf(leaf))

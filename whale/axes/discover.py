@@ -1,16 +1,15 @@
 """Logical axes of a captured model: the atoms of all its tensor dimensions, unified over the whole graph.
 
-One pass reads the ops: each op's rule makes its dimensions from those of its operands. Once no atom changes any more, each op's letters are
-checked (`checks`) and the axes get their names, from what ops say of them: no model's or module's name is ever looked for.
-The first that applies:
+One pass reads the ops: each op's rule makes its dimensions from those of its operands. Then each op's letters are checked (`checks`) and
+the axes get names from what ops say of them, never from the names of models or modules. The first that applies:
 
 1. ``batch``;
-2. the word that a rule has for it (``heads``, ``vocabulary``, ``channels``), under the path that its modules share:
+2. the word that a rule has for it (``heads``, ``vocabulary``, ``channels``), under the common path of its modules:
    ``transformer.h.0.attn.heads``;
 3. the first parameter that has it, and the dimension there: ``transformer.h.0.mlp.c_fc.weight:1``;
 4. the first tensor that has it: ``input_ids:1``.
 
-Where one dimension is a product of several axes, a name made from it ends in ``.0``, ``.1`` ... from the outside.
+If one dimension is a product of several axes, a name made from it ends in ``.0``, ``.1`` ... from the outside.
 """
 
 from __future__ import annotations
@@ -32,14 +31,7 @@ from whale.ir.plan import BATCH
 
 
 def discover(graph: ModelGraph) -> Axes:
-    """Finds the logical axes of a model.
-
-    Args:
-        graph: of any mode and any number of rows.
-
-    Returns:
-        The axes, what each op does with them, which parameters hold them, and which ops mix samples.
-    """
+    """Finds the logical axes of a model, of any mode and number of rows: what each op does with them, and which ops mix samples."""
     reading, outcomes = read(graph)
     checker = Checker(reading.atoms, leaves_of_unknown_size(graph, outcomes, reading.atoms))
     held = _held(graph, outcomes, reading)
@@ -64,7 +56,7 @@ def discover(graph: ModelGraph) -> Axes:
 
 
 class _NamedDimensions:
-    """Turns dimensions of atoms into dimensions of named axes, each once."""
+    """Turns dimensions of atoms into dimensions of named axes."""
 
     def __init__(self, names: Mapping[int, str], atoms: Atoms) -> None:
         self._names = names
@@ -86,7 +78,7 @@ class _NamedDimensions:
 
 
 def _held(graph: ModelGraph, outcomes: Mapping[str, RuleOutcome], reading: Reading) -> dict[str, Dims]:
-    """Per parameter or buffer its dimensions; those of one that this graph does not read (an output of the model does) are its own."""
+    """Per parameter or buffer its dimensions; fresh ones if this graph does not read it (an output of the model does)."""
     found: dict[str, Dims] = {}
     for op in graph.ops:
         known = graph.parameter_by_name.get(op.target) if op.kind in ("parameter", "buffer") else None
@@ -170,10 +162,10 @@ def _item(op: Op, reading: Reading) -> RuleOutcome:
 
 
 def _unknown(op: Op, role: Role, reading: Reading) -> RuleOutcome:
-    """An op of which nothing is known: all its axes are whole, so no wrong cut can come of it.
+    """An op without a rule: all its axes are whole, so that no wrong cut can follow.
 
-    Rows stay rows: a result that has as many as the batch, from operands that have the batch, is taken to hold one
-    per sample, in order. That the op may mix samples all the same is what `Axes.mixing` says.
+    Rows stay rows: a result with as many rows as the batch, from operands that have the batch, is taken to hold one per sample, in order.
+    `Axes.mixing` says that the op may mix samples.
     """
     operands = [dim for dims in reading.tensors(op) for dim in dims]
     batch = set(reading.atoms.leaves(reading.batch))
@@ -246,7 +238,7 @@ def _words(graph: ModelGraph, outcomes: Mapping[str, RuleOutcome], checker: Chec
 
 
 def common_path(modules: Sequence[str]) -> str:
-    """The dotted path that all of these share: ``h.0.attn`` and ``h.1.attn`` share ``h``."""
+    """The dotted path that all share: ``h.0.attn`` and ``h.1.attn`` share ``h``."""
     first, *rest = (module.split(".") for module in dict.fromkeys(modules))
     length = len(first)
     for path in rest:

@@ -1,9 +1,9 @@
-"""Along which axis each op of a split stage works on parts, and how its results lie between ops.
+"""The axis along which each op of a split stage works on parts, and how its results lie between ops.
 
-          works along     its result lies
+          works along     its result
 up        features        cut along features
 gelu      features        cut along features
-down      features        whole, after a sum; or cut along sequence, where each device keeps its part of the sum
+down      features        whole, after a sum; or cut along sequence, each device keeping its part of the sum
 add       sequence        cut along sequence
 norm      nothing         whole
 """
@@ -26,27 +26,15 @@ SCATTERED = frozenset({"sum", "mean", "lookup"})
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """How an op needs an operand.
+    """How an op needs an operand."""
 
-    Attributes:
-        axis: along which it is cut; None where it is whole.
-        entered: whether it is whole while the op works on parts of an axis that it lacks: its gradients are partial.
-    """
-
-    axis: str | None = None
-    entered: bool = False
+    axis: str | None = None  # along which it is cut; None if it is whole
+    entered: bool = False  # whether it is whole while the op works on parts of an axis that it lacks: its gradients are partial
 
 
 @dataclass(frozen=True)
 class Labels:
-    """The labels of one stage.
-
-    Attributes:
-        graph: the model.
-        axes: its axes.
-        ops: the calls of the stage.
-        shards: of the stage.
-    """
+    """The labels of one stage, of its calls (`ops`) and shards."""
 
     graph: ModelGraph
     axes: Axes
@@ -61,7 +49,7 @@ class Labels:
 
     @cached_property
     def work(self) -> Mapping[str, str]:
-        """Per op that works on parts, the axis; `faults` sees to it that there are not two."""
+        """Per op that works on parts, the axis; `faults` makes sure that there are not two."""
         found: dict[str, str] = {}
         for shard in self.shards:
             whole = frozenset(shard.whole_in)
@@ -97,11 +85,10 @@ class Labels:
         return {axis: tuple(names) for axis, names in found.items()}
 
     def axes_in(self, op: str) -> frozenset[str]:
-        """The axes in the results of an op."""
         return self.axes.in_results(op)
 
     def held(self, op: str) -> str | None:
-        """The axis along which the results of an op lie in parts; None where they are whole."""
+        """The axis along which the results of an op are cut; None if they are whole."""
         if op not in self._held:
             self._held[op] = self._find_held(op)
         return self._held[op]
@@ -122,7 +109,7 @@ class Labels:
         return axis if axis in self.axes_in(op) else None
 
     def is_summed(self, op: str) -> bool:
-        """Whether results of an op for parts are combined over the group."""
+        """Whether an op's results for parts are combined over the group."""
         axis = self.work.get(op)
         return axis is not None and self.axes.ops[op].roles[axis].kind == "contracted"
 
@@ -136,7 +123,7 @@ class Labels:
         return Use(axis) if axis in self.axes_in(operand) else Use(entered=True)
 
     def returned(self, op: str) -> Use:
-        """How the stage hands on a value: whole, unless the plan lets it stay in parts."""
+        """How the stage hands on a value: whole, unless the plan leaves it in parts."""
         return Use(next((shard.axis for shard in self.shards if op in shard.handed_on), None))
 
     @cached_property
@@ -154,12 +141,12 @@ class Labels:
 
     @cached_property
     def synchronized(self) -> tuple[str, ...]:
-        """Ops that bring a parameter whose gradients are added over the group at the end of the step, not at its bridges."""
+        """Ops of parameters whose gradients are summed over the group at the end of the step, not at its bridges."""
         names, partial = self.graph.parameter_by_name, self.partial_parameters
         return tuple(op.name for op in self.graph.ops if op.kind == "parameter" and names[op.target].name in partial)
 
     def faults(self) -> list[PlanError]:
-        """Why the ops cannot work so, as errors at the user's lines: once per axis, or pair of axes, with the first op."""
+        """Errors at the user's lines for ops that cannot work so: the first op per axis, or pair of axes."""
         found: dict[object, PlanError] = {}
         for op in self.calls:
             if op.name in self.axes.ops:
@@ -203,5 +190,4 @@ def may_scatter(op: Op, axes: Axes, axis: str, target: str) -> bool:
 
 
 def label(graph: ModelGraph, axes: Axes, ops: Collection[str], shards: Sequence[Shard]) -> Labels:
-    """The labels of a stage that runs these ops."""
     return Labels(graph, axes, frozenset(ops), tuple(shards))

@@ -1,19 +1,17 @@
-"""Which ops mix samples: what a cut of the batch would change, and what it would not.
+"""Ops that mix samples: what a cut of the batch would change.
 
-An op mixes samples where it needs rows whole, combines them, computes with their number or with their places. Not so the
-sums of the loss: what leads from rows to an exact term is added up over all pieces of the batch. And what neither the loss nor an
-output depends on, such as what is written into a buffer, is no matter here. What decides which ops the model runs is; a condition that
-the parts of a batch tell for the whole mixes nothing.
+An op mixes samples if it needs rows whole, combines them, or computes with their number or positions. Exceptions: the sums from rows to an
+exact term of the loss, which add up over pieces of the batch; what neither the loss nor an output depends on (but for conditions that
+decide which ops run), such as writes into a buffer; and conditions that parts of the batch can decide for the whole.
 
     h [b d] -> mean [d]  -> sub [b d] -> mse []    mean mixes: a piece has another mean
     h [b d] -> sum [d]   -> sum []       (a term)  adds up
 
-Conditions that parts tell are of the greatest, or the least, of something of each row: where all parts find one to be the same, it is that
-of the whole.
+Parts can decide a condition on the greatest, or least, of something per row: if all parts find the same, it holds for the whole.
 
-    x [b d] -> gt [b d] -> any []                 of the whole it is true where it is of some part
+    x [b d] -> gt [b d] -> any []                 true for the whole if for some part
     x [b d] -> amax [] -> lt [] -> logical_not    the same
-    x [b d] -> sum [] -> gt []                    parts cannot tell
+    x [b d] -> sum [] -> gt []                    parts cannot decide
 """
 
 from __future__ import annotations
@@ -62,7 +60,7 @@ class _MixingSearch:
                 yield Mixing(op.name, reason, op.where, "no rule" if reason.endswith(_CANNOT_TELL) else "mixes")
 
     def _reason(self, op: Op) -> str:
-        """Why an op mixes samples; "" where it does not."""
+        """Why an op mixes samples; "" if it does not."""
         if op.kind == "constant" and self._has_rows(op.name):
             return f"a tensor made by the model's code ({op.target}) has a value for each row"
         if op.kind == "constant" and "reads_rows" in op.tags:
@@ -93,7 +91,7 @@ class _MixingSearch:
         return any(met.count(axis) >= times for met in results for axis in self._rows)
 
     def _are_values(self, op: Op, positions: str) -> bool:
-        """Whether an op computes with positions of rows. As an index of those very rows they are rows as they are."""
+        """Whether an op computes with positions of rows. As an index of those very rows they change nothing."""
         if not op.target.startswith("aten.index."):
             return True
         source, indices = op.args[0], op.args[1]
@@ -103,14 +101,14 @@ class _MixingSearch:
         return any(index == Ref(positions) and dims[place] != own for place, index in enumerate(indices))
 
     def _combined(self, name: str) -> str | None:
-        """How an op combines samples; None where it does not."""
+        """How an op combines samples; None if it does not."""
         if name not in self._ops:
             return None
         roles = [role for axis, role in self._ops[name].roles.items() if axis in self._rows and role.kind == "contracted"]
         return roles[0].combine if roles and not self._has_rows(name) else None
 
     def _chain(self, term: LossTerm) -> set[str]:
-        """What leads from rows to a term: its sum and weight, and back to the ops whose operands have rows."""
+        """The ops between rows and a term: its sum and weight, and back to the ops whose operands have rows."""
         found: set[str] = set()
         waiting = [name for name in (term.sum, term.weight) if name is not None]
         while waiting:
@@ -141,12 +139,12 @@ _FALLING = frozenset(("lt", "le", "less", "less_equal", "logical_not", "bitwise_
 
 
 def told_by_parts(graph: ModelGraph, condition: str, combined: Callable[[str], str | None]) -> set[str]:
-    """The ops that lead from rows to a condition; none where the parts of a batch cannot tell it.
+    """The ops from rows to a condition; none if parts of a batch cannot decide it.
 
     Args:
         graph: the model.
         condition: an op.
-        combined: how an op combines samples to something without rows; None where it does not.
+        combined: how an op combines samples to something without rows; None if it does not.
     """
     written = {name for op in graph.ops for name in written_storages(graph, op)}
     varying = _varying(graph)
@@ -185,7 +183,7 @@ def _varying(graph: ModelGraph) -> set[str]:
 
 
 def _is_of_one(op: Op, source: Op, varying: Collection[str]) -> bool:
-    """Whether an op compares or moves one varying value, its first; a number taken for a truth is no longer in order."""
+    """Whether an op compares or moves one varying value, its first; a number cast to bool loses its order."""
     is_first = bool(op.args) and op.args[0] == Ref(source.name) and sum(name in varying for name in op.inputs) == 1
     is_truth = op.operator in _MOVES and op.outputs[0].dtype == "bool" != source.outputs[0].dtype
     return is_first and not is_truth and (not op.kwargs or op.operator in _MOVES)

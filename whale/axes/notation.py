@@ -16,9 +16,9 @@
     i=4          has this size
     -> [..] [..] the results
 
-A letter in operands and results is kept. One that is only in two or more operands is contracted. Any other letter
-that vanishes or appears without a mark is whole: what a rule does not say is not assumed. Letters are bound to dimensions by position, and
-unified where one comes twice.
+A letter in operands and results is kept. One that is only in two or more operands is contracted. Any other letter that vanishes or
+appears without a mark is whole: what a rule does not say is not assumed. Letters are bound to dimensions by position, and unified if one
+occurs twice.
 """
 
 from __future__ import annotations
@@ -51,13 +51,7 @@ Term = tuple[str, ...]
 
 @dataclass(frozen=True, slots=True)
 class Operand:
-    """A tensor argument of a rule.
-
-    Attributes:
-        name: in the op's signature.
-        terms: its dimensions.
-        added: it is added once, after the contraction.
-    """
+    """A tensor argument of a rule, with its dimensions; `added` once, after the contraction."""
 
     name: str
     terms: tuple[Term, ...]
@@ -66,15 +60,7 @@ class Operand:
 
 @dataclass(frozen=True)
 class Notation:
-    """A parsed rule.
-
-    Attributes:
-        text: as written.
-        operands: in order.
-        results: the dimensions of each result.
-        roles: what becomes of each letter.
-        sizes: letters whose size the rule states.
-    """
+    """A parsed rule: operands in order, the dimensions of each result, what the op does with each letter, and stated sizes."""
 
     text: str
     operands: tuple[Operand, ...]
@@ -92,11 +78,7 @@ class Notation:
 
 @lru_cache(maxsize=4096)
 def parse(text: str) -> Notation:
-    """Reads a rule.
-
-    Raises:
-        ConfigError: it is not in the notation, or contradicts itself.
-    """
+    """Reads a rule. Raises ConfigError: it is not in the notation, or contradicts itself."""
     left, arrow, right = text.partition("->")
     if not arrow:
         raise ConfigError(f"rule {text!r} has no '->' between operands and results", hint=_HINT)
@@ -192,11 +174,7 @@ class _RuleReader:
 
 
 def bind(rule: Notation, op: Op, reading: Reading) -> RuleOutcome:
-    """Applies a rule to an op.
-
-    Raises:
-        Misfit: ranks or sizes are not what the rule says.
-    """
+    """Applies a rule to an op. Raises RuleMisfit: ranks or sizes are not what the rule says."""
     tensors = _operands(rule, op, reading)
     ranks = tuple(None if dims is None else len(dims) for dims in tensors)
     operands, results = _expand(rule, ranks)
@@ -223,7 +201,7 @@ class _Binder:
         self.clashed: list[tuple[str, Dim]] = []
 
     def bind(self, term: Term, dim: Dim) -> None:
-        """Takes a dimension of an operand, whose size is not 1, for a term. Sizes of 1 are broadcast and bind nothing."""
+        """Binds a term to a dimension of an operand, whose size is not 1: sizes of 1 are broadcast and bind nothing."""
         if not term:
             raise RuleMisfit("a dimension that should have size 1 has not")
         if len(term) == 1 and term[0] not in self.bound and term[0] not in self.rule.sizes:
@@ -252,7 +230,7 @@ class _Binder:
         return found + [Letter(letter, CLASHES, dim) for letter, dim in self.clashed]
 
     def _solve(self, term: Term, size: int) -> Dim:
-        """The dimension that a term stands for, where it must have this size; binds the one letter that is still unknown."""
+        """The dimension, of this size, that a term stands for; binds the one letter that is still unknown."""
         if len(term) == 1 and term[0] in self.bound:  # most are
             dim = self.bound[term[0]]
             if self.atoms.size(dim) != size or not size:
@@ -271,7 +249,7 @@ class _Binder:
 
 
 def _operands(rule: Notation, op: Op, reading: Reading) -> list[Dims | None]:
-    """The op's tensors in the rule's order: positional ones (lists in place), then keywords by name; None where absent."""
+    """The op's tensors in the rule's order: positional ones (lists in place), then keywords by name; None if absent."""
     found: list[Dims | None] = []
     for argument in _flat(op.args):
         if argument is None:
@@ -289,7 +267,7 @@ def _operands(rule: Notation, op: Op, reading: Reading) -> list[Dims | None]:
 
 
 def _flat(arguments: tuple[Argument, ...]) -> list[Argument]:
-    """Arguments with lists of tensors in place; lists of numbers vanish with the numbers."""
+    """Arguments with lists of tensors flattened; lists of numbers vanish with the numbers."""
     found: list[Argument] = []
     for argument in arguments:
         if isinstance(argument, tuple):

@@ -1,4 +1,4 @@
-"""What a rule gives for one op: the dimensions of its results, and its letters bound to dimensions."""
+"""The outcome of a rule for one op: the dimensions of its results, and its letters bound to dimensions."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CLASHES = Role("whole", reason="regroups it in factors that do not fit")
 
 @dataclass(frozen=True, slots=True)
 class Letter:
-    """One letter of a rule, bound to the dimension that it stands for in this op."""
+    """A letter of a rule, bound to the dimension that it stands for in this op."""
 
     name: str
     role: Role
@@ -31,53 +31,33 @@ class Letter:
 
 @dataclass(frozen=True, slots=True)
 class RuleOutcome:
-    """The dimensions of an op's results, and its letters.
-
-    Attributes:
-        is_position: whether the only result holds the positions 0, 1, ... along its one dimension.
-    """
-
     results: tuple[Dims, ...]
     letters: tuple[Letter, ...]
     is_position: bool = False
 
 
 class RuleMisfit(Exception):
-    """A rule does not fit the op's shapes or arguments; says in which way."""
+    """A rule does not fit the op's shapes or arguments; the message says how."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
-    """A slice that is one of several which tile a dimension.
+    """A slice that tiles a dimension with others."""
 
-    Attributes:
-        sizes: of all the tiles, in order.
-        index: which of them this slice is.
-    """
-
-    sizes: tuple[int, ...]
-    index: int
+    sizes: tuple[int, ...]  # of all tiles, in order
+    index: int  # of this slice
 
 
 @dataclass(slots=True)
 class Reading:
-    """The graph as read so far: what families of rules may look at.
-
-    Attributes:
-        graph: the whole graph.
-        atoms: all atoms.
-        batch: the batch axis; empty if no input has it.
-        dims: per op, the dimensions of its results.
-        positions: ops that hold positions along their one dimension.
-        tilings: slices that tile a dimension together with others.
-    """
+    """The graph as read so far: what families of rules may look at."""
 
     graph: ModelGraph
     atoms: Atoms
-    batch: Dim
-    dims: dict[str, tuple[Dims, ...]]
-    positions: set[str]
-    tilings: Mapping[str, Tiling]
+    batch: Dim  # the batch axis; empty if no input has it
+    dims: dict[str, tuple[Dims, ...]]  # per op, the dimensions of its results
+    positions: set[str]  # ops that hold positions along their one dimension
+    tilings: Mapping[str, Tiling]  # slices that tile a dimension together with others
 
     def tensor(self, argument: Argument) -> Dims | None:
         """The dimensions of a tensor argument; None for any other argument."""
@@ -96,7 +76,7 @@ class Reading:
         return [dims for item in listed if (dims := self.tensor(item)) is not None]
 
     def rows_read(self, op: Op, first: int = 0) -> tuple[Letter, ...]:
-        """The batch as a letter of an op that takes the number of rows for a value: then every sample depends on how many there are."""
+        """The batch as a letter of an op that takes the number of rows as a value: then every sample depends on that number."""
         values = [*op.args[first:], *(value for _, value in op.kwargs)]
         return (Letter("rows", READS_ROWS, self.batch),) if any(self._is_row_count(value) for value in values) else ()
 
@@ -111,7 +91,6 @@ class Reading:
         return isinstance(argument, Ref) and argument.op in self.positions
 
     def fresh(self, spec: TensorSpec) -> Dims:
-        """New dimensions for a tensor."""
         return tuple(self.atoms.fresh(size) for size in sizes_of(spec))
 
     def shape(self, dims: Dims) -> tuple[int, ...]:
@@ -125,18 +104,13 @@ def sizes_of(spec: TensorSpec) -> tuple[int, ...]:
 
 
 def argument(op: Op, position: int, name: str, default: Argument = None) -> Argument:
-    """An argument by position or keyword."""
     if position < len(op.args):
         return op.args[position]
     return next((value for key, value in op.kwargs if key == name), default)
 
 
 def number(value: Argument) -> int:
-    """An argument that must be a known integer.
-
-    Raises:
-        Misfit: it is computed, or something else.
-    """
+    """An argument that must be a known integer, else `RuleMisfit`."""
     if not isinstance(value, int):
         raise RuleMisfit(f"its argument {value} is no known integer")
     return int(value)

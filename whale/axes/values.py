@@ -1,4 +1,4 @@
-"""What axis discovery finds, as frozen values."""
+"""The axes of a model, as frozen values."""
 
 from __future__ import annotations
 
@@ -14,19 +14,14 @@ RoleKind = Literal["kept", "pooled", "contracted", "whole", "broadcast"]
 
 @dataclass(frozen=True, slots=True)
 class Role:
-    """What an op does with an axis.
+    """What an op does with an axis."""
 
-    Attributes:
-        kind: ``kept`` (each part of the result needs that part of the operands), ``pooled`` (that part, and statistics of
-            all of it, for which parts exchange their sums), ``contracted`` (results for parts
-            are combined), ``broadcast`` (made by the op, any part alone) or ``whole`` (not to be cut here).
-        combine: for a contracted axis, how: ``sum``, ``mean``, ``lookup``, ...
-        reason: for a whole axis, why; for one that the op makes, why a part by itself would not have the same values.
-    """
-
+    # ``kept`` (each part of the result needs that part of the operands), ``pooled`` (that part, and statistics of all of it, for which
+    # parts exchange their sums), ``contracted`` (results for parts are combined), ``broadcast`` (made by the op, any part alone) or
+    # ``whole`` (not to be cut here)
     kind: RoleKind
-    combine: str = ""
-    reason: str = ""
+    combine: str = ""  # how a contracted axis is combined: ``sum``, ``mean``, ``lookup``,
+    reason: str = ""  # for a whole axis, why; for one that the op makes, why a part alone would have other values
 
     def __str__(self) -> str:
         return self.kind + (f" by {self.combine}" if self.combine else "") + (f": {self.reason}" if self.reason else "")
@@ -34,19 +29,12 @@ class Role:
 
 @dataclass(frozen=True, slots=True)
 class WholeReason:
-    """Why an axis cannot be cut: one op that needs it whole.
-
-    Attributes:
-        op: its name.
-        target: what it computes.
-        reason: what it does with the axis.
-        where: the user's line.
-    """
+    """Why an axis cannot be cut: one op that needs it whole."""
 
     op: str
-    target: str
-    reason: str
-    where: SourceLine | None
+    target: str  # what the op computes
+    reason: str  # what it does with the axis
+    where: SourceLine | None  # the user's line
 
     def __str__(self) -> str:
         return f"{self.target} {self.reason} (%{self.op}{f' at {self.where}' if self.where else ''})"
@@ -54,22 +42,14 @@ class WholeReason:
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """A logical axis of the model.
-
-    Attributes:
-        name: unique.
-        size: at the example's number of rows.
-        whole: why it cannot be cut everywhere, one entry per distinct reason, the first op that gives it;
-            empty for an axis that may be cut.
-    """
+    """A logical axis of the model."""
 
     name: str
-    size: int
-    whole: tuple[WholeReason, ...] = ()
+    size: int  # at the example's number of rows
+    whole: tuple[WholeReason, ...] = ()  # why it cannot be cut everywhere, one entry per distinct reason; empty for an axis that may be cut
 
     @property
     def may_be_cut(self) -> bool:
-        """Whether every op that has the axis can work on a part of it."""
         return not self.whole
 
 
@@ -97,12 +77,7 @@ def show_dimension(dimension: Dimension) -> str:
 
 @dataclass(frozen=True, slots=True)
 class OpAxes:
-    """The axes of one op.
-
-    Attributes:
-        outputs: per result, its dimensions.
-        roles: what the op does with each axis that it meets.
-    """
+    """The dimensions of an op's results, and what it does with each axis that it meets."""
 
     outputs: tuple[tuple[Dimension, ...], ...]
     roles: Mapping[str, Role]
@@ -115,19 +90,12 @@ class OpAxes:
 
 @dataclass(frozen=True, slots=True)
 class Mixing:
-    """An op whose result for one sample depends, or may depend, on other samples.
-
-    Attributes:
-        op: its name.
-        reason: what it does with the batch.
-        where: the user's line.
-        kind: ``mixes``, or ``no rule`` where there is no rule for the op and nobody can tell.
-    """
+    """An op whose result for one sample depends, or may depend, on other samples."""
 
     op: str
-    reason: str
-    where: SourceLine | None
-    kind: Literal["mixes", "no rule"]
+    reason: str  # what it does with the batch
+    where: SourceLine | None  # the user's line
+    kind: Literal["mixes", "no rule"]  # ``mixes``, or ``no rule`` if the op has none and nobody knows
 
     def __str__(self) -> str:
         return f"%{self.op} {self.reason}" + (f" at {self.where}" if self.where else "")
@@ -135,32 +103,21 @@ class Mixing:
 
 @dataclass(frozen=True)
 class Axes:
-    """The logical axes of a model.
+    """The logical axes of a model."""
 
-    Attributes:
-        axes: in the order in which the graph meets them; the batch, if there is one, first.
-        ops: per op that makes tensors, their dimensions and what it does with each axis.
-        parameters: per parameter or buffer, the axes of its dimensions.
-        mixing: ops for which a cut of the batch may change numbers, the reductions of the loss left out.
-        positions: ops whose values are the positions 0, 1, ... along their axis; where such an axis is cut, a part
-            keeps its positions in the whole, and an index by it is local again.
-        of_rows: axes whose size follows the number of rows: the batch, and others that are not known to be it.
-    """
-
-    axes: tuple[Axis, ...]
-    ops: Mapping[str, OpAxes]
-    parameters: Mapping[str, tuple[Dimension, ...]]
-    mixing: tuple[Mixing, ...]
+    axes: tuple[Axis, ...]  # in the order in which the graph meets them; the batch, if there is one, first
+    ops: Mapping[str, OpAxes]  # per op that makes tensors, their dimensions and what it does with each axis
+    parameters: Mapping[str, tuple[Dimension, ...]]  # per parameter or buffer, the axes of its dimensions
+    mixing: tuple[Mixing, ...]  # ops for which a cut of the batch may change numbers, except the reductions of the loss
+    # ops with values 0, 1, ... along their axis; a part of a cut axis keeps its positions in the whole, and as an index is local.
     positions: frozenset[str] = frozenset()
-    of_rows: frozenset[str] = frozenset()
+    of_rows: frozenset[str] = frozenset()  # axes whose size follows the number of rows: the batch, and others that are not known to be it
 
     @cached_property
     def by_name(self) -> dict[str, Axis]:
-        """Axes by name."""
         return {axis.name: axis for axis in self.axes}
 
     def in_results(self, op: str) -> frozenset[str]:
-        """The axes in the results of an op; none of an op that makes no tensor."""
         known = self._in_results.get(op)
         if known is None:
             made = self.ops.get(op)
@@ -199,7 +156,7 @@ class Axes:
 
 
 def axes_of(dimension: Dimension) -> tuple[str, ...]:
-    """The axes in a dimension, those of concatenated pieces included, in order; one may come twice."""
+    """The axes in a dimension, including those in concatenated pieces, in order; one may occur twice."""
     found: list[str] = []
     for factor in dimension:
         if isinstance(factor, str):
@@ -211,7 +168,6 @@ def axes_of(dimension: Dimension) -> tuple[str, ...]:
 
 
 def renamed(dimensions: tuple[Dimension, ...], names: Mapping[str, str]) -> tuple[Dimension, ...]:
-    """Dimensions with other names for their axes."""
     return tuple(
         tuple(names[factor] if isinstance(factor, str) else Concatenation(renamed(factor.pieces, names)) for factor in dimension)
         for dimension in dimensions
@@ -219,7 +175,7 @@ def renamed(dimensions: tuple[Dimension, ...], names: Mapping[str, str]) -> tupl
 
 
 def may_lie_in_parts(dimensions: tuple[Dimension, ...], axis: str) -> bool:
-    """Whether a tensor can be held in parts of an axis: it has it, and not twice, of which parts would be the diagonal blocks only."""
+    """Whether a tensor can be held in parts of an axis: it has the axis once (parts of two would be the diagonal blocks only)."""
     found = [dimension for dimension in dimensions if axis in axes_of(dimension)]
     return len(found) == 1 and _comes_once(found[0], axis)
 
@@ -230,7 +186,7 @@ def _comes_once(dimension: Dimension, axis: str) -> bool:
 
 
 def _pieces_have(factor: Concatenation, axis: str) -> int:
-    """0 where no piece has the axis, 1 where each has it once, else 2."""
+    """0 if no piece has the axis, 1 if each has it once, else 2."""
     have = [axis in axes_of(piece) for piece in factor.pieces]
     if not any(have):
         return 0

@@ -1,4 +1,4 @@
-"""Operators: one entry for each says all that Whale knows of it; adding one is an entry in the file of its family."""
+"""Operators: one entry for each says all that Whale knows of it; a new one is an entry in the file of its family."""
 
 from whale.axes.operators.entry import Operator, Rule
 from whale.axes.operators.registry import FAMILIES, OPERATORS, added_operand, entry_of, is_pointwise, operator_of, register_rule

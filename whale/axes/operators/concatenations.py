@@ -1,8 +1,7 @@
 """The rules of concatenation and its inverses: ``cat``, ``split``, slices.
 
-Parts of one size are a product, ``3 x part``, and the parts are unified. Parts of unlike sizes are a concatenation,
-and stay apart. A slice alone is neither, and the dimension is whole there; slices of one tensor that together tile
-its dimension are a split.
+Equal parts are a product, ``3 x part``, and unified. Parts of different sizes are a concatenation, and stay separate. A slice alone is
+neither, and makes the dimension whole; slices of one tensor that together tile its dimension are a split.
 """
 
 from __future__ import annotations
@@ -21,7 +20,6 @@ PART = Role("whole", reason="makes a part of another axis")
 
 
 def cat(op: Op, reading: Reading) -> RuleOutcome:
-    """``cat``: pieces along one dimension, all else unified."""
     tensors = [dims for dims in reading.tensors_of(op.args[0]) if 0 not in reading.shape(dims)]
     if not tensors:
         raise RuleMisfit("it joins nothing")
@@ -121,8 +119,7 @@ def slice_(op: Op, reading: Reading) -> RuleOutcome:
 def find_tilings(graph: ModelGraph) -> dict[str, Tiling]:
     """Slices that tile a dimension together with other slices of the same tensor.
 
-    Slices that take all of a dimension are looked through, so ``x[:, :4]`` and ``x[:, 4:]`` are found
-    where each is two slices.
+    Slices that take all of a dimension are looked through, since ``x[:, :4]`` is two slices.
     """
     origin: dict[str, str] = {}
     taken: dict[tuple[str, int], dict[tuple[int, int], list[str]]] = defaultdict(lambda: defaultdict(list))

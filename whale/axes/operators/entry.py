@@ -1,4 +1,4 @@
-"""What Whale knows of an operator, and what the templates of rules share.
+"""The entry of an operator, and helpers for the templates of rules.
 
 A rule whose letters depend on the op's arguments is a *template*: it looks at the op (which dimension, how many, which reduction) and
 writes its notation. Dimensions get letters ``a b c ...`` in order; words that begin with ``_`` name no axis.
@@ -32,34 +32,24 @@ places; or, of a view of a part, is put together with those of the other parts."
 
 @dataclass(frozen=True)
 class Operator:
-    """What is known of an operator. The defaults are those of an op that computes on parts as on the whole.
+    """An operator. The defaults are those of an op that computes on parts as on the whole."""
 
-    Attributes:
-        axes: what it does with the axes of its operands: one line of notation (`whale.axes.notation`), a template that writes it, or
-            code; None where nothing is known.
-        on_parts: how it computes on parts: a function of `whale.runtime.program.shard`, with its module. As it is, where no argument
-            holds sizes or positions of a dimension that may be cut; None where nobody knows, and it is refused.
-        added: name and position of the operand that is added to the product: where the product is summed over devices, it is added once.
-        flops: of a product, where torch's own counter lacks it. What is no product costs one for each element that it reads or makes.
-        factors: positions of the operands of a product that are multiplied, as against added biases and masks.
-        gathers: whether it reads of its source only as much as it returns.
-        keeps: what its backward pass keeps.
-        gradient: what memory the gradients of its operands take.
-        weights: how its weight gradients are computed apart from the rest of its backward pass: a rule of `whale.deferred`; None where they
-            are not.
-        is_two: whether it is two ops, between which passes as much as it reads first.
-    """
-
+    # what it does with the axes of its operands: one line of notation (`whale.axes.notation`), a template that writes it, or code; None if
+    # unknown
     axes: Rule | None = None
+    # how it computes on parts: a function of `whale.runtime.program.shard`, with its module. The default runs it unchanged, which fits if
+    # no argument holds sizes or positions of a dimension that may be cut; None if unknown, which is refused.
     on_parts: str | None = "contractions.same"
+    # name and position of the operand that is added to the product, once if the product is summed over devices
     added: tuple[str, int] | None = None
-    flops: Flops | None = None
-    factors: tuple[int, ...] = (0, 1)
-    gathers: bool = False
-    keeps: Keeps = "inputs"
-    gradient: Gradient = "made"
+    flops: Flops | None = None  # of a product, if torch's own counter lacks it. Other ops cost one per element that they read or make.
+    factors: tuple[int, ...] = (0, 1)  # positions of the operands of a product that are multiplied, unlike biases and masks
+    gathers: bool = False  # whether it reads of its source only as much as it returns
+    keeps: Keeps = "inputs"  # what its backward pass keeps
+    gradient: Gradient = "made"  # the memory of the gradients of its operands
+    # how its weight gradients are computed separately from the rest of its backward pass: a rule of `whale.deferred`; None if they are not
     weights: str | None = None
-    is_two: bool = False
+    is_two: bool = False  # whether it is two ops, with an intermediate result as large as its first operand
 
 
 Moves = partial(Operator, keeps="nothing")
@@ -70,7 +60,7 @@ Family = Mapping[str, Operator]
 
 
 def operand(op: Op, reading: Reading, position: int = 0) -> Dims:
-    """A tensor argument that must be there."""
+    """The dimensions of a tensor argument that must exist."""
     dims = reading.tensor(op.args[position]) if position < len(op.args) else None
     if dims is None:
         raise RuleMisfit(f"its argument {position} is no tensor")
@@ -78,7 +68,6 @@ def operand(op: Op, reading: Reading, position: int = 0) -> Dims:
 
 
 def names(count: int, skip: int = 0) -> list[str]:
-    """That many letters."""
     letters = ascii_lowercase + ascii_uppercase
     if skip + count > len(letters):
         raise RuleMisfit(f"it has more than {len(letters)} dimensions")

@@ -12,7 +12,6 @@ from whale.ir.graph import Op, Ref
 
 
 def chosen_rows(op: Op, reading: Reading) -> str:
-    """``index_select``: positions of one dimension, looked up."""
     letters = names(len(operand(op, reading)))
     dim = number(op.args[1]) % len(letters)
     source = [f"({letter}:lookup)" if index == dim else letter for index, letter in enumerate(letters)]
@@ -40,7 +39,7 @@ def gathering(dim: int, index: int) -> Template:
 
 
 def scattering(op: Op, reading: Reading) -> str:
-    """``scatter`` and kin: one dimension of `self` is written at given positions; the others are kept where they match."""
+    """``scatter`` and similar: one dimension of `self` is written at given positions; the others are kept if they match."""
     source = operand(op, reading)
     letters = names(len(source))
     dim = number(op.args[1]) % len(letters)
@@ -72,7 +71,7 @@ def part_written(op: Op, reading: Reading) -> str:
 
 
 def embedding(op: Op, reading: Reading) -> str:
-    """``embedding``: rows of a table, looked up. Gradients scaled by frequency need all the indices, sparse ones are of whole tables."""
+    """Rows of a table, looked up. Gradients scaled by frequency need all the indices, sparse ones are of whole tables."""
     if argument(op, 4, "sparse", False) is True:
         return "weight[vocabulary! hidden!] indices[...] -> [... hidden!]"
     mark = "!" if argument(op, 3, "scale_grad_by_freq", False) is True else ""
@@ -80,9 +79,7 @@ def embedding(op: Op, reading: Reading) -> str:
 
 
 def bags(op: Op, reading: Reading) -> str:
-    """``embedding_bag``: where a bag ends, values in tensors tell, so bags are whole; columns are kept, but for their maximum and
-    sparse gradients.
-    """
+    """``embedding_bag``: values say where a bag ends, so bags are whole; columns are kept, except for maxima and sparse gradients."""
     hidden = "hidden!" if number(argument(op, 4, "mode", 0)) == 2 or argument(op, 5, "sparse", False) is True else "hidden"
     weights = [] if reading.tensor(argument(op, 6, "per_sample_weights")) is None else [("per_sample_weights", ["words!"])]
     operands = [("weight", ["vocabulary!", hidden]), ("indices", ["words!"]), ("offsets", ["_offsets!"]), *weights]
@@ -91,7 +88,6 @@ def bags(op: Op, reading: Reading) -> str:
 
 
 def index(op: Op, reading: Reading) -> str:
-    """``index``: the notation of this indexing."""
     dims = operand(op, reading)
     indices = _indices(op, reading)
     ranks = [None if name is None else len(reading.dims[name][0]) for name in indices]
@@ -127,7 +123,7 @@ def _indices(op: Op, reading: Reading) -> list[str | None]:
 
 
 def _identity(name: str, place: int, terms: list[str], op: Op, reading: Reading) -> str:
-    """The index's own letter, where it holds all positions of the dimension that it indexes; else ""."""
+    """The index's own letter, if it holds all positions of the dimension that it indexes; else ""."""
     if name not in reading.positions:
         return ""
     shape = reading.shape(reading.dims[name][0])
@@ -136,7 +132,7 @@ def _identity(name: str, place: int, terms: list[str], op: Op, reading: Reading)
 
 
 def index_written(op: Op, reading: Reading) -> str:
-    """``index_put``: indexed dimensions are whole, the others are kept where the values have them."""
+    """``index_put``: indexed dimensions are whole, the others are kept if the values have them."""
     letters = names(len(operand(op, reading)))
     listed = op.args[1] if isinstance(op.args[1], tuple) else ()
     indices = [item.op if isinstance(item, Ref) else None for item in listed]

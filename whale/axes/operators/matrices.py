@@ -1,4 +1,4 @@
-"""Products of matrices, attention and recurrent layers among them, and linear algebra."""
+"""Matrix products, attention, recurrent layers and linear algebra."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from whale.ir.graph import Op, Ref
 
 
 def einsum(op: Op, reading: Reading) -> str:
-    """``einsum``: its equation is a rule already."""
+    """Its equation is a rule already."""
     equation = str(op.args[0]).replace(" ", "")
     inputs, _, result = equation.partition("->")
     parts = inputs.split(",")
@@ -29,7 +29,6 @@ def _spaced(text: str) -> list[str]:
 
 
 def tensordot(op: Op, reading: Reading) -> str:
-    """``tensordot``: listed dimensions are contracted pairwise."""
     left, right = operand(op, reading), operand(op, reading, 1)
     lefts, rights = names(len(left)), names(len(right), skip=len(left))
     pairs = zip(numbers(op.args[2]), numbers(op.args[3]), strict=True)
@@ -40,7 +39,7 @@ def tensordot(op: Op, reading: Reading) -> str:
 
 
 def matmul(op: Op, reading: Reading) -> str:
-    """``matmul``: vectors on either side have no row or column of their own."""
+    """Vectors on either side have no row or column of their own."""
     left, right = len(operand(op, reading)), len(operand(op, reading, 1))
     first = "k" if left == 1 else "... i k"
     second = "k" if right == 1 else "... k j"
@@ -49,7 +48,7 @@ def matmul(op: Op, reading: Reading) -> str:
 
 
 def attention(op: Op, reading: Reading) -> str:
-    """``scaled_dot_product_attention``: heads are independent, and so are queries unless a causal mask counts them from 0."""
+    """Heads are independent, and so are queries unless a causal mask counts them from 0."""
     sequence = "sequence!" if argument(op, 5, "is_causal", False) is True else "sequence"
     return (
         f"query[... heads*group {sequence} head_dim!] key[... heads memory! head_dim!] value[... heads memory! value_dim] "
@@ -150,7 +149,7 @@ def recurrent(num_states: int) -> Template:
 
 
 def recurrent_cell(num_states: int) -> Template:
-    """One step of the same: the batch is kept; a gate reads all of the state, so the rest is whole."""
+    """One step of them: the batch is kept; a gate reads all of the state, so the rest is whole."""
 
     def rule(op: Op, reading: Reading) -> str:
         states = ["b hidden!", "b cell!"][:num_states]
@@ -173,7 +172,7 @@ def _tensor_ranks(op: Op, reading: Reading) -> list[int]:
 
 
 def matrices_by_steps(args: Sequence[Any], results: Sequence[Shape]) -> int:
-    """Every matrix, all of which stand behind input and state, meets every step of every sequence."""
+    """Every matrix (they follow input and state) meets every step of every sequence."""
     weights = (weight for item in args[2:] for weight in (item if isinstance(item, list) else [item]))
     steps: int = prod(args[0][:-1])
     return 2 * steps * sum(prod(shape) for shape in weights if isinstance(shape, tuple) and len(shape) == 2)

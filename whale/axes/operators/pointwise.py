@@ -5,9 +5,9 @@ Pointwise ops go dimension by dimension from the right, broadcasting, all operan
 x[ b s d ]
 y[   1 d ]   ->  [ b s d ]     the result's d is the d of both
 
-Factories make a tensor from sizes alone, so that any part of it can be made alone. ``arange`` is special: a part keeps its positions in the
-whole, and an index by all positions of a dimension is that dimension itself. Which tensors hold positions is remembered. Values that differ
-from place to place (``arange``, ``linspace``, ``eye``) say so: a piece of the batch by itself would count its rows from the start again.
+Factories make a tensor from sizes, so that any part can be made alone. Values that depend on positions (``arange``, ``linspace``, ``eye``)
+are marked: a piece of the batch alone would count its rows from the start. A part of ``arange`` keeps its positions in the whole, and an
+index by all positions of a dimension is that dimension itself.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from whale.ir.graph import Op
 
 
 def pointwise(op: Op, reading: Reading) -> RuleOutcome:
-    """Unifies all operands with the results."""
     tensors = reading.tensors(op)
     letters: list[Letter] = []
     sizes = [sizes_of(spec) for spec in op.outputs]
@@ -33,7 +32,7 @@ def pointwise(op: Op, reading: Reading) -> RuleOutcome:
 
 
 def copied(op: Op, reading: Reading) -> RuleOutcome:
-    """Unifies the operand with the result, whose values are the same: positions stay known."""
+    """Pointwise with equal values: positions stay known."""
     made = pointwise(op, reading)
     return replace(made, is_position=bool(op.args) and reading.is_position(op.args[0]))
 
@@ -61,7 +60,7 @@ def _result(sizes: tuple[int, ...], tensors: list[Dims], reading: Reading, lette
 
 
 def prelu(op: Op, reading: Reading) -> str:
-    """``prelu``: pointwise, with one weight per channel (dimension 1) or one for all."""
+    """Pointwise, with one weight per channel (dimension 1) or one for all."""
     if len(operand(op, reading)) < 2:
         return "input[...] weight[1] -> [...]"
     return "input[n channels ...] weight[channels] -> [n channels ...]"
@@ -88,12 +87,11 @@ POINTWISE: Family = {
 
 
 def factory(op: Op, reading: Reading) -> RuleOutcome:
-    """New dimensions, made by the op."""
     return _made(op, reading, BROADCAST)
 
 
 def numbering(op: Op, reading: Reading) -> RuleOutcome:
-    """``linspace``, ``eye``: a factory of values that depend on their places."""
+    """``linspace``, ``eye``: a factory of values that depend on their positions."""
     return _made(op, reading, NUMBERS)
 
 

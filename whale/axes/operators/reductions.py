@@ -1,4 +1,4 @@
-"""What combines, searches or normalises dimensions, works along one that it keeps, or ends in a loss."""
+"""Reductions, searches, normalisations, ops along one dimension, and losses."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from whale.ir.graph import Op
 
 
 def reduction(how: str = "", position: int = 1) -> Template:
-    """An op that combines given dimensions to one value: ``input[a (b)] -> [a]``; `how` is "" where parts do not combine."""
+    """Combines given dimensions to one value: ``input[a (b)] -> [a]``; `how` is "" if parts do not combine."""
 
     def rule(op: Op, reading: Reading) -> str:
         rank = len(operand(op, reading))
@@ -24,7 +24,7 @@ def reduction(how: str = "", position: int = 1) -> Template:
 
 
 def found_along(op: Op, reading: Reading) -> str:
-    """``topk``, ``kthvalue``, ``max`` along a dimension: it is read whole, and what is found has another size."""
+    """``topk``, ``kthvalue``, ``max`` along a dimension: it is read whole, and the result has another size."""
     letters = names(len(operand(op, reading)))
     place = 2 if op.target.startswith(("aten.topk", "aten.kthvalue")) else 1
     dim = number(argument(op, place, "dim", -1)) % max(len(letters), 1)
@@ -110,7 +110,7 @@ ALONG_A_DIMENSION: Family = {
 
 
 def normalized(op: Op, reading: Reading) -> str:
-    """Normalisation over trailing dimensions: as many as ``normalized_shape`` has; native forms return statistics, too."""
+    """Normalisation over as many trailing dimensions as ``normalized_shape`` has; native forms also return statistics."""
     shape = argument(op, 1, "normalized_shape")
     letters = names(len(shape) if isinstance(shape, tuple) else 1)
     whole = " ".join(f"{letter}!" for letter in letters)
@@ -119,11 +119,7 @@ def normalized(op: Op, reading: Reading) -> str:
 
 
 def batch_norm(training: int) -> Template:
-    """Batch normalisation: in training it takes statistics over batch and space; afterwards it is pointwise per channel.
-
-    Args:
-        training: position of the argument that says so.
-    """
+    """In training statistics are over batch and space; else it is pointwise per channel. `training` is the position of the flag."""
 
     def rule(op: Op, reading: Reading) -> str:
         mark = "!" if argument(op, training, "training", False) is True else ""
@@ -137,14 +133,14 @@ def batch_norm(training: int) -> Template:
 
 
 def group_norm(op: Op, reading: Reading) -> str:
-    """Group normalisation: groups are independent, the channels of one group are not."""
+    """Groups are independent, the channels of one group are not."""
     groups = number(argument(op, 1, "num_groups"))
     channels = f"groups={groups}*c!"
     return f"input[n {channels} ...!] weight[{channels}] bias[{channels}] -> [n {channels} ...!]"
 
 
 def weight_norm(op: Op, reading: Reading) -> str:
-    """``_weight_norm``: each position of one dimension has a length of its own; of none, where all have one together."""
+    """``_weight_norm``: each position of one dimension has its own length; if that dimension is -1, all have one."""
     letters = names(len(operand(op, reading)))
     own = number(argument(op, 2, "dim", 0))
     terms = [letter if place == own else letter + "!" for place, letter in enumerate(letters)]
@@ -223,7 +219,7 @@ def classification_loss(op: Op, reading: Reading) -> str:
 
 
 def ctc_loss(op: Op, reading: Reading) -> str:
-    """The CTC loss of each row; targets that stand one after another, of all rows in one, belong to no row."""
+    """The CTC loss of each row; concatenated targets of all rows belong to no row."""
     if len(operand(op, reading, 1)) == 2:
         return "log_probs[t! n c!] targets[n s!] input_lengths[n] target_lengths[n] -> [n]"
     return "log_probs[t! n! c!] targets[s!] input_lengths[n!] target_lengths[n!] -> [n!]"

@@ -1,4 +1,4 @@
-"""The registry: all that is known of each operator, and the rules that users add."""
+"""The registry of operators, and the rules that users add."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ def register_rule(target: str, notation: str) -> None:
     Args:
         target: ``library.op`` or ``library.op.overload``, as ``torch.ops`` has it; ``library::op`` is the same. A rule for one of
             torch's own ops replaces the built-in one.
-        notation: for example ``"input[... i] weight[o i] -> [... o]"``; docs/axes.md explains it. Operands are the
-            op's tensor arguments in order. The rule is believed: it must hold for any part of a letter.
+        notation: for example ``"input[... i] weight[o i] -> [... o]"``; docs/axes.md explains it. Operands are the op's tensor arguments in
+            order. The rule is not checked: it must hold for any part of a letter.
 
     Raises:
         ConfigError: the notation cannot be read, or the target names no library.
@@ -68,7 +68,7 @@ def register_rule(target: str, notation: str) -> None:
 
 
 def operator_of(op: Op) -> Operator:
-    """What is known of an op's operator; its rule is the user's own, where there is one."""
+    """The entry of an op's operator, with the user's own rule if there is one."""
     entry, own = entry_of(op.target, "pointwise" in op.tags), _own_rules.get()
     rule = own.get(op.target) or own.get(op.target.rpartition(".")[0] if op.target.count(".") > 1 else op.target)
     return replace(entry, axes=rule) if rule else entry
@@ -76,12 +76,7 @@ def operator_of(op: Op) -> Operator:
 
 @cache
 def entry_of(target: str, is_pointwise: bool = False) -> Operator:
-    """The built-in entry of an operator: that of the overload, else that of all its overloads, in place or not.
-
-    Args:
-        target: as ops have it.
-        is_pointwise: whether torch tags it so.
-    """
+    """The built-in entry of an operator: that of the overload, else of all its overloads, in place or not."""
     if target.startswith("aten."):
         found = OPERATORS.get(target.removeprefix("aten.")) or OPERATORS.get(operator_name(target))
         return found or (PLAIN if is_pointwise else UNKNOWN)
@@ -89,12 +84,12 @@ def entry_of(target: str, is_pointwise: bool = False) -> Operator:
 
 
 def is_pointwise(op: Op) -> bool:
-    """Whether each element of an op's results comes of one of each operand: as torch's tag says, or the entry."""
+    """Whether each element of an op's results depends on one of each operand, by torch's tag or the entry."""
     return entry_of(op.target, "pointwise" in op.tags).axes in (pointwise, copied)
 
 
 def added_operand(op: Op) -> str | None:
-    """The op that makes the operand which is added to the product; None where there is none."""
+    """The op that makes the operand added to the product; None if there is none."""
     name, position = operator_of(op).added or ("", -1)
     if not name:
         return None

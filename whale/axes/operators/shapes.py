@@ -5,8 +5,8 @@ A view has the same elements in the same order, so only the grouping of atoms in
     [b  s  24]  ->  [b  s  3  2  4]     the 24 is refined to 3 x 2 x 4
     [b  s  3  2  4]  ->  [b*s  24]      grouped again, nothing is lost
 
-Only sizes of its result are read, never the op's arguments, so `-1` and computed sizes are alike. Dimensions are
-matched in the smallest groups whose products agree; a group whose factors do not fit is whole, the others are not.
+Only sizes of its result are read, never the op's arguments, so `-1` and computed sizes are equal. Dimensions are matched in the smallest
+groups whose products agree; a group whose factors do not fit is whole, the others are not.
 """
 
 from __future__ import annotations
@@ -21,14 +21,11 @@ from whale.ir.graph import Op
 
 
 def permutation(op: Op, reading: Reading) -> str:
-    """``permute``: the letters in the order that the argument says."""
     letters = names(len(operand(op, reading)))
     return write([("input", letters)], [letters[dim] for dim in numbers(op.args[1])])
 
 
 def swap(first: int | None = None, second: int | None = None) -> Template:
-    """``transpose``: two letters change places."""
-
     def rule(op: Op, reading: Reading) -> str:
         letters = names(len(operand(op, reading)))
         if len(letters) < 2:
@@ -43,13 +40,12 @@ def swap(first: int | None = None, second: int | None = None) -> Template:
 
 
 def reverse(op: Op, reading: Reading) -> str:
-    """``numpy_T``: all letters in reverse."""
     letters = names(len(operand(op, reading)))
     return write([("input", letters)], letters[::-1])
 
 
 def move(op: Op, reading: Reading) -> str:
-    """``movedim``: some letters go to given places, the others keep their order."""
+    """``movedim``: some letters go to given positions, the others keep their order."""
     letters = names(len(operand(op, reading)))
     source = [dim % len(letters) for dim in numbers(op.args[1])]
     target = [dim % len(letters) for dim in numbers(op.args[2])]
@@ -97,7 +93,6 @@ def interleaved_repetition(op: Op, reading: Reading) -> str:
 
 
 def stack(op: Op, reading: Reading) -> str:
-    """``stack``: a new dimension over the tensors."""
     tensors = reading.tensors(op)
     letters = names(len(tensors[0]))
     dim = number(argument(op, 1, "dim", 0)) % (len(letters) + 1)
@@ -107,7 +102,6 @@ def stack(op: Op, reading: Reading) -> str:
 
 
 def unbind(op: Op, reading: Reading) -> str:
-    """``unbind``: one result for each position of a dimension."""
     letters = names(len(operand(op, reading)))
     dim = number(argument(op, 1, "dim", 0)) % len(letters)
     rest = letters[:dim] + letters[dim + 1 :]
@@ -115,7 +109,6 @@ def unbind(op: Op, reading: Reading) -> str:
 
 
 def select(op: Op, reading: Reading) -> str:
-    """``select``: one position of a dimension."""
     letters = names(len(operand(op, reading)))
     dim = number(argument(op, 1, "dim", 0)) % len(letters)
     rest = letters[:dim] + letters[dim + 1 :]
@@ -123,7 +116,6 @@ def select(op: Op, reading: Reading) -> str:
 
 
 def padding(op: Op, reading: Reading) -> str:
-    """``pad``: padded dimensions change, the others stay."""
     letters = names(len(operand(op, reading)))
     pads = numbers(argument(op, 1, "pad"))
     padded = {len(letters) - 1 - index // 2 for index, amount in enumerate(pads) if amount}
@@ -132,7 +124,7 @@ def padding(op: Op, reading: Reading) -> str:
 
 
 def pixel_shuffle(op: Op, reading: Reading) -> str:
-    """``pixel_shuffle``: two factors of the channels move into space."""
+    """Two factors of the channels move into space."""
     r = number(op.args[1])
     return f"self[... channels*r={r}*s={r} h w] -> [... channels h*r w*s]"
 
@@ -188,7 +180,7 @@ def _regroup(name: str, flat: Dim, news: list[int], sizes: tuple[int, ...], made
 
 
 def _groups(old: tuple[int, ...], new: tuple[int, ...]) -> Iterator[tuple[list[int], list[int]]]:
-    """The smallest runs of old and new dimensions with equal products; dimensions of size 1 are left out."""
+    """The smallest runs of old and new dimensions with equal products, without dimensions of size 1."""
     olds = [index for index, size in enumerate(old) if size != 1]
     news = [index for index, size in enumerate(new) if size != 1]
     i = j = 0

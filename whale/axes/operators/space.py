@@ -1,4 +1,6 @@
-"""Ops over space: convolutions, pools, interpolation, padding; and Fourier transforms, whose dimensions are whole and get other sizes."""
+"""Ops over space (convolutions, pools, interpolation, padding) and Fourier transforms, whose dimensions are whole and change their
+sizes.
+"""
 
 from __future__ import annotations
 
@@ -21,14 +23,14 @@ def resized(op: Op, reading: Reading) -> str:
 
 
 def sampled(op: Op, reading: Reading) -> str:
-    """``grid_sampler``: values of an image at places, each by itself; the image's own space is whole."""
+    """``grid_sampler``: independent samples of an image at given places; the image's own space is whole."""
     space = [f"x{index}!" for index in range(len(operand(op, reading)) - 2)]
     places = [f"y{index}" for index in range(len(space))]
     return write([("input", ["n", "channels", *space]), ("grid", ["n", *places, "_place!"])], ["n", "channels", *places])
 
 
 def placed(op: Op, reading: Reading) -> str:
-    """``affine_grid_generator``: the places that each row's matrix moves an image's to."""
+    """``affine_grid_generator``: the places of an image moved by each row's matrix."""
     return write([("theta", ["n", "_to!", "_from!"])], ["n", *(f"_y{index}!" for index in range(len(op.outputs[0].shape) - 1))])
 
 
@@ -38,14 +40,14 @@ def _num_spatial(op: Op) -> int:
 
 
 def _sides(op: Op, reading: Reading) -> tuple[str, str, str, str]:
-    """Of a convolution, the rows where it has some, and the space of what it reads, of its kernel, and of what it makes."""
+    """Of a convolution, the batch if it has one, and the space of its input, its kernel and its result."""
     dims, weight = operand(op, reading), operand(op, reading, 1)
     space, kernel, made = (" ".join(f"{kind}{index}!" for index in range(len(weight) - 2)) for kind in ("x", "k", "y"))
     return "n " if len(dims) == len(weight) else "", space, kernel, made
 
 
 def convolution(op: Op, reading: Reading) -> str:
-    """Convolution: input channels are contracted, output channels and groups kept, space is whole (halos)."""
+    """Input channels are contracted, output channels and groups kept, space is whole (halos)."""
     groups = argument(op, 6 if op.target.split(".")[1] != "convolution" else 8, "groups", 1)
     n, space, kernel, made = _sides(op, reading)
     g = f"groups={number(groups)}"
@@ -53,7 +55,7 @@ def convolution(op: Op, reading: Reading) -> str:
 
 
 def transposed_convolution(op: Op, reading: Reading) -> str:
-    """Transposed convolution: as convolution, with the weight's two channel dimensions exchanged."""
+    """As `convolution`, with the weight's two channel dimensions exchanged."""
     groups = f"groups={number(argument(op, 6, 'groups', 1))}"
     n, space, kernel, made = _sides(op, reading)
     source = f"{groups}*in_channels"
@@ -99,12 +101,7 @@ SPACE: Family = {
 
 
 def transform(position: int = 2, default: Argument = None) -> Template:
-    """``input[a b!] -> [a _new_b!]``, along given dimensions; where none are, along the last ones that have new sizes, or all.
-
-    Args:
-        position: of the dimensions among the arguments.
-        default: the dimensions where the op is given none.
-    """
+    """``input[a b!] -> [a _new_b!]`` along given dimensions; else along the last ones that have new sizes, or all."""
 
     def rule(op: Op, reading: Reading) -> str:
         letters = names(len(operand(op, reading)))
@@ -127,7 +124,6 @@ def short_transform(op: Op, reading: Reading) -> str:
 
 
 def inverse_short_transform(op: Op, reading: Reading) -> str:
-    """``istft``: frequencies by frames become a row of samples."""
     rows = names(len(op.outputs[0].shape) - 1)
     return write([("self", [*rows, "frequencies!", "frames!"]), *_window(op, reading)], [*rows, "_samples!"])
 
