@@ -1,8 +1,4 @@
-"""What training changes, on one rank: it outlives the runtime that works on it, and is what a checkpoint holds.
-
-It knows nothing of process groups or programs. A plan says which parts of which tensors it holds; another runtime for
-the same plan takes it over as it is.
-"""
+"""The state of a training on one rank: what a checkpoint holds. It outlives runtimes, and knows neither process groups nor programs."""
 
 from __future__ import annotations
 
@@ -22,17 +18,17 @@ from whale.runtime.state.scaling import LossScale, by_type
 from whale.runtime.state.sparse_sums import added
 
 _AVERAGE = "whale_average"
-"""The entry of a parameter's average beside what the optimizer keeps for it."""
+"""Key of a parameter's average among its optimizer state."""
 
 
 def without_averages(kept: OptimizerState) -> OptimizerState:
-    """What `EngineState.read_kept` gave, as far as the optimizer kept it."""
+    """The optimizer's part of `EngineState.read_kept`."""
     state = {name: {key: value for key, value in entries.items() if key != _AVERAGE} for name, entries in kept.state.items()}
     return OptimizerState({name: entries for name, entries in state.items() if entries}, kept.options)
 
 
 class _Replaced(list[dict[str, Any]]):
-    """The groups of an optimizer that the engine has replaced."""
+    """The parameter groups of an optimizer that the engine has replaced: any access raises."""
 
     def __getitem__(self, _: Any) -> NoReturn:
         raise self._error()
@@ -52,21 +48,21 @@ class EngineState:
     """The state of a training.
 
     Attributes:
-        tensors: parameters and buffers that this rank owns, or its parts of them, by canonical name, as ops read them.
-        kept: of the parameters, what the optimizer steps: the same tensors where nothing says otherwise (`ParameterState`); what other
-            owners keep is not there.
-        optimizer: the user's, over what is kept; None if this rank keeps nothing, or none was given.
+        tensors: this rank's parameters and buffers, or its parts of them, by canonical name, as ops read them.
+        kept: what the optimizer steps, by parameter: the same tensors unless `ParameterState` says otherwise; without what only other
+            owners keep.
+        optimizer: the user's, over `kept`; None if this rank keeps nothing, or none was given.
         scheduler: the user's learning-rate scheduler; None likewise.
-        step_number: steps done; with a seed it decides the random numbers of the next.
-        position: where the data goes on, plain data of a loader, read from a checkpoint and not gone on from yet; else None.
-        num_advanced: steps done since it was made, or loaded.
-        noted_settings: of the optimizer, as the last step, or who made or loaded it, has left them.
-        loss_scale: of a training in float16; None for others.
-        decay: of the averages of weights; None where there are none.
-        averages: moving averages of what is kept, by name; empty before the first step.
-        was_skipped: whether the last step left out its update, for a loss or gradients that were not finite.
-        is_whole: whether all of it is of one step: no update is under way, and none was left in the middle.
-        has_moved_statistics: whether steps have moved buffers (running statistics) on their owners, each by its own rows.
+        step_number: finished steps; with a seed it decides the random numbers of the next.
+        position: the loader's position from a checkpoint, until the loader resumes from it.
+        num_advanced: steps since this was made or loaded.
+        noted_settings: of the optimizer, after the last step, or when made or loaded.
+        loss_scale: for float16; else None.
+        decay: of the averages of weights; None for no averages.
+        averages: moving averages of `kept`, by name; empty before the first step.
+        was_skipped: whether the last update was skipped for non-finite loss or gradients.
+        is_whole: whether all of it belongs to one step: no update is in progress or was interrupted.
+        has_moved_statistics: whether buffers (running statistics) may differ between owners, each updated by its own rows.
     """
 
     tensors: dict[str, torch.Tensor]
@@ -89,7 +85,6 @@ class EngineState:
 
     @cached_property
     def parameters(self) -> dict[str, nn.Parameter]:
-        """The tensors that are trained, by name."""
         return {name: value for name, value in self.tensors.items() if isinstance(value, nn.Parameter)}
 
     @cached_property
@@ -98,46 +93,46 @@ class EngineState:
 
     @property
     def lasting(self) -> dict[str, torch.Tensor]:
-        """What a checkpoint holds of them: parameters as the optimizer steps them, and buffers."""
+        """What a checkpoint holds: parameters as the optimizer steps them, and buffers."""
         found = {name: self.kept.get(name) if name in self.parameters else value for name, value in self.tensors.items()}
         return {name: value for name, value in found.items() if value is not None}
 
     def gradients(self) -> dict[str, torch.Tensor]:
-        """The gradients that the optimizer has now, by name."""
+        """The gradients of the optimizer's parameters, by name."""
         return {name: p.grad for name, p in self.kept.items() if p.grad is not None}
 
     def give_gradients(self, gradients: Mapping[str, torch.Tensor]) -> None:
-        """Gives parameters these gradients, by name, and no others."""
+        """Sets these gradients and no others."""
         self.forget_gradients()
         for name, gradient in gradients.items():
             self.kept[name].grad = gradient
 
     def add_gradients(self, gradients: Mapping[str, torch.Tensor]) -> None:
-        """Adds these gradients, by name, to those that the optimizer has."""
+        """Adds to the gradients of the optimizer's parameters."""
         for name, gradient in gradients.items():
             parameter = self.kept[name]
             parameter.grad = gradient if parameter.grad is None else added(parameter.grad, gradient)
 
     def forget_gradients(self) -> None:
-        """Leaves no parameter a gradient."""
+        """Sets all gradients to None."""
         for parameter in (*self.parameters.values(), *self.kept.values()):
             parameter.grad = None
 
     def release(self, name: str) -> torch.Tensor | None:
-        """Lets go of a tensor; gives what lasts of it, which is somebody else's then. None where this rank keeps nothing of it."""
+        """Removes a tensor; returns what a checkpoint would hold of it, which then belongs to the caller. None if that is nothing."""
         self.parameters.pop(name, None)
         held = self.tensors.pop(name, None)
         return self.kept.pop(name, None if isinstance(held, nn.Parameter) else held)
 
     def release_optimizer(self) -> None:
-        """Lets go of the optimizer's state and parameters; who still has the optimizer at hand is told when he looks into it."""
+        """Drops the optimizer's state and parameters; later accesses to its groups raise."""
         for optimizer in members_of(self.optimizer).values():
             optimizer.state = collections.defaultdict(dict)
             optimizer.param_groups = _Replaced()
         self.optimizer = self.scheduler = None
 
     def keep_to_itself(self) -> None:
-        """Lets nobody else step the optimizer: whoever has it at hand, or gives it to a `GradScaler`, would apply gradients twice."""
+        """Makes steps of the optimizer from outside raise: by the user or a `GradScaler` they would apply gradients twice."""
 
         def check(*_: object) -> None:
             if not self._is_advancing:
@@ -148,14 +143,14 @@ class EngineState:
                 )
 
         for optimizer in members_of(self.optimizer).values():
-            if getattr(optimizer, "_optimizer_step_pre_hooks", None) is not None:  # some, around another, are no whole Optimizer
+            if getattr(optimizer, "_optimizer_step_pre_hooks", None) is not None:  # some wrappers do not call Optimizer.__init__
                 optimizer.register_step_pre_hook(check)
 
     def advance(self, loss: torch.Tensor, *, applies: bool = True) -> None:
-        """One step: applies the gradients that the parameters have, or leaves them out.
+        """One step: applies the gradients, or skips them.
 
         Args:
-            loss: of the step, for a scheduler that goes by it, as `torch.optim.lr_scheduler.ReduceLROnPlateau` does.
+            loss: for a scheduler that reads it, as `torch.optim.lr_scheduler.ReduceLROnPlateau`.
             applies: whether the gradients are applied.
         """
         self.is_whole = False
@@ -176,7 +171,7 @@ class EngineState:
         self.is_whole = True
 
     def _average(self) -> None:
-        """Moves the averages towards the weights, as `torch.optim.swa_utils.get_ema_multi_avg_fn` does: the first are the weights."""
+        """Updates the averages like `torch.optim.swa_utils.get_ema_multi_avg_fn`; they start as the weights."""
         if self.decay is None:
             return
         if not self.averages:
@@ -186,7 +181,7 @@ class EngineState:
             torch._foreach_lerp_(averages, weights, 1 - self.decay)
 
     def swap_averages(self) -> None:
-        """Gives the weights the values of their averages, and the reverse."""
+        """Exchanges the weights and their averages."""
         with torch.no_grad():
             for name, average in self.averages.items():
                 weight = self.kept[name].detach()
@@ -195,13 +190,13 @@ class EngineState:
                 average.copy_(before)
 
     def read_kept(self) -> OptimizerState:
-        """What the optimizer keeps for each parameter, and its average."""
+        """The optimizer's state of each parameter, and its average."""
         read = read_optimizer(self.optimizer, self.kept)
         entries = {name: {**read.state.get(name, {}), _AVERAGE: average} for name, average in self.averages.items()}
         return OptimizerState({**read.state, **entries}, read.options)
 
     def take_kept(self, saved: OptimizerState) -> None:
-        """Goes on from what `read_kept` gave under any plan, of at least the parameters here; its tensors become the state's own.
+        """Restores the result of `read_kept` under any plan, for at least the parameters here; its tensors become this state's own.
 
         Raises:
             CheckpointError: as `write_optimizer`.
@@ -212,15 +207,15 @@ class EngineState:
 
     @property
     def settings(self) -> list[dict[str, object]]:
-        """The optimizer's, by group, as far as they are plain values."""
+        """The optimizer's plain settings, by group."""
         return plain_settings(self.optimizer)
 
     def note_schedule(self) -> None:
-        """Takes down where the scheduler stands, which has come there rightly."""
+        """Notes the scheduler's position, to notice steps from outside."""
         self._scheduled = getattr(self.scheduler, "last_epoch", None)
 
     def look_at_schedule(self) -> None:
-        """Warns, once, of a scheduler that somebody else has stepped since the last step."""
+        """Warns, once, if the scheduler was stepped from outside since the last step."""
         now = getattr(self.scheduler, "last_epoch", None)
         if self._scheduled in (None, now) or self._has_told_of_schedule:
             return

@@ -1,14 +1,14 @@
-"""Weights that owners share out, each with its part, or have on hosts: brought bucket by bucket before ops read them, and let go after.
+"""Weights that are sharded over owners or kept on hosts: gathered bucket by bucket before ops read them, and freed after.
 
 A visit is one pass through a stage: F or R forward, B backward. All owners run equal schedules, so they make the same visits in the same
-order, and in each of them every bucket of the stage is gathered once, in one order: of first use forward, of last use backward. Who needs a
-bucket starts all that come before it, and the next; whatever was not needed starts at the end.
+order, and each visit gathers every bucket of the stage once, in one order: of first use forward, of last use backward. A needed bucket
+starts with all before it, and the next; those never needed start at the end.
 
-    F   gather 0, 1 | ops of 0 | let 0 go, gather 2 | ops of 1 | ...
-    B   gather 2, 1 | ops of 2 | let 2 go, gather 0 | ...           a segment that is computed again needs all of its buckets at once
+    F   gather 0, 1 | ops of 0 | free 0, gather 2 | ops of 1 | ...
+    B   gather 2, 1 | ops of 2 | free 2, gather 0 | ...           a recomputed segment needs all of its buckets at once
 
-Buckets whose owners make unlike visits are gathered before a run and let go after it; so are those of stages whose weight gradients wait.
-What an owner has on its host, and nobody else a part of, is copied to where ops read it; what is shared out goes through a flat buffer.
+Buckets whose owners make different visits, or whose weight gradients wait, are gathered before a run and freed after it.
+A bucket that one owner alone has on its host is copied to where ops read it; a sharded one goes through a flat buffer.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from whale.sharding.buckets import NUM_AT_ONCE, Bucket, Visits
 
 
 class GatheredWeights:
-    """The weights of a rank that are there while ops read them alone.
+    """The weights of a rank that exist only around the ops that read them.
 
     Args:
         buckets: of the whole plan.
@@ -42,12 +42,12 @@ class GatheredWeights:
         groups: one per owner set.
         waits: how communication is waited for.
         copies: from the host.
-        watch: told of each wait, of memory that comes and goes, and of what is made on the host.
+        watch: called for each wait, each resized storage, and each host tensor.
 
     Attributes:
         buckets: as given.
-        parts: what this rank keeps, as ops read it, in the memory where it waits.
-        numbers: per parameter, the buckets that bring it.
+        parts: what this rank keeps, in the type that ops read, on the device or host where it stays.
+        numbers: per parameter, its buckets.
         speaks: whether some come from other ranks.
     """
 
@@ -81,7 +81,7 @@ class GatheredWeights:
                 self._parcels[number] = self._parcel(bucket, holdings, rank, world_ranks, tensors)
                 self.numbers |= {name: (*self.numbers.get(name, ()), number) for name in bucket.names}
         self.speaks = any(parcel.plan.is_shared_out for parcel in self._parcels.values())
-        self._users: Counter[int] = Counter()  # per memory of a weight, the buckets of it that are here
+        self._users: Counter[int] = Counter()  # per storage of a weight, the number of its buckets that are here
         self._order: tuple[int, ...] = ()
         self._num_started = 0
         self._is_backward = False
@@ -106,7 +106,7 @@ class GatheredWeights:
 
     @contextmanager
     def run(self, visits: Visits) -> Iterator[None]:
-        """Inside of it what no visit gathers is there. After an error nothing is: the next run may be with other weights."""
+        """Around a run: gathers buckets that no visit gathers. After an error nothing is there: the next run may have other weights."""
         try:
             for number in visits.throughout:
                 self._start(number)
@@ -118,7 +118,7 @@ class GatheredWeights:
             yield
             self._drop(visits.throughout)
         except BaseException:
-            self._copies.finish()  # they write to what is let go
+            self._copies.finish()  # they write to what is freed
             for place in (place for parcel in self._parcels.values() for place in parcel.taken):
                 place.held.untyped_storage().resize_(0)
             for left in (self._under_way, self._here, self._users):
@@ -126,11 +126,11 @@ class GatheredWeights:
             raise
         finally:
             self._order, self._throughout = (), frozenset()
-            self._copies.finish()  # what they read is written by whoever has it
+            self._copies.finish()  # what they read may be written after
 
     @contextmanager
     def visit(self, order: Sequence[int], *, backward: bool) -> Iterator[None]:
-        """One pass through a stage that gathers these buckets, in this order."""
+        """Around one pass through a stage that gathers these buckets in this order."""
         self._order, self._num_started, self._is_backward = tuple(order), 0, backward
         yield
         for number in self._order[self._num_started :]:
@@ -142,7 +142,7 @@ class GatheredWeights:
         self._order = ()
 
     def need(self, numbers: Iterable[int]) -> None:
-        """Brings buckets, which an op is about to read."""
+        """Gathers buckets that an op is about to read."""
         for number in numbers:
             if number in self._here:
                 continue
@@ -153,7 +153,7 @@ class GatheredWeights:
             self._arrive(number)
 
     def let_go(self, numbers: Iterable[int], *, backward: bool) -> None:
-        """Frees buckets, which no op reads any more in a pass of this direction."""
+        """Frees buckets that no op reads any more, if the current pass has this direction."""
         if backward == self._is_backward:
             self._drop(number for number in numbers if number not in self._throughout)
 
@@ -193,7 +193,7 @@ class GatheredWeights:
             self._copies.is_read(flat)
 
     def _make_room(self, place: Place) -> None:
-        """Memory for a weight, unless another bucket of it is here."""
+        """Allocates a weight's storage, unless another of its buckets is here."""
         memory = place.held.untyped_storage()
         if not self._users[memory._cdata]:
             memory.resize_(place.held.numel() * place.held.element_size())

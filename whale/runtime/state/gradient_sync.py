@@ -1,23 +1,18 @@
-"""Gradient synchronisation: buckets of what equal ranks own, each reduced while the backward pass still runs.
+"""Gradient synchronisation: buckets of equal owners (`whale.sharding.buckets`), each reduced while the backward pass still runs.
 
-Every parameter lies on the ranks that own it; its gradient is the sum over them. What shares a flat bucket says
-`whale.sharding.buckets`; a bucket is sent once each of its gradients is final: to all owners, or each run of it to the owner that keeps it.
+A gradient is the sum over the ranks that own its parameter. A bucket is sent once all of its gradients are final: to all owners, or each
+run of it to the owner that keeps it. `p.grad` is a view into the bucket from the start of the step. Only a part of a parameter, a gradient
+that another rank contributes, or one that stays on its keeper alone, is separate and copied when its bucket starts. At the end
+what the optimizer steps gets its gradient, in its own type and memory. Sparse gradients are summed one by one, after all others.
 
-Gradients are accumulated in the buckets themselves: `p.grad` is a view of its place from the start of the step. Only a part
-of a parameter, a gradient that another rank answers for, or one that only its keeper is left with, is made by itself and copied when
-its bucket starts. What the optimizer steps gets its gradient in the end, in its own type and memory.
-
-Gradients that are values and indices are summed each by itself, behind all others.
-
-A bucket that only keepers are left with has memory from its start until its sum has come: then they have taken it, and it is let go. So has
-what travels in a type of its own, to which gradients are rounded. `NUM_AT_ONCE` such buckets are on their way at most:
+A bucket that stays on keepers alone has memory only from its start until its sum is taken. So has one that is summed in another type, to
+which gradients are rounded. At most `NUM_AT_ONCE` such buckets are in flight:
 
     sent = round(gradients + lost)     lost = gradients + lost - sent     gradients = sum over owners of sent
 
-All buckets of a rank start in one order, the same on every rank, whatever order the gradients come in. Buckets of one
-stage start during its last backward, up to its SYNC, on all replicas at the same place of the same schedule. Those of
-weights that several stages share, or that unlike replicas hold, are final at unlike places: they start when all else is
-done, so that no rank that waits in one is missed elsewhere.
+All buckets of a rank start in one order, equal on every rank, whatever the order of the gradients. Buckets of one stage start during its
+last backward, up to its SYNC, at the same point of the same schedule on all replicas. Buckets shared by several stages, or by replicas
+with different schedules, are final at different points: they start after all else, so that no rank waits in one while others need it.
 """
 
 from __future__ import annotations
@@ -46,10 +41,10 @@ class _Slot:
 
     Attributes:
         parameter: this rank's part of the parameter.
-        index: where its elements lie in it; None for all of it.
+        index: of its elements in that; None for all.
         shape: of its elements.
         start, stop: in the flat buffer.
-        adds: whether this rank's gradient is added; else it is a copy of another's.
+        adds: whether this rank's gradient is a term of the sum; else it is a copy of another's.
         accumulates: whether the parameter's gradient is accumulated in place.
     """
 
@@ -66,7 +61,7 @@ class _Slot:
         return flat[self.start : self.stop].view(self.shape)
 
     def fill(self, flat: torch.Tensor) -> None:
-        """Of a gradient that is not accumulated in place: copies what this rank adds, and shows where the sum will be."""
+        """For a gradient that is not accumulated in place: copies this rank's term, and points `grad` to the sum."""
         gradient = self.parameter.grad
         if gradient is not None and self.adds:
             self.view(flat).copy_(gradient if self.index is None else part(gradient, self.index))
@@ -78,13 +73,13 @@ class _Slot:
 
 @dataclass(frozen=True)
 class _Collected:
-    """A parameter whose gradient goes to another tensor, or is dropped, before the optimizer's step.
+    """A parameter whose gradient is moved to another tensor, or dropped, before the optimizer's step.
 
     Attributes:
         parameter: that ops read.
-        kept: that the optimizer steps; None where others do.
-        index: where its elements lie in the parameter; None for all of it.
-        copies: whether they get memory of their own, since that of the gradient is let go.
+        kept: that the optimizer steps; None where only others do.
+        index: of its elements in the parameter; None for all.
+        copies: whether its gradient needs a copy, since the bucket is freed.
     """
 
     parameter: torch.nn.Parameter
@@ -94,7 +89,7 @@ class _Collected:
 
     @property
     def leaves_device(self) -> bool:
-        """Whether it goes to the memory of the host from that of another device."""
+        """Whether the gradient is copied from a device to the host."""
         return self.kept is not None and self.kept.device != self.parameter.device
 
     def collect(self, to_host: HostCopies) -> None:
@@ -131,16 +126,16 @@ class _Bucket:
     rows: RowSum | None = None
 
     def room(self) -> torch.Tensor:
-        """The flat buffer, of zeros."""
+        """A flat buffer of zeros."""
         return torch.zeros(self.plan.num_elements, dtype=getattr(torch, self.plan.form.dtype), device=self.device)
 
     @property
     def is_let_go(self) -> bool:
-        """Whether only keepers are left with what is in it."""
+        """Whether only keepers keep its contents."""
         return self.plan.form.sharding == "owners"
 
     def round(self) -> torch.Tensor:
-        """What travels: the flat buffer, or that rounded with what was lost before; what is lost now is kept."""
+        """What is sent: the flat buffer, or that plus earlier rounding errors, rounded; keeps the new errors."""
         assert self.flat is not None
         if self.plan.sum_dtype is None:
             return self.flat
@@ -156,12 +151,12 @@ class _Bucket:
 
     @cached_property
     def parameters(self) -> tuple[torch.nn.Parameter, ...]:
-        """Those with a place in it, each once."""
+        """Each once."""
         return tuple({slot.parameter: None for slot in self.slots})
 
     @cached_property
     def in_place(self) -> tuple[_Slot, ...]:
-        """Slots in which a gradient is accumulated."""
+        """Slots in which gradients are accumulated."""
         return tuple(slot for slot in self.slots if slot.accumulates)
 
     @cached_property
@@ -184,7 +179,7 @@ class GradientSync:
         groups: one per owner set.
         waits: how communication is waited for.
         copies: to the host, of what the optimizer steps there.
-        watch: told when each bucket begins and ends.
+        watch: called when each bucket starts and ends.
     """
 
     def __init__(
@@ -206,7 +201,7 @@ class GradientSync:
         self._hooks: list[RemovableHandle] = []
         let_go = {name for plan in buckets if rank in plan.owners and plan.form.sharding == "owners" for name in plan.names}
         bucketed = {name for plan in buckets if rank in plan.owners for name in plan.names}
-        self._collected: dict[torch.Tensor, _Collected] = {}  # when their last bucket has come
+        self._collected: dict[torch.Tensor, _Collected] = {}  # after their last bucket
         self._collected_last: list[_Collected] = []
         for name, parameter in parameters.items():
             own, stays = kept.get(name), holdings.gradient_stays(name)
@@ -223,7 +218,7 @@ class GradientSync:
                     self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
         self._buckets: list[_Bucket] = []
         self._buckets_of: dict[torch.Tensor, list[_Bucket]] = {}  # tensors are keys by identity
-        self._under_way: list[_Bucket] = []  # of those that have memory of their own for as long
+        self._under_way: list[_Bucket] = []  # of those that have memory only in flight
         self._num_coming: Counter[torch.Tensor] = Counter()
         self._scale = 1.0
         self._sparse_alone = [own for name, own in parameters.items() if name not in bucketed and holdings.gradient_is_sparse(name)]
@@ -242,11 +237,11 @@ class GradientSync:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """Everybody whom this rank exchanges gradients with, itself included."""
+        """All ranks with which this one exchanges gradients, itself included."""
         return tuple(sorted({rank for bucket in self._buckets for rank in bucket.ranks}))
 
     def begin(self, scale: float = 1.0) -> None:
-        """Forgets the last step, and makes zeros in the buckets the gradients of their parameters, which are to come times a scale."""
+        """Starts a step: zeroes the buckets, and makes them the gradients of their parameters, which will be multiplied by `scale`."""
         self._armed.clear()
         self._under_way.clear()
         self._num_coming = Counter(parameter for bucket in self._buckets if bucket.is_collected for parameter in bucket.parameters)
@@ -264,31 +259,31 @@ class GradientSync:
                 slot.parameter.grad = slot.view(bucket.flat)
 
     def arm(self, stage: int) -> None:
-        """States that the backward about to run is this stage's last of the step: what it accumulates is final."""
+        """The next backward is this stage's last of the step: what it accumulates is final."""
         self._armed.add(stage)
         for bucket in self._buckets:
             bucket.is_armed = bucket.stages <= self._armed
 
     def settle(self, stage: int, waiting: Collection[torch.Tensor]) -> None:
-        """States that the gradients of a stage are final but for parameters that wait for the weight part that comes now."""
+        """The gradients of a stage are final, except those in `waiting`, whose weight part runs next."""
         apart = set(waiting)
         for parameter, buckets in self._buckets_of.items():
             if parameter not in apart and stage in buckets[0].stages:
                 self.is_final(parameter)
 
     def is_final(self, parameter: torch.Tensor) -> None:
-        """States that the gradient of one parameter is final, and starts what can start."""
+        """One parameter's gradient is final; starts what can start."""
         self._count(self._buckets_of.get(parameter, ()))
 
     def finish_stage(self, stage: int) -> None:
-        """States that every gradient of a stage is final, and starts what can start."""
+        """Every gradient of a stage is final; starts what can start."""
         for bucket in self._buckets:
             if bucket.plan.is_at_one_place and stage in bucket.stages:
                 bucket.is_ready = True
         self._start_ready()
 
     def finish(self) -> None:
-        """States that every gradient of the rank is final, and starts the rest."""
+        """Every gradient of the rank is final; starts the rest."""
         for bucket in self._buckets:
             if not bucket.is_started:
                 self._start(bucket)
@@ -306,8 +301,8 @@ class GradientSync:
         self._copies.finish()
 
     def _take(self, bucket: _Bucket) -> None:
-        """Waits for a sum, takes it from the type in which it has come, and lets the bucket go where keepers have what is theirs."""
-        with self._copies.beside() if bucket.leaves_device else nullcontext():  # then the device's own work does not wait for it
+        """Waits for a sum and converts it; frees a bucket that only keepers keep."""
+        with self._copies.beside() if bucket.leaves_device else nullcontext():  # so that the device's main stream does not wait for it
             self._receive(bucket)
 
     def _receive(self, bucket: _Bucket) -> None:
@@ -340,14 +335,14 @@ class GradientSync:
             bucket.flat = None
 
     def abandon(self) -> None:
-        """Lets what was started end, after a step that was given up: its buffers are about to be used again."""
+        """Waits for what was started in an abandoned step: its buffers are about to be reused."""
         for bucket in self._buckets:
             if bucket.is_started:
                 self._wait(bucket)
                 bucket.sent = bucket.lost = None
 
     def forget_lost(self) -> None:
-        """Forgets what rounding has lost: the step that it is of does not count, or other weights have come."""
+        """Drops rounding errors: their step does not count, or the weights were replaced."""
         for bucket in self._buckets:
             bucket.lost = None
 
@@ -357,14 +352,14 @@ class GradientSync:
         bucket.works.clear()  # they hold the buffer
 
     def close(self) -> None:
-        """Lets go of the parameters; another may take them over."""
+        """Releases the parameters, which another may take over."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
 
     def _watcher(self, buckets: Sequence[_Bucket]) -> Callable[[torch.Tensor], None]:
-        """Called at every gradient of a parameter that has places in some buckets, so it does little."""
-        first = buckets[0]  # all are of one stage, and that is the same
+        """A hook on every gradient of a parameter with slots in some buckets; kept cheap."""
+        first = buckets[0]  # all are of the same stage
 
         def on_gradient(_: torch.Tensor) -> None:
             if first.is_armed:
@@ -373,7 +368,7 @@ class GradientSync:
         return on_gradient
 
     def _leaver(self, collected: _Collected, places: frozenset[int]) -> Callable[[torch.Tensor], None]:
-        """Called at every gradient of a parameter that nobody else has, and that is stepped on the host."""
+        """A hook on the gradients of a parameter that no other rank has, and that is stepped on the host."""
 
         def on_gradient(_: torch.Tensor) -> None:
             if places <= self._armed:

@@ -1,4 +1,4 @@
-"""The part of every parameter that a rank holds, as tensors: cut out of the whole, and the places of pieces in it."""
+"""The part of every parameter that a rank holds, as tensors: cut out of the whole, and indexed by pieces."""
 
 from __future__ import annotations
 
@@ -18,51 +18,44 @@ from whale.sharding.parameters import ParameterShardings, parameter_shardings
 
 @dataclass(frozen=True)
 class Holdings:
-    """What all ranks hold.
-
-    Attributes:
-        plan: who holds which parameters.
-        shardings: in which parts.
-    """
+    """What all ranks hold, by a plan and its parameter shardings."""
 
     plan: Plan
     shardings: ParameterShardings
 
     @staticmethod
     def of(plan: Plan, model: ModelGraph, axes: Axes | None) -> Holdings:
-        """The holdings of a plan for a model; axes are known where some stage is sharded."""
+        """The holdings of a plan for a model; `axes` are needed where some stage is sharded."""
         return Holdings(plan, parameter_shardings(plan, model, axes))
 
     def held(self, name: str, rank: int) -> Region:
-        """What a rank of the plan, which has it, holds of a parameter."""
+        """The region of a parameter that a rank of the plan holds."""
         return self.shardings.gradient(name).held[rank]
 
     def kept(self, name: str, rank: int | None) -> Region | None:
-        """What the optimizer of a rank of the plan steps of a parameter; None where it has none of it."""
+        """The region of a parameter that a rank's optimizer steps; None if it has none of it."""
         return None if rank is None else self.shardings.kept(name).held.get(rank)
 
     def kept_index(self, name: str, rank: int) -> tuple[Index, ...] | None:
-        """Where that lies in what the rank holds; None for all of it."""
+        """Index of that in what the rank holds; None for all."""
         region = self.kept(name, rank)
         assert region is not None, "who keeps nothing of it does not ask"
         return self.index(name, region, self.held(name, rank))
 
     def is_cut_by_keepers(self, name: str) -> bool:
-        """Whether several owners each keep rows of what their optimizers step."""
+        """Whether several owners each keep rows of the optimizer's form."""
         return name in self.shardings.keeping and bool(self.shardings.keeping[name][0].rows)
 
     def gradient_stays(self, name: str) -> bool:
-        """Whether every owner's gradient stays until the next step."""
+        """Whether every owner keeps its gradient until the next step."""
         form = self.plan.state_of(name).gradient
         return form is None or form.sharding == "stage"
 
     def gradient_is_sparse(self, name: str) -> bool:
-        """Whether its gradient is values and indices of rows."""
         form = self.plan.state_of(name).gradient
         return form is not None and form.is_sparse
 
     def pieces(self, name: str) -> tuple[Piece, ...]:
-        """The pieces of a parameter, in order."""
         return self.shardings.gradient(name).pieces
 
     def is_sharded(self, name: str) -> bool:
@@ -70,12 +63,12 @@ class Holdings:
         return self.shardings.is_sharded(name)
 
     def lacks(self, replica: int, stage: Stage) -> list[str]:
-        """The parameters and buffers that a stage has in some mode, and does not hold."""
+        """The parameters and buffers that a stage reads in some mode without holding them."""
         held = frozenset(self.shardings.pattern_at[replica, stage.index].parameters)
         return [name for name in stage.parameters if name not in held]
 
     def borrowers(self, plan: Plan) -> dict[str, tuple[int, ...]]:
-        """The parameters and buffers that stages lack in a mode with this plan, and the ranks of the plan that are lent them."""
+        """The parameters and buffers that stages lack in a mode with this plan, and the ranks of the plan that borrow them."""
         found: dict[str, set[int]] = {}
         for replica in plan.replicas:
             for stage in replica.stages:
@@ -88,29 +81,29 @@ class Holdings:
         return [rank for rank, region in self.shardings.kept(name).held.items() if self.index(name, region) is not None]
 
     def whole(self, model: ModelGraph, name: str, form: Form | None = None) -> Whole:
-        """A parameter or buffer of the model in a form, by default that which ops read, as what its parts are moved by."""
+        """A parameter or buffer in a form, by default that which ops read, for `perform`."""
         dtype = getattr(torch, (form or self.plan.state_of(name).compute).dtype)
         return Whole(name, model.parameter_by_name[name].spec.shape, dtype, self.shardings.space(name))
 
     def index(self, name: str, region: Region, within: Region | None = None) -> tuple[Index, ...] | None:
-        """Where a region lies in a tensor that holds another one (by default the whole parameter); None for all of it."""
+        """Index of a region in a tensor that holds `within` (by default the whole parameter); None for all."""
         outer = self.shardings.gradient(name).hull if within is None else within
         if region == outer:
             return None
         return tuple(map(as_index, self.shardings.space(name).positions(region, outer)))
 
     def cut_out(self, name: str, rank: int, whole: Tensor) -> Tensor:
-        """The part of a parameter or buffer that a rank holds; a view of it where that can be."""
+        """The part of a parameter or buffer that a rank holds; a view if possible."""
         index = self.index(name, self.held(name, rank))
         return whole if index is None else part(whole, index)
 
     def answered_for(self, name: str, rank: int) -> list[tuple[Index, ...] | None]:
-        """Where in what a rank keeps of a parameter those pieces lie that it is the lowest keeper of; None for all of it."""
+        """Per piece of which a rank is the lowest keeper, its index in what the rank keeps; None for all."""
         kept = self.kept(name, rank)
         pieces = self.shardings.kept(name).pieces if kept is not None else ()
         return [self.index(name, piece.region, kept) for piece in pieces if piece.owners[0] == rank]
 
 
 def discover_if_sharded(plan: Plan, model: ModelGraph) -> Axes | None:
-    """The axes of a model, where some stage of the plan is cut; otherwise nobody needs them."""
+    """The axes of a model, if some stage of the plan is cut; else they are not needed."""
     return discover(model) if plan.is_sharded else None

@@ -1,10 +1,10 @@
-"""Copies between the memory of a device and that of its host, beside the device's own work.
+"""Copies between a device and its host, concurrent with the device's other work.
 
     device   | backward of layers 2, 1 ...      |        | forward of layer 0 | of layer 1 ...
     copies        | gradients of layer 2 | of 1 |        | weights of layer 1 |
 
-On a GPU they have a stream of their own, from and to pinned memory. A copy starts when all has run that the device was given before; who
-reads what it makes waits for its mark, the device by `arrive`, the host by `finish`. Elsewhere a copy is done when the call returns.
+On a GPU they run in a stream of their own, with pinned memory, after all work enqueued before. Readers of a copy wait for its mark: the
+device by `arrive`, the host by `finish`. On other devices a copy is done when the call returns.
 """
 
 from __future__ import annotations
@@ -16,15 +16,11 @@ import torch
 from torch import Tensor
 
 Mark = torch.cuda.Event | None
-"""What has been started up to some point; None where it is done."""
+"""The copies started up to some point; None if they are done."""
 
 
 class HostCopies:
-    """The copies of a rank.
-
-    Args:
-        device: that it computes on.
-    """
+    """The copies of a rank, for its device."""
 
     def __init__(self, device: torch.device) -> None:
         self.device, self._is_used = device, False
@@ -32,7 +28,7 @@ class HostCopies:
 
     @contextmanager
     def beside(self) -> Iterator[None]:
-        """What is started inside of it runs beside the device's other work, behind all that it was given before."""
+        """Runs what is started inside in the copy stream, after all work enqueued before."""
         if self._stream is None:
             yield
             return
@@ -42,33 +38,32 @@ class HostCopies:
             yield
 
     def mark(self) -> Mark:
-        """Of what has been started."""
         return None if self._stream is None else self._stream.record_event()
 
     def arrive(self, mark: Mark) -> None:
-        """Lets the device's other work wait for what a mark is of."""
+        """Makes the device's current stream wait for a mark."""
         if mark is not None:
             torch.cuda.current_stream(self.device).wait_event(mark)
 
     def still_read(self, tensor: Tensor) -> None:
-        """Keeps the memory of a tensor of the device, which others let go, until what has been started here is done."""
+        """Keeps a device tensor's memory until the copies started here are done."""
         if self._stream is not None:
             tensor.record_stream(self._stream)
 
     def is_read(self, tensor: Tensor) -> None:
-        """Keeps the memory of a tensor that was made here until what the device was given besides is done."""
+        """Keeps the memory of a tensor made here until the device's current stream is done with it."""
         if self._stream is not None:
             tensor.record_stream(torch.cuda.current_stream(self.device))
 
     def finish(self) -> None:
-        """Waits, on the host and on the device, for all that has been started: the host may read what came, and write what was read."""
+        """Waits, on the host and on the device, for all copies: results may be read, and sources written."""
         if self._stream is not None and self._is_used:
             self._is_used = False
             self._stream.synchronize()
             torch.cuda.current_stream(self.device).wait_stream(self._stream)
 
     def on_host(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-        """A copy of a tensor in the host's memory, which is there after `finish`."""
+        """A copy of a tensor on the host, complete after `finish`."""
         if tensor.device.type == "cpu":
             return tensor.to(dtype)
         made = torch.empty(tensor.shape, dtype=dtype, device="cpu", pin_memory=self._stream is not None)
@@ -79,6 +74,6 @@ class HostCopies:
 
 
 def pinned(tensor: Tensor, device: torch.device) -> Tensor:
-    """A tensor of the host's memory, where a GPU copies from it in memory that stays where it is."""
+    """A host tensor, pinned if a GPU copies from it."""
     is_read_by_gpu = device.type == "cuda" and tensor.device.type == "cpu"
     return tensor.pin_memory() if is_read_by_gpu and not tensor.is_pinned() else tensor

@@ -1,10 +1,8 @@
 """Several optimizers, and their schedulers, as one: each steps the parameters whose names match its pattern.
 
-    {"blocks.*.weight": muon, "*": adamw}      the first pattern that matches a name has the parameter
+    {"blocks.*.weight": muon, "*": adamw}      a parameter belongs to the first pattern that matches its name
 
-A rank makes those optimizers of whose parameters it keeps some.
-
-Only optimizers that treat every element alone may step a part of a parameter as if it were the whole.
+A rank makes the optimizers of which it keeps parameters. Only an elementwise optimizer may step a part of a parameter.
 """
 
 from __future__ import annotations
@@ -24,14 +22,7 @@ Pattern = str
 
 
 class JointOptimizer(torch.optim.Optimizer):
-    """Optimizers by the pattern of the names that each steps.
-
-    Args:
-        members: over parameters of their own each.
-
-    Attributes:
-        members: as given.
-    """
+    """Optimizers by the pattern of the names that each steps."""
 
     def __init__(self, members: Mapping[Pattern, torch.optim.Optimizer]) -> None:
         self.members = dict(members)
@@ -39,7 +30,7 @@ class JointOptimizer(torch.optim.Optimizer):
         super().__init__([{"params": group["params"]} for group in self.param_groups], {})
         self._is_made = True
 
-    # What members have is never kept twice: they replace it whenever they load.
+    # Read from the members each time: they replace their groups and state when they load.
     @property
     def param_groups(self) -> list[dict[str, Any]]:
         """The groups of all members, one after another."""
@@ -57,24 +48,19 @@ class JointOptimizer(torch.optim.Optimizer):
     def state(self, _: object) -> None: ...
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Members are made with all of their groups.
-
-        Raises:
-            ConfigError: always.
-        """
+        """Raises `ConfigError`: members are made with all of their groups."""
         if self._is_made:
             raise ConfigError(
                 "add_param_group is not supported with optimizers by name pattern: make the group in the function of its pattern"
             )
 
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """Steps all members."""
         assert closure is None, "the engine has computed the gradients"
         for member in self.members.values():
             member.step()
 
     def state_dict(self) -> dict[str, Any]:
-        """As that of one optimizer over the groups of all members."""
+        """That of one optimizer over the groups of all members."""
         state, groups = dict[int, Any](), list[dict[str, Any]]()
         for member in self.members.values():
             packed, offset = member.state_dict(), sum(len(group["params"]) for group in groups)
@@ -83,7 +69,6 @@ class JointOptimizer(torch.optim.Optimizer):
         return {"state": state, "param_groups": groups}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Gives each member its part of what `state_dict` gave."""
         left, offset = list(state_dict["param_groups"]), 0
         for member in self.members.values():
             groups, left = left[: len(member.param_groups)], left[len(member.param_groups) :]
@@ -98,41 +83,31 @@ class JointOptimizer(torch.optim.Optimizer):
 
 
 class JointScheduler:
-    """Schedulers by the pattern of the optimizer that each goes with.
-
-    Args:
-        members: over the members of a `JointOptimizer`; some may have none.
-
-    Attributes:
-        members: as given.
-    """
+    """Schedulers by the pattern of their optimizer; some members of a `JointOptimizer` may have none."""
 
     def __init__(self, members: Mapping[Pattern, Any]) -> None:
         self.members = dict(members)
 
     @property
     def last_epoch(self) -> tuple[Any, ...]:
-        """Where each stands."""
         return tuple(getattr(member, "last_epoch", None) for member in self.members.values())
 
     def step(self, metric: torch.Tensor) -> None:
-        """Steps all members; the metric is for those that go by one."""
+        """Steps all members; those that read a metric get it."""
         for member in self.members.values():
             member.step(*([metric] if reads_metric(member) else []))
 
     def state_dict(self) -> dict[Pattern, Any]:
-        """Of each member."""
         return {pattern: member.state_dict() for pattern, member in self.members.items()}
 
     def load_state_dict(self, state_dict: Mapping[Pattern, Any]) -> None:
-        """Gives each member its own, if there is one."""
         for pattern, member in self.members.items():
             if pattern in state_dict:
                 member.load_state_dict(state_dict[pattern])
 
 
 def reads_metric(scheduler: Any) -> bool:
-    """Whether a scheduler's step needs a metric, as that of `torch.optim.lr_scheduler.ReduceLROnPlateau` does."""
+    """Whether a scheduler's step needs a metric, as `torch.optim.lr_scheduler.ReduceLROnPlateau`."""
     given = inspect.signature(scheduler.step).parameters.values()
     return any(each.default is each.empty and each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD) for each in given)
 
@@ -145,7 +120,7 @@ def members_of(optimizer: torch.optim.Optimizer | None) -> Mapping[Pattern, torc
 
 
 def divided(names: Iterable[str], patterns: Iterable[Pattern]) -> dict[Pattern, list[str]]:
-    """Per pattern, the names of which it is the first to match.
+    """Per pattern, the names that it matches first.
 
     Raises:
         ConfigError: none matches some name.
@@ -175,7 +150,7 @@ def check_elementwise(optimizer: torch.optim.Optimizer | None, shard: Sequence[s
     Args:
         optimizer: of this rank.
         shard: names of the parameters of which it has only a part.
-        by_keepers: those of them that the plan cuts among those who keep shared-out state, and not among the devices of a stage.
+        by_keepers: those of them that are sharded over their owners, not over the devices of a stage.
 
     Raises:
         ConfigError: it is none of torch's elementwise optimizers.

@@ -1,4 +1,4 @@
-"""An optimizer's state by parameter name, so that any plan can take over what another plan's optimizers kept."""
+"""An optimizer's state by parameter name, so that any plan can take over the state of another plan's optimizers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from whale.errors import CheckpointError, first_few, raise_faults
 
 _NO_SETTINGS = frozenset({"params", "param_names", "foreach", "fused", "capturable", "differentiable"})
-"""Entries of a group that say whom it steps, or by which kernels; these may depend on the device."""
+"""Entries of a group for its parameters or kernels; these may depend on the device."""
 
 
 @dataclass(frozen=True)
@@ -33,15 +33,15 @@ def read_optimizer(optimizer: torch.optim.Optimizer | None, parameters: Mapping[
     """The state of an optimizer by name; the tensors are the optimizer's own.
 
     Args:
-        optimizer: over some or all of the parameters, in any groups; None keeps nothing.
-        parameters: this rank's parameters by name, the very objects that the optimizer was built with.
+        optimizer: over some or all of the parameters, in any groups.
+        parameters: this rank's parameters by name, the objects that the optimizer was built with.
 
     Raises:
-        CheckpointError: its ``state_dict()`` is of a form of its own.
+        CheckpointError: its ``state_dict()`` has a form of its own.
     """
     if optimizer is None:
         return OptimizerState()
-    # Through state_dict, not optimizer.state: optimizers may store differently from what they keep, and hooks may change it.
+    # Through state_dict, not optimizer.state: optimizers may save another form, and hooks may change it.
     packed = optimizer.state_dict()
     if not {"state", "param_groups"} <= packed.keys():
         raise CheckpointError(
@@ -60,7 +60,7 @@ def read_optimizer(optimizer: torch.optim.Optimizer | None, parameters: Mapping[
 
 
 def plain_settings(optimizer: torch.optim.Optimizer | None) -> list[dict[str, object]]:
-    """Per group of an optimizer, the settings that are plain values, and say what it computes; nothing on a device is read."""
+    """Per group, the settings that are plain values and affect the result; reads nothing from a device."""
     groups = [] if optimizer is None else optimizer.param_groups
     return [
         {key: plain for key in sorted(group) if key not in _NO_SETTINGS and (plain := _plain(group[key])) is not ...} for group in groups
@@ -68,7 +68,7 @@ def plain_settings(optimizer: torch.optim.Optimizer | None) -> list[dict[str, ob
 
 
 def _plain(value: object) -> object:
-    """A number, a word, a truth or a tuple of them, as it is written in every process; `...` for anything else."""
+    """A number, string, bool or tuple of them, equal in every process; `...` for anything else."""
     if isinstance(value, Tensor):
         return value.item() if value.device.type == "cpu" and value.numel() == 1 else ...
     if isinstance(value, (tuple, list)):
@@ -80,15 +80,15 @@ def _plain(value: object) -> object:
 
 
 def write_optimizer(optimizer: torch.optim.Optimizer | None, parameters: Mapping[str, Tensor], saved: OptimizerState) -> None:
-    """Gives an optimizer the state that was read from another, whatever parameters that one held beside.
+    """Restores an optimizer from the state of another, which may have had more parameters.
 
     Args:
-        optimizer: as in `read_optimizer`.
-        parameters: as in `read_optimizer`.
-        saved: of at least the optimizer's parameters; its tensors become the optimizer's own.
+        optimizer, parameters: as for `read_optimizer`.
+        saved: for at least the optimizer's parameters; its tensors become the optimizer's own.
 
     Raises:
-        CheckpointError: parameters of one group were saved with different hyperparameters, or a parameter was not with an optimizer.
+        CheckpointError: parameters of one group were saved with different hyperparameters, or a parameter was saved without an
+            optimizer.
     """
     if optimizer is None:
         return
@@ -97,13 +97,13 @@ def write_optimizer(optimizer: torch.optim.Optimizer | None, parameters: Mapping
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer | None, parameters: Mapping[str, Tensor], saved: OptimizerState) -> None:
-    """Raises what `write_optimizer` would, and changes nothing."""
+    """Raises as `write_optimizer`, and changes nothing."""
     if optimizer is not None:
         _fitted(optimizer, parameters, saved)
 
 
 def _fitted(optimizer: torch.optim.Optimizer, parameters: Mapping[str, Tensor], saved: OptimizerState) -> dict[str, Any]:
-    """An optimizer's own ``state_dict`` with what was saved in it."""
+    """An optimizer's own ``state_dict`` with the saved state in it."""
     packed = optimizer.state_dict()
     groups = []
     faults = []
@@ -119,7 +119,7 @@ def _fitted(optimizer: torch.optim.Optimizer, parameters: Mapping[str, Tensor], 
 
 
 def group_members(optimizer: torch.optim.Optimizer, parameters: Mapping[str, Tensor]) -> list[list[str]]:
-    """Per group of an optimizer, the names of its parameters; the arguments are those of `read_optimizer`."""
+    """Per group of an optimizer, the names of its parameters."""
     names = _names(parameters)
     return [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
 
@@ -149,7 +149,7 @@ def _common_options(number: int, members: list[str], options: Mapping[str, Mappi
 
 
 def _keep_types(optimizer: torch.optim.Optimizer, names: Mapping[int, str], saved: OptimizerState) -> None:
-    """Undoes the cast of state to the parameter's type that loading does: an fp32 average of a bf16 weight stays fp32."""
+    """Undoes the cast of state to the parameter's type on loading: an fp32 average of a bf16 weight stays fp32."""
     for parameter, entries in optimizer.state.items():
         for key, value in saved.state.get(names[id(parameter)], {}).items():
             loaded = entries.get(key)

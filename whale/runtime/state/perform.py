@@ -1,11 +1,10 @@
-"""Bringing tensors from one sharding to another: the steps of `whale.sharding.reshard`, performed on this rank.
+"""Performs the steps of `whale.sharding.reshard` on this rank, between the steps of a training.
 
-    steps        1 -> 0 x[5:8]        what a step moves, everybody copies out of what it held before into what it holds after
+    steps        1 -> 0 x[5:8]        each move is copied from what a rank held before into what it holds after
     rank 0       [0 1 2 3 4]     ->   [0 1 2 3 4 5 6 7]
     rank 1       [5 6 7]         ->   nothing
 
-Here devices are ranks of the world. It is made for what happens between steps of a training: each tensor is waited for before the next,
-so that no more than one is there twice.
+Devices are ranks of the world. Each tensor is waited for before the next, so that no more than one exists twice.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ class Whole:
     Attributes:
         name: for messages.
         shape, dtype: of all of it.
-        space: where regions lie in it; one without dimensions for a tensor that nobody holds a part of.
+        space: of its regions; without dimensions for a tensor that is never cut.
     """
 
     name: str
@@ -38,33 +37,33 @@ class Whole:
     space: IndexSpace
 
     def empty(self, region: Region, device: torch.device) -> Tensor:
-        """Room for a region."""
+        """An uninitialised region."""
         return torch.empty(self.space.shape(region) if self.space.dimensions else self.shape, dtype=self.dtype, device=device)
 
     def cut(self, held: Tensor, region: Region, within: Region) -> Tensor:
-        """A region of what is held, which may be a view."""
+        """A region of what is held; maybe a view."""
         return held if region == within else part(held, tuple(map(as_index, self.space.positions(region, within))))
 
     def write(self, held: Tensor, region: Region, within: Region, value: Tensor, *, add: bool) -> None:
-        """Puts a region into what is held, or adds it to what is there."""
+        """Writes a region into what is held, or adds it."""
         write_part(held, () if region == within else tuple(map(as_index, self.space.positions(region, within))), value, add=add)
 
 
 def perform(
     steps: Sequence[Step], whole: Whole, held: Tensor | None, region: Region | None, world: World, device: torch.device
 ) -> Tensor | None:
-    """What this rank holds of a tensor after some steps; all ranks that are in one of them call it with the same steps.
+    """What this rank holds of a tensor after some steps; a collective of all ranks in the steps.
 
     Args:
         steps: of `whale.sharding.reshard`, between ranks of the world.
         whole: the tensor.
-        held: what this rank holds; None for nothing. Where no step changes it, it is returned itself; an all-reduce works in its place.
-        region: which part of the tensor that is.
+        held: what this rank holds; None for nothing. It is returned itself if no step changes it; an all-reduce works in place.
+        region: the part of the tensor in `held`.
         world: this process among its peers.
-        device: where what this rank gets is made.
+        device: of what this rank receives.
 
     Raises:
-        RuntimeFault: a peer died, or a wait outlasted its limit.
+        RuntimeFault: a peer died, or a wait timed out.
     """
     for step in steps:
         if world.rank not in step.participants:
@@ -77,9 +76,9 @@ def perform(
         came = _exchange(own, [move for move in gotten if move.source != world.rank], whole, world)
         if is_as_it_was:
             continue
-        result = None if after is None else whole.empty(after, device).zero_()  # what nobody gives is zero
+        result = None if after is None else whole.empty(after, device).zero_()  # what nobody sends is zero
         taken: list[Region] = []
-        for move in sorted(gotten, key=lambda move: move.source):  # sums are equal on all ranks
+        for move in sorted(gotten, key=lambda move: move.source):  # one order, so that sums are equal on all ranks
             assert result is not None and after is not None, "a rank gets what it holds afterwards"
             value = own[move] if move.source == world.rank else came[move]
             adds = any(not move.region.intersect(other).is_empty for other in taken)
@@ -93,10 +92,7 @@ def perform(
 
 
 def _exchange(own: Mapping[Move, Tensor], gotten: Sequence[Move], whole: Whole, world: World) -> dict[Move, Tensor]:
-    """Sends and receives, all at once: a communicator that works in turn has no order in which ranks wait for each other.
-
-    Bytes travel, whatever the type is.
-    """
+    """Sends and receives, as bytes, all in one batch: one by one, ranks could wait for each other in a cycle."""
     sent = {move: flat_bytes(value.to(world.wire_device)) for move, value in own.items() if move.target != world.rank}
     rooms = {move: whole.empty(move.region, world.wire_device) for move in gotten}
     operations = [dist.P2POp(dist.isend, wire, move.target) for move, wire in sent.items()]
@@ -109,5 +105,5 @@ def _exchange(own: Mapping[Move, Tensor], gotten: Sequence[Move], whole: Whole, 
 
 
 def flat_bytes(tensor: Tensor) -> Tensor:
-    """A tensor as what every backend carries, whatever its type is; of one that is contiguous a view."""
+    """A tensor as bytes, which every backend sends; a view if it is contiguous."""
     return tensor.detach().contiguous().view(-1).view(torch.uint8)
