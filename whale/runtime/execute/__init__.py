@@ -1,1 +1,1 @@
-"""The running of a step: actions, messages, the agreement on a batch, the loss."""
+"""Runs a step: actions, messages, the agreement on the batch, the loss."""

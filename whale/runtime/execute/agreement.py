@@ -1,6 +1,4 @@
-"""What ranks must agree on before a step's first message: the rows and contents of the batch, the weights of the loss, and what they hold
-in common.
-"""
+"""The agreement of all ranks on a step: the batch's rows and contents, the weights of the loss, and the state that they have in common."""
 
 from __future__ import annotations
 
@@ -28,7 +26,7 @@ from whale.runtime.execute.roster import Roster
 from whale.units import listed
 
 DEVICE_STEPS = 3
-"""Steps whose batches are compared by content where they lie on a device, which has to be waited for."""
+"""Steps in which batches on a device are compared by content, for which the host waits."""
 
 _KNOWN_BY = (
     "A batch of engine.loader is known by its tensors: where all are replaced (x.to(device), which the engine does for you), replace them "
@@ -40,19 +38,18 @@ _CALLS: Mapping[str, call_check.Call] = {"train": "step", "eval": "evaluate", "p
 
 @dataclass(frozen=True)
 class _Told:
-    """What this rank says of its batch.
+    """What this rank reports of its batch.
 
     Attributes:
-        num_rows: NaN where it refuses the batch.
-        is_whole: whether it has all rows, so that it needs nobody to measure the weights of the loss.
-        capture: a number for the capture that it runs: ranks whose batches differ in size would run different ones; None where
-            it has no part of the batch.
-        contents: a digest of each tensor of a global batch, or of which batch of a loader it is; None where it cannot be compared, or is
-            not this time.
+        num_rows: NaN if it refuses the batch.
+        is_whole: whether it has all rows, so that it can compute the weights of the loss alone.
+        capture: a digest of its capture, since ranks with different batch sizes would run different ones; None if it has no part
+            of the batch.
+        contents: a digest of each tensor of a global batch, or of `place`; None if not compared.
         place: which batch of a loader it is (`BatchView.place`).
-        balance: of the rows that this rank has read for itself beside others (`shared_rows`); None as `contents`.
-        copies: what is told of weights and settings that others have too (`EqualCopies.told`).
-        refusal: why it refuses the batch; None where it does not.
+        balance: of rows that other ranks read too (`shared_pieces`); None if not compared.
+        copies: of weights and settings that others have too (`EqualCopies.told`).
+        refusal: why it refuses the batch.
     """
 
     num_rows: float
@@ -66,8 +63,8 @@ class _Told:
 
     @property
     def numbers(self) -> tuple[float, ...]:
-        """Rows, their square, whether all are here; of the capture and the contents, whether it tells, what, its square; the balance,
-        likewise without the square; what is told of copies. Sums over all ranks are exact in float64.
+        """Rows, their square, whether all are here; for capture and contents: whether there is one, its value, its square; for the
+        balance the first two; copies. Sums over all ranks are exact in float64.
         """
         told = (self.capture, None if self.contents is None else combined(self.contents))
         found = [number for one in told for number in (one is not None, one or 0, (one or 0) ** 2)]
@@ -76,12 +73,12 @@ class _Told:
 
 @dataclass(frozen=True)
 class PendingAgreement:
-    """An agreement under way.
+    """An agreement in progress.
 
     Attributes:
-        weights: the measured weights of the global batch where they are known at once (on ranks that count their terms);
-            None where `finish` brings them.
-        finish: waits, and gives the weights that were summed; raises `BatchError` where ranks differ.
+        weights: the measured weights of the global batch if they are known at once (on ranks that count their terms); None if
+            `finish` returns them.
+        finish: waits, and returns the summed weights; raises `BatchError` if ranks differ.
     """
 
     weights: list[torch.Tensor] | None
@@ -89,20 +86,19 @@ class PendingAgreement:
 
 
 class Agreement:
-    """Checks the batch in one small all-reduce that hides behind the first forward, and sums the measured weights in a second.
+    """Checks the batch in a small all-reduce behind the first forward, and sums the measured weights in a second.
 
-    There is a second one only where some rank has not all rows, and it starts when the first has come: a rank that calls
-    something else sums no weights.
+    The second runs only if some rank lacks rows, and after the first: a rank in another call sums no weights.
 
     Args:
         plan: how rows are divided.
         model: the captured model.
         weights: the loss terms whose weights the batch decides.
         stages: of this rank.
-        tensors: what weights may read beside the batch.
-        roster: who is who.
+        tensors: what weights may read besides the batch.
+        roster: the ranks.
         world_sums: sums over all ranks.
-        copies: what this rank holds in common with others; None where nothing is trained.
+        copies: what this rank has in common with others; None without training.
     """
 
     def __init__(
@@ -140,15 +136,15 @@ class Agreement:
         return self._divided[num_rows]
 
     def begin(self, batch: BatchView, call: call_check.Call | None = None) -> PendingAgreement:
-        """Starts the agreement. Where this rank alone refuses the batch, the others learn that ranks differ.
+        """Starts the agreement. If only this rank refuses the batch, the others learn that ranks differ.
 
         Args:
-            batch: the rows in hand.
+            batch: this rank's rows.
             call: of the engine; None for that of the mode.
 
         Raises:
             BatchError: the batch is too small for the plan, or its rows differ between ranks.
-            RuntimeFault: ranks hold unlike weights of one parameter, or unlike settings of the optimizer.
+            RuntimeFault: ranks hold different weights of one parameter, or different settings of the optimizer.
         """
         self._call = call or _CALLS[self._mode]
         try:
@@ -168,14 +164,14 @@ class Agreement:
         return PendingAgreement(None, lambda: self._end(first, told, measured))
 
     def refuse(self, reason: WhaleError, call: call_check.Call | None = None) -> None:
-        """Takes part where this rank has found its batch bad, so that no other rank waits for it."""
+        """Takes part although this rank refuses its batch, so that no other rank waits for it."""
         self._call = call or _CALLS[self._mode]
         with suppress(BatchError):  # this rank's own error says more
             refusal = _Told(math.nan, refusal=reason.message)
             self._end(self._start(refusal), refusal, None)
 
     def answers_for(self, term: int) -> bool:
-        """Whether this rank is the one that tells all others a term's weight."""
+        """Whether this rank reports a term's weight to all others."""
         rank_place = self._rank_place
         return rank_place is not None and rank_place.replica == 0 and rank_place.position == 0 and bool(self._loss_stages[term])
 
@@ -183,10 +179,10 @@ class Agreement:
         return torch.zeros(len(self._weights.measured), dtype=torch.float64, device=self._world.device)
 
     def _told(self, batch: BatchView) -> _Told:
-        """What is said of a batch: digests of it where all ranks have it, of the rows that others read too where each reads its own.
+        """The report on a batch: digests of it if all ranks have it, else of the rows that others read too.
 
-        What lies on a device is looked at in the first steps alone, and in the first ones after batches of the other kind: a script may
-        have lost what a loader's batch is known by.
+        Batches on a device are digested only in the first steps, and after a change between batches of a loader and others: a script may
+        have lost the loader's mark.
         """
         if self._compares_places != (batch.place is not None):
             self._num_compared, self._compares_places = 0, not self._compares_places
@@ -207,11 +203,11 @@ class Agreement:
         return replace(told, balance=balance(batch, self._shared[batch.num_rows]))
 
     def _start(self, told: _Told) -> tuple[torch.Tensor, Launched | None]:
-        """A sum over all ranks; what is told of the batch stays off a GPU, which is not to be waited for."""
+        """Starts the sum, on the host so that nobody waits for a GPU."""
         return self._world_sums.say(self._call, self._world.rank, told.numbers)
 
     def _end(self, first: tuple[torch.Tensor, Launched | None], told: _Told, measured: torch.Tensor | None) -> list[torch.Tensor]:
-        """Compares, then sums what was measured where some rank needs it; None is measured where this rank refuses the batch."""
+        """Compares, then sums what was measured if some rank needs it; `measured` is None if this rank refuses the batch."""
         if not self._world.can_compare:
             return [] if measured is None else list(measured)
         num_whole = self._compare(first, told)
@@ -221,7 +217,7 @@ class Agreement:
         return list(measured)
 
     def _compare(self, first: tuple[torch.Tensor, Launched | None], told: _Told) -> int:
-        """Waits for what all ranks tell, and compares it; the number of ranks that have all rows."""
+        """Waits for all reports and compares them; returns the number of ranks that have all rows."""
         found = self._world_sums.hear(first, self._call, "comparing the batch")
         (count, squares, num_whole, *others, num_balanced, rest), copies = found[:_NUM_OF_BATCH], found[_NUM_OF_BATCH:]
         if math.isnan(count):
@@ -246,7 +242,7 @@ class Agreement:
         return int(num_whole)
 
     def _refuse_with_others(self, told: _Told) -> NoReturn:
-        """Says which ranks have refused their batch, and why the first of them did; all ranks come here together."""
+        """Raises which ranks have refused their batch, and why the first did. A collective."""
         found = cast(list[str | None], self._world.gather_objects(told.refusal))
         refusals = {rank: reason for rank, reason in enumerate(found) if reason is not None}
         raise BatchError(
@@ -255,7 +251,7 @@ class Agreement:
         )
 
     def _refuse_capture(self, told: _Told) -> NoReturn:
-        """Says whose batch has other sizes or parts; all ranks come here together."""
+        """Raises whose batch has other sizes or parts. A collective."""
         found = cast(list[Mapping[str, str] | None], self._world.gather_objects(None if told.capture is None else self._sizes))
         known = {rank: sizes for rank, sizes in enumerate(found) if sizes is not None}
         first, reference = next(iter(known.items()))
@@ -277,7 +273,7 @@ class Agreement:
         )
 
     def _refuse_contents(self, told: _Told) -> NoReturn:
-        """Says which tensors of the batch differ on which ranks; all ranks come here together."""
+        """Raises which tensors of the batch differ on which ranks. A collective."""
         places = self._world.gather_objects(told.place)
         if any(place is not None for place in places):
             ranks_at = {place: listed("rank", [rank for rank, each in enumerate(places) if each == place]) for place in places}
@@ -300,7 +296,7 @@ class Agreement:
         )
 
     def _measure_whole(self, batch: BatchView) -> list[torch.Tensor]:
-        """The weights of a batch that is here as a whole: nobody has to be asked."""
+        """The weights of a batch that is here as a whole: needs no other rank."""
         rows, device = [(0, batch.num_rows)], self._world.device
         return [
             self._weights.measure(position, batch, rows, self._tensors, device) if index in self._held_terms else torch.zeros(())
@@ -308,7 +304,7 @@ class Agreement:
         ]
 
     def _measure(self, batch: BatchView) -> torch.Tensor:
-        """This rank's part of the weights that the batch decides: over its own rows, in the stages that hold the terms."""
+        """This rank's part of the weights that the batch decides: over its own rows, in the stages with the terms."""
         total = self._none()
         for position, index in enumerate(self._weights.measured):
             for stage in self._loss_stages[index]:

@@ -1,17 +1,15 @@
-"""The rows of a global batch that one rank needs, has in hand, and shares with others.
+"""The rows of a global batch that one rank needs, has, and shares with others.
 
-Of every piece of rows that several ranks read for themselves, the lowest rank adds its digest as often as there are others,
-and each of these takes its own away: nothing is left if all agree.
+Ranks that read the same rows compare digests in one sum: the lowest rank adds its digest as often as there are others, and each
+other subtracts its own.
 
     rank 0   rows 0:4   + 1 x d(0:4)
     rank 1   rows 0:4   - 1 x d(0:4)     sum 0
 
-A digest reads a sample of each tensor, so that a step pays microseconds for batches of any size: enough to tell other rows, or the same
-rows in another order. It does not prove that two batches are equal to the last bit.
+A digest reads a sample of each tensor, so that it takes microseconds for any size: enough to detect other rows, or another order, but
+no proof of equality.
 
-To a GPU rows go once per step, from pinned memory, ahead of the work on them.
-
-The host is ahead of the device, so a copy on a stream of its own runs while the device still computes the step before.
+Rows go to a GPU once per step from pinned memory, on a stream of their own, while the device still computes the step before:
 
     computing    ...  step 1  ............ | step 2  F0 F1 ...
     copying               rows of step 2 --'
@@ -34,14 +32,14 @@ from whale.runtime.execute.roster import RankPlace
 from whale.units import counted
 
 Rows = tuple[tuple[int, int], ...]
-"""Half-open intervals of global row numbers, ascending, none adjacent to the next."""
+"""Half-open intervals of global row numbers, ascending, not adjacent."""
 
 
 _SMALL_BATCH = "use larger batches, or fewer devices that divide rows; drop_last=True leaves out a loader's short last batch"
 
 
 def rank_rows(plan: Plan, rank: int | None, num_rows: int) -> Rows:
-    """The rows that a rank needs for all stages it runs and all their micro-batches; none for a rank outside the plan.
+    """The rows that a rank needs for all its stages and micro-batches; none for a rank outside the plan.
 
     Raises:
         BatchError: the batch is too small for the plan.
@@ -50,11 +48,7 @@ def rank_rows(plan: Plan, rank: int | None, num_rows: int) -> Rows:
 
 
 def rank_pieces(plan: Plan, rank: int | None, num_rows: int) -> list[tuple[int, int]]:
-    """The rows that a rank takes of each micro-batch in each stage it runs; none for a rank outside the plan.
-
-    Raises:
-        BatchError: the batch is too small for the plan.
-    """
+    """The rows that a rank takes of each micro-batch in each of its stages; otherwise as `rank_rows`."""
     if rank is None:
         return []
     device = plan.devices[rank]
@@ -110,12 +104,9 @@ def merge(parts: list[tuple[int, int]]) -> Rows:
 
 
 def check_rows(plan: Plan, num_rows: int) -> None:
-    """Checks that a batch gives every device of every stage a row of every micro-batch.
+    """Raises `BatchError`, equal on every rank, unless every device of every stage gets a row of every micro-batch.
 
-    Stages that divide equally many rows equally are looked at once, however many replicas there are.
-
-    Raises:
-        BatchError: it does not, with both numbers. Every rank raises the same.
+    Stages with equal divisions of equally many rows are checked once, however many replicas there are.
     """
     try:
         rows = plan.replica_rows(num_rows)
@@ -140,7 +131,7 @@ class BatchView:
         with_rows: names of the leaves whose dimension 0 is the batch; the others are whole.
         num_rows: rows of the global batch.
         held: global row intervals that the leaves hold, ascending.
-        place: which global batch of a loader, in words, of which each rank reads its own rows; None where all ranks were given all.
+        place: names the global batch of a loader of which each rank reads its own rows; None if all ranks were given all.
     """
 
     leaves: Mapping[str, torch.Tensor]
@@ -167,12 +158,12 @@ class BatchView:
         raise AssertionError(f"rows {start}:{stop} are not among {self.held}")
 
     def picked(self, names: Iterable[str], rows: tuple[tuple[int, int], ...], move: Callable[[torch.Tensor], torch.Tensor]) -> BatchView:
-        """Some leaves with some rows alone, and where they lie in host memory, moved.
+        """Only some leaves and rows, those on the host moved.
 
         Args:
             names: of the leaves.
             rows: global row intervals, ascending, each within one that is held.
-            move: takes each leaf elsewhere.
+            move: applied to each leaf on the host.
         """
         leaves = {}
         for name in names:
@@ -182,7 +173,7 @@ class BatchView:
         return replace(self, leaves=leaves, held=rows)
 
     def rows_on(self, device: torch.device, name: str, start: int, stop: int) -> torch.Tensor:
-        """What `rows` gives, on a device: there already, or on its way from pinned memory, so that the host does not wait for the copy."""
+        """The result of `rows` on a device, by an asynchronous copy from pinned memory."""
         rows = self.rows(name, start, stop)
         if device.type == "cuda" and rows.device.type == "cpu":
             rows = rows.pin_memory()
@@ -190,48 +181,43 @@ class BatchView:
 
 
 SAMPLE = 1 << 13
-"""Elements of a tensor that are looked at."""
+"""Elements of a tensor that a digest reads."""
 BITS = 20
-"""Of a digest: the squares of 8,192 ranks' digests are summed exactly in float64."""
+"""Of a digest: the sum of 8,192 ranks' squared digests is exact in float64."""
 
 
 def digests(leaves: Mapping[str, torch.Tensor]) -> dict[str, int]:
-    """A digest of each tensor of a batch, by its name. What lies on a device is waited for."""
+    """A digest of each tensor; waits for those on a device."""
     return {name: _digest(leaf.detach()) for name, leaf in leaves.items()}
 
 
 def combined(of_leaves: Mapping[str, int]) -> int:
-    """The digests of all tensors as one of `BITS` bits."""
+    """All digests as one of `BITS` bits."""
     mixed = reduce(lambda total, value: zlib.crc32(value.to_bytes(4, "little"), total), of_leaves.values(), 0)
     return mixed & ((1 << BITS) - 1)
 
 
 def on_host(leaves: Mapping[str, torch.Tensor]) -> bool:
-    """Whether a digest of a batch waits for no device."""
+    """Whether digests wait for no device."""
     return all(leaf.device.type == "cpu" for leaf in leaves.values())
 
 
 def _digest(leaf: torch.Tensor) -> int:
-    step = max(1, leaf.numel() // SAMPLE) | 1  # odd, so that it falls on other places of each row
+    step = max(1, leaf.numel() // SAMPLE) | 1  # odd, to sample different columns of each row
     if leaf.is_contiguous():
         sample = leaf.view(-1)[::step]
-    else:  # by places, so that nothing is copied but these
+    else:  # by index, to copy only the sample
         sample = leaf[torch.unravel_index(torch.arange(0, leaf.numel(), step, device=leaf.device), leaf.shape)]
     return zlib.crc32(sample.contiguous().cpu().view(torch.uint8).numpy().tobytes())
 
 
 _WEIGHTS = 1021
-"""Pieces weigh unlike amounts below this, so that what differs in one is not made up for in another."""
+"""Pieces have different weights up to this, so that differences do not cancel."""
 
 
 @dataclass(frozen=True)
 class SharedPiece:
-    """Consecutive rows that several ranks read.
-
-    Attributes:
-        start, stop: of the global batch.
-        factor: of this rank's digest.
-    """
+    """Rows ``start:stop`` of the global batch that several ranks read, and the factor of this rank's digest."""
 
     start: int
     stop: int
@@ -239,7 +225,7 @@ class SharedPiece:
 
 
 def shared_pieces(plan: Plan, rank_place: RankPlace, num_rows: int) -> tuple[SharedPiece, ...]:
-    """The pieces of a batch that this rank reads, and others too. Replicas share none."""
+    """The pieces of a batch that this rank and others read. Replicas share none."""
     devices = {device for stage in plan.replicas[rank_place.replica].stages for device in stage.virtual_device.devices}
     rows = {rank: rank_rows(plan, rank, num_rows) for rank in sorted(plan.rank_of[device] for device in devices)}
     bounds = sorted({bound for intervals in rows.values() for interval in intervals for bound in interval})
@@ -253,13 +239,13 @@ def shared_pieces(plan: Plan, rank_place: RankPlace, num_rows: int) -> tuple[Sha
 
 
 def balance(batch: BatchView, pieces: Sequence[SharedPiece]) -> int:
-    """This rank's part of a sum that is zero if all ranks have read the same. What lies on a device is waited for."""
+    """This rank's term of a sum that is zero if all ranks have read the same; waits for tensors on a device."""
     names = sorted(batch.with_rows)
     return sum(piece.factor * combined(digests({name: batch.rows(name, piece.start, piece.stop) for name in names})) for piece in pieces)
 
 
 class InputsAhead:
-    """Brings what the stages of a rank read of a batch to where they compute.
+    """Copies what the stages of a rank read of a batch to their device.
 
     Args:
         plan: how rows are divided.
@@ -278,7 +264,7 @@ class InputsAhead:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
     def __call__(self, batch: BatchView) -> BatchView:
-        """The batch with what this rank reads of it where it is read; what lies there already is as it was."""
+        """The batch with this rank's inputs on its device."""
         if self._stream is None:
             return batch
         if batch.num_rows not in self._rows:

@@ -1,7 +1,4 @@
-"""The tensors that cross stages, seen from one replica: which regions go from which rank to which for a micro-batch.
-
-They are the moves from the tensor's sharding on one stage to that on the other; backward, of its gradient's.
-"""
+"""The tensors that cross the stages of a replica: which regions go from which rank to which for a micro-batch, and back."""
 
 from __future__ import annotations
 
@@ -23,7 +20,7 @@ class Copy:
 
     Attributes:
         tensor: op name.
-        channel: from the sender's rank to the receiver's.
+        channel: between world ranks.
         region: of the micro-batch's tensor.
     """
 
@@ -38,10 +35,10 @@ class Boundary:
 
     Args:
         plan: the plan.
-        replica: the replica this rank belongs to.
+        replica: of this rank.
         model: specs of the tensors.
         world_ranks: per rank of the plan, the rank in the world.
-        axes: of the model; needed where tensors cross in parts of another axis than the batch.
+        axes: of the model; needed where tensors cross cut along another axis than the batch.
     """
 
     plan: Plan
@@ -51,13 +48,7 @@ class Boundary:
     axes: Axes | None = None
 
     def copies(self, number: int, num_rows: int, direction: Direction) -> tuple[Copy, ...]:
-        """The copies of one edge for a micro-batch of this many rows, in the order both ends use.
-
-        Args:
-            number: of the edge in the replica.
-            num_rows: of the micro-batch.
-            direction: of the values, or of their gradients.
-        """
+        """The copies of edge `number` of the replica for a micro-batch of `num_rows` rows, in the order that both ends use."""
         key = number, num_rows, direction
         if key not in self._copies:
             self._copies[key] = tuple(self._find_copies(*key))
@@ -81,11 +72,11 @@ class Boundary:
         return dict(self.plan.batch_axes)
 
     def held(self, edge: Edge, stage: int, tensor: str, rank: int, num_rows: int) -> Region:
-        """What a rank of a stage at an end of an edge has of a tensor, or of its gradient."""
+        """A rank's region of a tensor, or of its gradient, on a stage at an end of an edge."""
         return self._crossings.value(edge, stage, tensor, num_rows).held[rank]
 
     def space(self, tensor: str, num_rows: int) -> IndexSpace:
-        """Where the elements of a micro-batch's tensor lie."""
+        """The index space of a micro-batch's tensor."""
         if any(stage.border_shard(tensor) for stage in self.replica.stages):
             assert self.axes is not None, f"%{tensor} crosses in parts of an axis whose place in it is not known"
             return shard_space(self.axes.ops[tensor].outputs[0], {axis.name: axis.size for axis in self.axes.axes}, num_rows)

@@ -1,7 +1,7 @@
-"""Whether all ranks do the same thing: each says what it does in the first message of it, which has one size whatever that is.
+"""Checks that all ranks make the same call of the engine: each reports its call in a first message of fixed size.
 
-A rank that saves alone, or has one batch fewer, meets the others in this message, so it is an error on all of them at once
-instead of a wait without end.
+A rank that saves alone, or has one batch fewer, meets the others in this message, so that all raise at once instead of waiting
+forever.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from whale.runtime.program.watch import Watch
 
 
 class WorldSums:
-    """All ranks of the world.
+    """Sums over all ranks of the world.
 
     Args:
         world: this process among its peers.
         groups: holds the group of all ranks.
-        status: where what is waited for is kept.
-        watch: told of each wait.
+        status: shows what is waited for.
+        watch: called for each wait.
     """
 
     def __init__(self, world: World, groups: Groups, status: StatusBoard, watch: Watch) -> None:
@@ -38,54 +38,54 @@ class WorldSums:
         self._peers = tuple(rank for rank in self._ranks if rank != world.rank)
 
     def start(self, tensor: torch.Tensor) -> Launched | None:
-        """Starts the sum of a tensor, in place; None where there is nobody else."""
+        """Starts an in-place sum; None for a single rank."""
         return start_sum(tensor, self._groups[self._ranks]) if self._peers else None
 
     def finish(self, work: Launched | None, what: str) -> None:
         """Waits for a sum.
 
         Raises:
-            RuntimeFault: a peer died or the wait outlasted its limit; says what for.
+            RuntimeFault: a peer died or the wait timed out.
         """
         if work is not None:
             self._status.set(what, self._peers)
             with self._watch.waiting(what):
                 self._waits.wait(work, what, self._peers)
-            self._status.set(what)  # what fails from here on fails by itself
+            self._status.set(what)  # later faults do not concern the peers
 
     def add(self, tensor: torch.Tensor, what: str) -> None:
-        """Sums a tensor, in place, and waits for it."""
+        """Sums a tensor, in place, and waits."""
         self.finish(self.start(tensor), what)
 
     def say(self, call: Call, rank: int, told: Sequence[float] = ()) -> tuple[torch.Tensor, Launched | None]:
-        """Starts the message in which each rank says what it does, what it tells beside, how busy it was, if it is about to end."""
+        """Starts the message with this rank's call, its numbers, its SIGTERM notice and its compute time."""
         busy = [0.0] * len(self._ranks)
         busy[self._rank] = self._watch.busy_seconds()
         numbers = _numbers(call, rank, (*told, *(0.0,) * (NUM_TOLD - len(told)), float(self._notice.has_come), *busy))
         return numbers, self.start(numbers)
 
     def hear(self, said: tuple[torch.Tensor, Launched | None], call: Call, what: str) -> list[float]:
-        """Waits for what all ranks together tell.
+        """Waits for the sums of all ranks' numbers.
 
         Raises:
-            RuntimeFault: as `finish`; or some do something else, the same on all.
+            RuntimeFault: as `finish`; or, on all ranks, some make another call.
         """
         self.finish(said[1], what)
         found, size = _read(said[0], call, len(self._ranks)), len(self._ranks)
         *told, self._num_noticed = found[:-size]
         busy = said[0][-size:]
-        self._busy = torch.where(busy > 0, busy, self._busy)  # other calls tell of no run
+        self._busy = torch.where(busy > 0, busy, self._busy)  # other calls report no run
         return told
 
     @property
     def num_noticed(self) -> int:
-        """How many ranks were about to be ended when all last said so: the same on all."""
+        """Ranks that had received SIGTERM at the last message: equal on all ranks."""
         return int(self._num_noticed if self._peers else self._notice.has_come)
 
     def take_busy(self) -> tuple[float, ...]:
-        """Per rank of the world, for how long it has computed in the run that it last told of, each told once; 0 where it told nothing.
+        """Per rank of the world, its compute time in its last reported run, each returned once; 0 for none.
 
-        Each rank has a place of its own in a sum, so all find the same to the last bit.
+        Each rank has its own element in a sum, so all ranks have equal bits.
         """
         found, self._busy = self._busy, torch.zeros_like(self._busy)
         return tuple(found.tolist())
@@ -113,11 +113,11 @@ Call = Literal[
 
 _CALLS: tuple[Call, ...] = get_args(Call)
 NUM_TOLD = 11 + equal_copies.NUM_TOLD
-"""Numbers that a call may tell beside itself."""
+"""Numbers that a call may send."""
 
 
 def _numbers(call: Call, rank: int, told: Sequence[float]) -> torch.Tensor:
-    """What a rank says, to be summed over all of them: per call, whether it is this rank's, and the rank's number; and what it tells."""
+    """A rank's message, to be summed over all: per call, whether it is this rank's, and the rank's number; then its numbers."""
     assert len(told) > NUM_TOLD
     values = [0.0] * (2 * len(_CALLS))
     index = 2 * _CALLS.index(call)
@@ -126,11 +126,7 @@ def _numbers(call: Call, rank: int, told: Sequence[float]) -> torch.Tensor:
 
 
 def _read(summed: torch.Tensor, call: Call, size: int) -> list[float]:
-    """What all ranks together tell.
-
-    Raises:
-        RuntimeFault: some do something else; the same on all.
-    """
+    """The summed numbers; raises `RuntimeFault`, on all ranks, if some make another call."""
     values = summed.tolist()
     told = values[2 * len(_CALLS) :]
     counts = {each: (int(values[2 * index]), int(values[2 * index + 1])) for index, each in enumerate(_CALLS) if values[2 * index]}
@@ -156,8 +152,10 @@ def call_together(call: Call, argument: float | None, world: World, world_sums: 
     """Waits until all ranks are here.
 
     Args:
-        argument: of the call, which all ranks give alike.
-        asks: whether this rank asks for something.
+        call, argument: the same on all ranks.
+        world: this process among its peers.
+        world_sums: sums over all ranks.
+        asks: whether this rank requests something.
 
     Returns:
         Whether any rank does.
@@ -167,7 +165,7 @@ def call_together(call: Call, argument: float | None, world: World, world_sums: 
     """
     if world.is_alone:
         return asks
-    # sums of squares of 24 bits are exact; so short a digest tells any two numbers of a script apart
+    # sums of squares of 24 bits are exact, and 24 bits distinguish the few arguments of a script
     told = 0 if argument is None else 1 + (zlib.crc32(struct.pack("d", argument)) & 0xFFFFFF)
     total, squares, num_asking, *_ = world_sums.hear(
         world_sums.say(call, world.rank, (float(told), float(told**2), float(asks))), call, call
@@ -178,5 +176,5 @@ def call_together(call: Call, argument: float | None, world: World, world_sums: 
 
 
 def are_equal(num: float, total: float, squares: float) -> bool:
-    """Whether so many integers are equal, by their sum and the sum of their squares, which are exact."""
+    """Whether `num` integers are equal, by their exact sum and sum of squares."""
     return int(num) * int(squares) == int(total) ** 2

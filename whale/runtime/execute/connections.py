@@ -1,4 +1,4 @@
-"""Everything that one rank speaks through: process groups, channels, sums over all ranks, and the board that others read."""
+"""The connections of one rank: process groups, channels, sums over all ranks, and its status board."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ class Connections:
     """A rank's connections to the others of a plan.
 
     Attributes:
-        roster: who is who.
+        roster: the ranks.
         groups: process groups.
         channels: between ranks.
         world_sums: sums over all ranks.
-        status: where the current action is kept for others to read.
-        watch: told when each action, message and segment begins and ends.
+        status: shows the current action to other processes.
+        watch: called when each action, message and segment begins and ends.
     """
 
     roster: Roster
@@ -36,13 +36,13 @@ class Connections:
 
     @staticmethod
     def open(roster: Roster, rank_sets: Iterable[tuple[int, ...]], pairs: Iterable[tuple[int, int]], watch: Watch) -> Connections:
-        """Makes the connections; all ranks of the world call it with the same arguments.
+        """Makes the connections; a collective of the world with equal arguments.
 
         Args:
-            roster: who is who.
-            rank_sets: ranks of the plan that sum together, beside the whole world.
-            pairs: ordered pairs of ranks of the plan between which something travels.
-            watch: told when each action, message and segment begins and ends.
+            roster: the ranks.
+            rank_sets: ranks of the plan that sum together, besides the whole world.
+            pairs: (sender, receiver) ranks of the plan.
+            watch: see `Connections`.
         """
         world = roster.world
         status = StatusBoard.open(world.rank)
@@ -53,7 +53,7 @@ class Connections:
         return made
 
     def split_group(self, stage: Stage, position: int) -> Group | None:
-        """The ranks that share the work of a device of a stage; None where it is not split."""
+        """The split group of a device of a stage; None if it is not split."""
         if stage.split == 1:
             return None
         roster = self.roster
@@ -61,7 +61,6 @@ class Connections:
         return Group(self.groups, ranks, roster.world.device, roster.world.waits, watch=self.watch)
 
     def close(self) -> None:
-        """Gives back what was made here."""
         self.channels.close()
         self.groups.close()
         self.status.finish()

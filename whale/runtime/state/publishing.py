@@ -1,11 +1,11 @@
-"""From the form that ops read to the one that the optimizer steps, when a state is made; and back, after each step.
+"""Conversion between the form that ops read and the form that the optimizer steps.
 
-in_forms   one tensor where both are equal; a view of it where they differ only in who has it, or in the type of their gradients; else a
-           copy. What comes to the device before ops read it has no memory there, but for the part that its keeper has
-publish    optimizer form --> compute form    cast, copied to the device, given to the other owners bucket by bucket
+    in_forms   one tensor if both are equal; a view if they differ only in owners, or in the type of gradients; else a copy. A gathered weight
+               has no device memory, except the part of its keeper
+    publish    optimizer form --> compute form    cast, copied to the device, sent to the other owners bucket by bucket
 
-What owners hold all of lies in the buckets themselves, and what is on its way is waited for late: by the first op of the next step that
-reads some of it, or by whoever else reads weights.
+What owners hold in full is stored in the buckets themselves, and buckets in flight are waited for late: by the first op of the next step
+that reads them, or by any other reader of weights.
 
     step    F   B  ... STEP | F: ops of bucket 0 | ops of bucket 1 |  B  ... STEP
                             |bucket 0 |bucket 1  |
@@ -43,10 +43,9 @@ def in_forms(
     Args:
         holdings: who holds which part, and in which forms.
         rank: of the plan; None if idle.
-        tensors: that the rank holds, as ops read them or in the model's own types; gradients of parameters are accumulated in their
-            gradient form from now on.
+        tensors: that the rank holds, in the type that ops read or the model's; their gradients get the type of their gradient form.
         device: that the rank computes on.
-        made: of what the optimizer steps in memory of its own, what is there already.
+        made: existing copies of what the optimizer steps.
     """
     read, found = dict(tensors), dict[str, nn.Parameter]()
     for name, held in tensors.items():
@@ -75,26 +74,26 @@ def in_forms(
 
 
 def _kept(holdings: Holdings, rank: int, name: str, held: nn.Parameter, device: torch.device) -> nn.Parameter:
-    """Made of what the rank holds."""
+    """What the optimizer steps, made from what the rank holds."""
     state, index = holdings.plan.state_of(name), holdings.kept_index(name, rank)
     stays = state.compute.home == "device"
     if index is None and not state.is_copied and stays:
         return held
     own = held.detach() if index is None else part(held.detach(), index)
     if state.is_copied or state.is_gathered:
-        copies = index is not None or (stays and held.dtype is getattr(torch, state.compute.dtype))  # else ops read another tensor anyway
+        copies = index is not None or (stays and held.dtype is getattr(torch, state.compute.dtype))  # else ops read another tensor
         own = pinned(own.to(home(state.kept, device), getattr(torch, state.kept.dtype), copy=copies).contiguous(), device)
     return nn.Parameter(own, requires_grad=held.requires_grad)
 
 
 def home(form: Form, device: torch.device) -> torch.device:
-    """Where a form lives, of a rank that computes on a device."""
+    """The device of a form, on a rank that computes on `device`."""
     return torch.device("cpu") if form.home == "host" else device
 
 
 @dataclass(frozen=True)
 class Place:
-    """A slot of a bucket: this rank's part of a parameter, and where the slot's elements lie in it."""
+    """A slot of a bucket: this rank's part of a parameter, and the index of the slot's elements in it."""
 
     held: Tensor
     index: tuple[Index, ...] | None
@@ -103,20 +102,19 @@ class Place:
 
     @property
     def value(self) -> Tensor:
-        """What is there."""
         return self.held if self.index is None else part(self.held, self.index)
 
     def read(self, flat: Tensor) -> None:
-        """Fills the slot."""
+        """Copies into the slot."""
         own = self.value
         flat[self.start : self.stop].view(own.shape).copy_(own, non_blocking=True)
 
     def write(self, flat: Tensor) -> None:
-        """Takes what came."""
+        """Copies out of the slot."""
         self.take(flat[self.start : self.stop].view(self.value.shape))
 
     def take(self, value: Tensor) -> None:
-        """Takes a value."""
+        """Copies from a value."""
         if self.index is None:
             self.held.copy_(value, non_blocking=True)
         else:
@@ -125,7 +123,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Parcel:
-    """A bucket on this rank."""
+    """A bucket on this rank, with the places that it sends and receives."""
 
     plan: Bucket
     ranks: tuple[int, ...]
@@ -135,11 +133,11 @@ class Parcel:
 
     def room(self) -> Tensor:
         """The flat buffer."""
-        own = (*self.taken, *self.given)[0].held  # what is given may lie on the host
+        own = (*self.taken, *self.given)[0].held  # sent places may be on the host
         return torch.empty(self.plan.num_elements, dtype=own.dtype, device=own.device)
 
     def start(self, groups: Groups) -> tuple[Tensor, list[Launched | None]]:
-        """Starts that each keeper gives its slots to the other owners; the buffer that they come to, and what is to be waited for."""
+        """Fills a flat buffer and starts its broadcasts; returns both."""
         flat = self.room()
         with torch.no_grad():
             for place in self.given:
@@ -147,14 +145,14 @@ class Parcel:
         return flat, self.give(flat, groups)
 
     def give(self, flat: Tensor, groups: Groups) -> list[Launched | None]:
-        """Starts that each keeper gives its slots of the flat buffer; what is to be waited for."""
+        """Starts a broadcast of each keeper's slots."""
         return [groups.broadcast(flat[start:stop], self.ranks, keeper) for keeper, start, stop in self.runs]
 
 
 def _read_in_place(
     bucket: Bucket, holdings: Holdings, rank: int, tensors: Mapping[str, Tensor], kept: Mapping[str, Tensor]
 ) -> Tensor | None:
-    """Moves what ops of this rank read into a flat buffer, with what its optimizer steps of it; None where it lies otherwise in memory."""
+    """Moves what ops and the optimizer read into a flat buffer; None if the memory layout differs."""
     held = [tensors[slot.name] for slot in bucket.slots]
     if not bucket.is_read_in_place or not all(own.is_contiguous() for own in held):
         return None
@@ -170,7 +168,7 @@ def _read_in_place(
 
 
 class Publishing:
-    """What a rank gives to the other owners of its parameters, and takes from them.
+    """What a rank sends to the other owners of its parameters, and receives from them.
 
     Args:
         buckets: of the whole plan, in the order in which they start.
@@ -179,15 +177,15 @@ class Publishing:
         world_ranks: per rank of the plan, the rank in the world.
         tensors: what ops read.
         kept: what the optimizer steps.
-        parts: of what is gathered before ops read it, what this rank keeps, as ops read it.
+        parts: of gathered weights, what this rank keeps, in the type that ops read.
         groups: one per owner set.
         waits: how communication is waited for.
         copies: from the host.
-        defers: whether what is on its way when `publish` ends is waited for by who reads it.
-        watch: told when each bucket of those begins and ends.
+        defers: whether readers wait for what is in flight when `publish` returns.
+        watch: called when each such bucket starts and ends.
 
     Attributes:
-        numbers: per parameter that others keep, and that is waited for by who reads it, the buckets that bring it.
+        numbers: per parameter that others keep and whose readers wait, its buckets.
     """
 
     def __init__(
@@ -209,7 +207,7 @@ class Publishing:
         self._groups, self._waits, self._copies, self._defers, self._watch = groups, waits, copies, defers, watch
         own_buckets = [bucket for bucket in buckets if rank in bucket.owners]
         self._flats = [_read_in_place(bucket, holdings, rank, tensors, kept) for bucket in own_buckets]
-        self._under_way: dict[int, list[Launched | None]] = {}  # of those in which ops read
+        self._under_way: dict[int, list[Launched | None]] = {}  # of buckets in which ops read
         self._cast: list[tuple[Tensor, Tensor]] = []
         self._brought: list[tuple[Tensor, Tensor]] = []  # from the host
         for name, own in kept.items():
@@ -232,10 +230,10 @@ class Publishing:
         self._versions = self._read_versions()
 
     def check(self) -> None:
-        """Takes what the script has written to weights that the optimizer steps; raises where other owners read copies of them.
+        """Accepts writes of the script to weights that the optimizer steps, unless other owners read copies of them.
 
         Raises:
-            RuntimeFault: names them.
+            RuntimeFault: such weights were written; names them.
         """
         for held, own in self._whole:
             if own._version != self._versions[own] and held._version == self._versions[held]:
@@ -252,7 +250,7 @@ class Publishing:
         return {own: own._version for _, own in self._watched}
 
     def publish(self) -> None:
-        """Makes what ops read equal to what the optimizer has made, on all owners; what is deferred is on its way then."""
+        """Updates what ops read from what the optimizer has stepped, on all owners; deferred buckets are then in flight."""
         self.arrive()
         copy_all([held for held, _ in self._cast], [own for _, own in self._cast])
         if self._brought:
@@ -278,7 +276,7 @@ class Publishing:
             self.arrive()
 
     def need(self, numbers: Iterable[int]) -> None:
-        """Waits for buckets, which an op is about to read."""
+        """Waits for buckets that an op is about to read."""
         for number in numbers:
             if number in self._under_way:
                 with self._watch.waiting("weights"):
@@ -287,7 +285,7 @@ class Publishing:
                 self._watch.published(number)
 
     def arrive(self) -> None:
-        """Waits for all that is on its way: somebody is about to read weights, or to write them."""
+        """Waits for all buckets, before weights are read or written elsewhere."""
         self.need([*self._under_way])
         self._copies.finish()
 
@@ -300,11 +298,7 @@ class Publishing:
 
 
 def parcel_of(bucket: Bucket, holdings: Holdings, rank: int, world_ranks: Sequence[int], tensors: Mapping[str, Tensor]) -> Parcel:
-    """A bucket on a rank.
-
-    Args:
-        tensors: what ops read.
-    """
+    """A bucket on a rank; `tensors` are what ops read."""
     given, taken = [], []
     for slot in bucket.slots:
         held = tensors[slot.name].data

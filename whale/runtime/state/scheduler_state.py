@@ -1,7 +1,6 @@
-"""A scheduler's state, taken over by a scheduler of other groups: what is kept for each group goes with the parameters of the group.
+"""Loads a scheduler's state under other parameter groups: each group's entries follow the parameters of the group.
 
-A rank makes its optimizer, and so the groups that a scheduler goes by, of the parameters that it owns. Another plan, or another rank
-of the same one, has other groups:
+A rank's optimizer, and so its scheduler, has groups of the parameters that the rank owns. Another plan, or rank, has other groups:
 
     rank 0   groups [embedding] [layer 0]     base_lrs [0.1, 0.2]
     rank 1   groups [layer 1]                 base_lrs [0.4]
@@ -24,7 +23,7 @@ GROUPS, STATE, MEMBERS = "groups", "state", "members"
 
 
 def read_scheduler(scheduler: Any, optimizer: torch.optim.Optimizer, parameters: Mapping[str, Tensor]) -> dict[str, Any]:
-    """A scheduler's ``state_dict`` beside the names of the parameters in each group, as plain data; of several, by pattern."""
+    """A scheduler's ``state_dict`` and the names of the parameters in each group, as plain data; of several, by pattern."""
     if isinstance(scheduler, JointScheduler):
         members = members_of(optimizer)
         return {MEMBERS: {pattern: read_scheduler(own, members[pattern], parameters) for pattern, own in scheduler.members.items()}}
@@ -34,13 +33,13 @@ def read_scheduler(scheduler: Any, optimizer: torch.optim.Optimizer, parameters:
 def fitted_state(
     scheduler: Any, optimizer: torch.optim.Optimizer, parameters: Mapping[str, Tensor], saved: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any]:
-    """What a scheduler's ``load_state_dict`` takes, of the state of others that were over the same parameters, in whatever groups.
+    """The argument of a scheduler's ``load_state_dict``, from the states of others over the same parameters in other groups.
 
     Args:
-        scheduler: over `optimizer`, of the kind of the saved ones.
-        optimizer: over some or all of the parameters; each was with one of the saved ones.
+        scheduler: over `optimizer`, of the same class as the saved ones.
+        optimizer: over some or all of the parameters, each of which was with one of the saved ones.
         parameters: this rank's parameters by name.
-        saved: one or more of what `read_scheduler` gave.
+        saved: one or more results of `read_scheduler`.
     """
     if isinstance(scheduler, JointScheduler):
         members, by_pattern = members_of(optimizer), {}
@@ -55,7 +54,7 @@ def fitted_state(
 
 @dataclass(frozen=True)
 class _Source:
-    """Where a group of the scheduler that loads was saved.
+    """The saved state of one group.
 
     Attributes:
         value: a saved state, or a part of it.
@@ -72,7 +71,7 @@ class _Source:
 
 
 def _state(scheduler: Any, sources: Sequence[_Source]) -> dict[str, Any]:
-    """A ``state_dict`` for a scheduler, of a source for each of its groups."""
+    """A ``state_dict`` for a scheduler, from a source for each of its groups."""
     own, found = scheduler.state_dict(), {}
     for key in sources[0].value:
         inner, places = getattr(scheduler, key, None), [source.at(key) for source in sources]
@@ -84,13 +83,9 @@ def _state(scheduler: Any, sources: Sequence[_Source]) -> dict[str, Any]:
 
 
 def _entry(own: Any, sources: Sequence[_Source]) -> Any:
-    """A value for each group, where it is a list of that here and there; else one that is equal for all groups.
+    """An entry of a state: per group if it is a list of one value per group in all states, else common to all groups.
 
-    A list that is everywhere as it is here when the scheduler is made (milestones, say) is of as many parts as there are groups by chance.
-
-    Args:
-        own: what the scheduler that loads has in this place.
-        sources: for each of its groups.
+    A list that equals the new scheduler's everywhere (milestones, say) has the length of the groups by chance.
     """
     is_per_group = isinstance(own, list) and len(own) == len(sources)
     if not is_per_group or any(not isinstance(each.value, list) or len(each.value) != each.num_groups for each in sources):

@@ -1,4 +1,4 @@
-"""Sums of gradients that are values and indices: every owner gets the rows of all, and adds up those of one index.
+"""Sums of sparse gradients: every owner gathers the rows of all, and adds those of equal index.
 
 owner 0   rows 3 5      counts 2 3  -->  rows 3 5 | 1 5 8  -->  rows 1 3 5+5 8
 owner 1   rows 1 5 8
@@ -20,9 +20,9 @@ class RowSum:
 
     Attributes:
         parameter: of which each owner holds all.
-        adds: whether this rank's gradient is added; else it is a copy of another's.
+        adds: whether this rank's gradient is a term; else it is a copy of another's.
         ranks: of the owners, in the world.
-        counts: of rows of each.
+        counts: rows of each.
     """
 
     parameter: torch.nn.Parameter
@@ -32,7 +32,7 @@ class RowSum:
     counts: torch.Tensor = field(init=False)
 
     def start(self, groups: Groups) -> Launched | None:
-        """Starts to tell the others how many rows there are."""
+        """Starts to gather the numbers of rows."""
         gradient, parameter = self.parameter.grad, self.parameter
         if gradient is None or not self.adds:
             nothing = torch.empty(1, 0, dtype=torch.int64, device=parameter.device)
@@ -42,7 +42,7 @@ class RowSum:
         return groups.all_gather(self.counts, self.counts.new_tensor([self._own._nnz()]), self.ranks)
 
     def finish(self, groups: Groups, wait: Callable[[Launched | None], None]) -> None:
-        """Gets the rows, once their numbers are there, and gives the parameter their sum."""
+        """Gathers the rows, once their numbers are there, and sets the gradient to their sum."""
         assert self._own is not None, "it was started"
         own, counts = self._own, self.counts.tolist()
         self._own = None
@@ -59,10 +59,10 @@ class RowSum:
 
 
 def dense_part(gradient: torch.Tensor) -> torch.Tensor:
-    """The numbers of a gradient, to be read or changed in place: of one that is values and indices the values."""
+    """The gradient, or the values of a sparse one, to read or change in place."""
     return gradient.values() if gradient.is_sparse else gradient
 
 
 def added(gradient: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """The sum of two gradients of one parameter, in place where they are dense."""
+    """The sum of two gradients of one parameter, in place if they are dense."""
     return (gradient + other).coalesce() if gradient.is_sparse else gradient.add_(other)

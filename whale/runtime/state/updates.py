@@ -1,11 +1,11 @@
-"""Buffers that forward writes, in one step: every micro-batch starts from what they held before, and all of them make the new value.
+"""Buffers that forward writes: every micro-batch starts from their values before the step, and all together give the new value.
 
-before --+--> micro-batch 0 writes --+
-         +--> micro-batch 1 writes --+--> once: what each has made; mean: averaged by rows; sum: what each added
-         +--> other replicas' -------+
+    before --+--> micro-batch 0 writes --+
+             +--> micro-batch 1 writes --+--> once: the written value; mean: averaged by rows; sum: the increments are added
+             +--> other replicas' -------+
 
-Running statistics that every replica kept of its own rows are merged into one, averaged by rows. What the buffers were before a step is put
-back where the step does not count.
+Running statistics, which each replica updates by its own rows, are merged as an average by rows. After a step that does not count,
+buffers are restored.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from whale.runtime.state.wide import as_real, is_whole, wide, widened
 
 
 def row_shares(holdings: Holdings, rank: int, names: Iterable[str]) -> dict[str, float]:
-    """Per buffer, the share of the global batch that a rank of the plan speaks for, 0 where it has not got it.
+    """Per buffer, the share of the global batch that a rank of the plan represents, 0 if it does not hold it.
 
-    Devices of a split group that hold a buffer whole saw the same rows, and share them; those that hold parts each speak for theirs.
+    Devices of a split group that hold a buffer whole saw the same rows, and divide them; those with parts each represent all.
     """
     plan, found = holdings.plan, dict.fromkeys(names, 0.0)
     device = plan.devices[rank]
@@ -50,7 +50,7 @@ def merge_buffers(
     add: Callable[[torch.Tensor, str], None],
     device: torch.device,
 ) -> None:
-    """Replaces each buffer by its average over the ranks that hold it; every rank of the world takes part.
+    """Replaces each buffer by its average over the ranks that hold it. A collective of the world.
 
     Args:
         holdings: who holds which part of what.
@@ -58,7 +58,7 @@ def merge_buffers(
         model: shapes of the buffers.
         tensors: what this rank holds.
         names: buffers to merge, the same on every rank.
-        add: sums a tensor over all ranks, in place; says what for while it waits.
+        add: sums a tensor over all ranks, in place; its text names the wait.
         device: where this rank computes.
     """
     if len(holdings.plan.devices) == 1 or not names:
@@ -87,7 +87,7 @@ def merge_buffers(
 
 
 def write_held(whole: torch.Tensor, index: tuple[Index, ...] | None, held: torch.Tensor) -> None:
-    """Writes what a rank holds into its place in the whole; None for all of it."""
+    """Writes what a rank holds into its place in the whole; None for all."""
     if index is None:
         whole.copy_(held)
     else:
@@ -95,31 +95,25 @@ def write_held(whole: torch.Tensor, index: tuple[Index, ...] | None, held: torch
 
 
 class KeptBuffers:
-    """A copy of some buffers, made anew before each step: they move while its batch may still be refused.
-
-    Args:
-        buffers: that move, on this rank.
-    """
+    """Copies of buffers that forward writes, made before each step: its batch may still be refused."""
 
     def __init__(self, buffers: Iterable[torch.Tensor]) -> None:
         self._buffers = [buffer.detach() for buffer in buffers]
         self._before = [torch.empty_like(buffer) for buffer in self._buffers]
 
     def another(self) -> KeptBuffers:
-        """Room for one more copy of the same buffers."""
+        """A second copy of the same buffers."""
         return KeptBuffers(self._buffers)
 
     def keep(self) -> None:
-        """Takes down what the buffers hold."""
         copy_all(self._before, self._buffers)
 
     def put_back(self) -> None:
-        """Gives them what was taken down last."""
         copy_all(self._buffers, self._before)
 
 
 def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-    """Copies, on a GPU by one kernel for all of a type: torch copies tensors of several types one by one."""
+    """Copies tensors, on a GPU by one kernel per type: torch copies lists of mixed types one by one."""
     of_type: dict[torch.dtype, list[int]] = {}
     for number, target in enumerate(targets):
         of_type.setdefault(target.dtype, []).append(number)
@@ -134,7 +128,7 @@ def _clones(sources: list[torch.Tensor]) -> list[torch.Tensor]:
 
 
 ADDED: tuple[UpdateKind, ...] = ("mean", "sum")
-"""What parts of the batch make up together; anything else each of them makes alike, or there is one part."""
+"""Kinds that are combined from all parts of the batch; of the others each part gives the same value, or there is one part."""
 
 
 class StepBuffers:
@@ -145,7 +139,7 @@ class StepBuffers:
         kinds: of the buffers that the stage writes, by name, without running statistics.
 
     Attributes:
-        made: of the step so far: the new value; of a mean and a sum, this device's addend to it.
+        made: of the step so far: the new value; of a mean or a sum, this device's term of it.
     """
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], kinds: Mapping[str, UpdateKind]) -> None:
@@ -155,7 +149,6 @@ class StepBuffers:
         self.made: dict[str, torch.Tensor] = {}
 
     def begin(self) -> None:
-        """Starts a step."""
         self.made, self._fresh = {}, {}
         self._before = dict(zip(self._kinds, _clones([self._tensors[name].detach() for name in self._kinds]), strict=True))
 
@@ -163,13 +156,13 @@ class StepBuffers:
         return name in self._kinds
 
     def fresh(self, name: str) -> torch.Tensor:
-        """What a buffer held before the step, to be written by one forward pass."""
-        if name not in self._fresh:  # of another micro-batch: those of all buffers at once
+        """A buffer with its value before the step, to be written by one forward pass."""
+        if name not in self._fresh:  # a new micro-batch: copy all buffers at once
             self._fresh = dict(zip(self._before, _clones([*self._before.values()]), strict=True))
         return self._fresh.pop(name)
 
     def add(self, name: str, written: torch.Tensor, num_rows: int) -> None:
-        """Takes what a micro-batch of so many rows has written."""
+        """Adds what a micro-batch has written."""
         kind, made = self._kinds[name], self.made.get(name)
         if kind not in ADDED:
             self.made.setdefault(name, written.detach())
@@ -181,13 +174,13 @@ class StepBuffers:
 
 @dataclass(frozen=True)
 class SharedBuffers:
-    """What all ranks make of the buffers that their micro-batches have written.
+    """Combines what the micro-batches of all ranks have written into buffers.
 
     Attributes:
         holdings: who holds which part of what.
         rank: this rank of the plan; None if idle.
         tensors: what this rank holds.
-        add: sums a tensor over all ranks, in place; says what for while it waits.
+        add: sums a tensor over all ranks, in place; its text names the wait.
         device: where this rank computes.
     """
 
@@ -198,10 +191,10 @@ class SharedBuffers:
     device: torch.device
 
     def settle(self, model: ModelGraph, kinds: Mapping[str, UpdateKind], made: Mapping[str, torch.Tensor], num_rows: int) -> None:
-        """Puts the new values into the buffers; every rank of the world takes part where some buffer is a mean or a sum.
+        """Writes the new values into the buffers. A collective of the world if some buffer is a mean or a sum.
 
         Args:
-            model: the model in the mode that was run.
+            model: in the mode that was run.
             kinds: of the buffers that it writes.
             made: by this rank's micro-batches.
             num_rows: rows of the global batch.
@@ -225,7 +218,7 @@ class SharedBuffers:
                 self._take(name, whole, num_rows if kinds[name] == "mean" else None)
 
     def _take(self, name: str, total: torch.Tensor, num_rows: int | None) -> None:
-        """Makes a buffer the mean over so many rows, or adds a sum to it."""
+        """Sets a buffer to the mean over the rows, or adds a sum to it."""
         target, index = self.tensors[name].detach(), self._index(name)
         own = total if index is None else part(total, index)
         value = widened(target) + own if num_rows is None else own / num_rows
@@ -236,7 +229,7 @@ class SharedBuffers:
         return self.holdings.index(name, self.holdings.held(name, self.rank))
 
     def _num_copies(self, name: str) -> int:
-        """How many devices of a split group have written the same."""
+        """Devices of a split group that have written the same."""
         assert self.rank is not None, "an idle rank holds nothing"
         device = self.holdings.plan.devices[self.rank]
         stages = (stage for replica in self.holdings.plan.replicas for stage in replica.stages)

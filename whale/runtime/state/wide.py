@@ -1,4 +1,4 @@
-"""Numbers as wide as sums over ranks are made: float64, and complex ones as two of them."""
+"""The types in which values are summed over ranks: float64 and complex128."""
 
 from __future__ import annotations
 
@@ -6,12 +6,10 @@ import torch
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """The type that values of a type are added up in."""
     return torch.complex128 if dtype.is_complex else torch.float64
 
 
 def widened(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor in the type that its values are added up in."""
     return tensor.to(wide(tensor.dtype))
 
 
@@ -21,5 +19,5 @@ def as_real(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def is_whole(dtype: torch.dtype) -> bool:
-    """Whether values of a type are counts, so that a mean of them is rounded."""
+    """Whether values of a type are integers, so that a mean of them is rounded."""
     return not dtype.is_floating_point and not dtype.is_complex
