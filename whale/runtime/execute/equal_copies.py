@@ -1,13 +1,13 @@
-"""Whether ranks that hold the same parameters hold equal weights, and step them by equal settings of the optimizer.
+"""Checks that ranks that hold the same parameters hold equal weights, and step them with equal settings of the optimizer.
 
-Each rank tells a number, so made that they add up to zero where copies are equal: of what several ranks hold the lowest adds a digest
-as often as there are others, and each of these takes its own away.
+Each rank reports a term of a sum that is zero if copies are equal: for each shared piece the lowest rank adds its digest as
+often as there are others, and each other subtracts its own.
 
     rank 0   layer.weight   + 1 x digest
     rank 1   layer.weight   - 1 x digest     sum 0
 
-Settings are compared in every step. Weights are read for it, so they are compared before the first step and after 1, 2, 4, 8 ... of them.
-Copies of weights are equal to the bit on devices that are alike; what unlike ones round otherwise is looked at once more, and let pass.
+Settings are compared in every step; weights, which must be read for it, before the first step and after 1, 2, 4, 8 ... of them.
+Copies are equal to the bit on identical devices; differences by rounding on others are examined once more, and accepted.
 """
 
 from __future__ import annotations
@@ -32,26 +32,21 @@ from whale.runtime.state.perform import flat_bytes
 from whale.units import listed
 
 _MODULUS = (1 << 31) - 1
-"""Of a rank's number: the sum of 8,192 of them is exact in float64."""
+"""Of a rank's term: the sum of 8,192 terms is exact in float64."""
 _CHUNK = 1 << 18
-"""Elements that are weighed at once, at 16 bytes each: they stay in the cache of a CPU."""
+"""Elements per chunk, 16 bytes each: they fit in the cache of a CPU."""
 _ODD = 0x1E3779B97F4A7C15
 _AS_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 NUM_TOLD = 6
-"""Numbers that a rank tells."""
+"""Numbers that a rank reports."""
 
 _Key = tuple[str, int]
-"""A parameter, and the number of a piece of it."""
+"""(parameter, number of a piece)."""
 
 
 @dataclass(frozen=True)
 class _Copy:
-    """A piece of a parameter that other ranks hold too.
-
-    Attributes:
-        index: where it lies in what this rank holds; None for all of it.
-        owners: ranks of the world, ascending.
-    """
+    """A piece of a parameter that other ranks hold too: its index in what this rank holds (None for all), and its owners in the world."""
 
     index: tuple[Index, ...] | None
     owners: tuple[int, ...]
@@ -62,7 +57,7 @@ class EqualCopies:
 
     Args:
         holdings: who holds what.
-        roster: who is who.
+        roster: the ranks.
         state: of the training.
         arrive: called before weights are read.
     """
@@ -87,8 +82,8 @@ class EqualCopies:
                     self._copies[name, number] = _Copy(holdings.index(name, piece.region, held), owners)
 
     def told(self) -> tuple[float, ...]:
-        """What this rank tells before a step: its part of the sum that is to be zero; whether it has an optimizer, and of the settings
-        of its groups, by position, a digest and its square: as the last step left them, then as they are.
+        """This rank's report: its term; whether it has an optimizer; a digest of the settings of its groups, by position, and its square,
+        as the last step left them, and as they are.
         """
         if not self._world.can_compare:
             return (0.0,) * NUM_TOLD
@@ -102,16 +97,16 @@ class EqualCopies:
 
     @staticmethod
     def are_equal(told: Sequence[float]) -> bool:
-        """Whether nothing speaks against equal copies, by the sums over all ranks of what they tell."""
+        """Whether the summed reports show no difference."""
         total, num, noted, noted_squares, now, now_squares = map(int, told)
         is_apart = num * noted_squares == noted**2 and num * now_squares != now**2
         return total % _MODULUS == 0 and not is_apart
 
     def check(self) -> None:
-        """Looks at copies one by one, and says which are unlike; all ranks of the world call it.
+        """Compares copies one by one, and raises for the first that differs. A collective of the world.
 
         Raises:
-            RuntimeFault: ranks hold unlike copies, by more than rounding, or have changed the settings of the optimizer in unlike ways.
+            RuntimeFault: copies differ by more than rounding, or ranks have changed the settings of the optimizer differently.
         """
         named: dict[str, Mapping[str, object]] = {name: {} for name in self._state.kept}
         settings = self._state.settings
@@ -131,7 +126,7 @@ class EqualCopies:
         return len(owners) - 1 if self._world.rank == owners[0] else -1
 
     def _checksums(self) -> dict[_Key, int]:
-        """Of each piece that others hold too, on this rank. Its device is waited for."""
+        """Of each shared piece on this rank; waits for its device."""
         self._arrive()
         found = [checksum(self._piece(key)).to(self._world.device) for key in self._copies]
         return dict(zip(self._copies, torch.stack(found).cpu().tolist(), strict=True)) if found else {}
@@ -142,13 +137,13 @@ class EqualCopies:
 
     @staticmethod
     def _check_settings(found: Sequence[Mapping[str, Mapping[str, object]]]) -> None:
-        """By parameter: those who hold it step it alike."""
+        """By parameter: its holders step it with equal settings."""
         for name in dict.fromkeys(name for own in found for name in own):
             _check_alike({rank: own[name] for rank, own in enumerate(found) if name in own}, name)
 
     @staticmethod
     def _check_positions(noted: Sequence[Any], now: Sequence[Any]) -> None:
-        """By position: groups that were alike on all ranks when the last step ended are changed alike by the script."""
+        """By position: groups equal on all ranks after the last step must be changed equally by the script."""
         ranks = [rank for rank, groups in enumerate(now) if groups]
         if any(noted[rank] != noted[ranks[0]] for rank in ranks):
             return
@@ -156,7 +151,7 @@ class EqualCopies:
             _check_alike({rank: dict(enumerate(now[rank])).get(number, {}) for rank in ranks}, f"parameter group {number}")
 
     def _check_weights(self) -> None:
-        """By piece: the bits first; where these differ, the numbers."""
+        """By piece: first the bits; where these differ, the values."""
         sums = self._checksums()
         own = {key: (sums[key], copy.owners, self._piece(key).shape, self._piece(key).dtype) for key, copy in self._copies.items()}
         found = cast(list[Mapping[_Key, Any]], self._world.gather_objects(own))
@@ -167,7 +162,7 @@ class EqualCopies:
                 self._check_numbers(key, owners, shape, dtype)
 
     def _check_numbers(self, key: _Key, owners: Sequence[int], shape: torch.Size, dtype: torch.dtype) -> None:
-        """Compares a piece with that of its lowest owner, by more than bits."""
+        """Compares the values of a piece with those of its lowest owner."""
         own = self._piece(key).cpu() if self._world.rank in owners else None
         reference = own if own is not None and self._world.rank == owners[0] else torch.empty(shape, dtype=dtype)
         with self._world.speaking(f"comparing {key[0]}"):
@@ -188,7 +183,7 @@ class EqualCopies:
 
 
 def checksum(value: Tensor) -> Tensor:
-    """A number of 64 bits for the bits of a tensor, on its device: their sum as integers, each times an odd number of its place."""
+    """A 64-bit checksum of a tensor's bits, on its device: their sum as integers, each times an odd number of its position."""
     bits = torch.view_as_real(value) if value.is_complex() else value
     flat = bits.reshape(-1).view(_AS_INTEGERS[bits.element_size()])
     places = torch.arange(min(_CHUNK, flat.numel()), device=value.device) * 2 * _ODD + _ODD
@@ -197,12 +192,12 @@ def checksum(value: Tensor) -> Tensor:
 
 
 def _digest(value: object) -> int:
-    """The same in every process, for what prints alike."""
+    """Equal in every process for values with equal `repr`."""
     return zlib.crc32(repr(value).encode())
 
 
 def _farthest(own: Tensor, reference: Tensor) -> tuple[float, int]:
-    """How far two copies are apart, and where most; 0 where it may be rounding, which is the root of the type's precision at most."""
+    """The largest difference of two copies and its position; 0 up to the square root of the type's precision, which may be rounding."""
     ours, theirs = (each.reshape(-1).to(torch.complex128 if each.is_complex() else torch.float64) for each in (own, reference))
     is_same = (ours == theirs) | (ours.isnan() & theirs.isnan())
     distance, place = torch.where(is_same, 0.0, (ours - theirs).abs().nan_to_num(torch.inf)).max(0)
@@ -212,7 +207,7 @@ def _farthest(own: Tensor, reference: Tensor) -> tuple[float, int]:
 
 
 def _check_alike(of_ranks: Mapping[int, Mapping[str, object]], what: str) -> None:
-    """Compares the settings that ranks have, key by key."""
+    """Compares the settings of ranks, key by key."""
     for key in sorted({key for settings in of_ranks.values() for key in settings}):
         values = {rank: settings.get(key) for rank, settings in of_ranks.items()}
         if len({repr(value) for value in values.values()}) > 1:
@@ -226,7 +221,7 @@ def _check_alike(of_ranks: Mapping[int, Mapping[str, object]], what: str) -> Non
 
 
 def _refuse(fault: str, what: str, values: Mapping[int, object], hint: str) -> NoReturn:
-    """Says who has which value."""
+    """Raises who has which value."""
     ranks: dict[str, list[int]] = {}
     for rank, value in values.items():
         ranks.setdefault(f"{value}", []).append(rank)

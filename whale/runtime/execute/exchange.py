@@ -1,8 +1,7 @@
-"""Tensors between stages, forward and backward: parcels posted early, waited for in their place, put together once.
+"""Tensors between stages, forward and backward: receives posted early, waited for at their RECV, assembled once.
 
-A parcel is the region of a tensor that one rank hands to another for one micro-batch. Where one parcel is the whole of
-what is needed its buffer is the value; otherwise parcels are written side by side (activations, gradients of regions) or
-added (gradients from several readers).
+A parcel is the region of a tensor that one rank sends to another for one micro-batch. A single parcel that is all of the tensor is
+used as it arrived; several are written side by side (activations, gradients of regions) or added (gradients from several readers).
 """
 
 from __future__ import annotations
@@ -26,20 +25,14 @@ _BACKWARD = frozenset({Kind.SEND_BACKWARD, Kind.POST_BACKWARD, Kind.RECV_BACKWAR
 
 
 def place_of(action: Action) -> Place:
-    """Where a SEND, POST or RECV belongs."""
+    """The place of a SEND, POST or RECV."""
     assert action.stage is not None and action.micro_batch is not None
     return ("backward" if action.kind in _BACKWARD else "forward"), action.stage, action.micro_batch
 
 
 @dataclass(frozen=True)
 class _Form:
-    """Where a copy lies in what a rank has of its tensor.
-
-    Attributes:
-        shape: of the copy.
-        whole: of what the rank has.
-        index: the copy's place; None for all of it.
-    """
+    """The shape of a copy, that of the rank's tensor, and the index of the copy in it (None for all)."""
 
     shape: tuple[int, ...]
     whole: tuple[int, ...]
@@ -48,15 +41,15 @@ class _Form:
 
 @dataclass(slots=True)
 class ArrivingCopy:
-    """One copy on its way to this rank, or here already.
+    """One copy in flight to this rank, or arrived.
 
     Attributes:
         copy: which region of which tensor.
-        form: where it lies in what this rank has of the tensor.
-        wire: what it arrives in.
-        work: what to wait for; None where it is here.
-        peer: the rank it comes from.
-        sender: where it was made.
+        form: its index in this rank's tensor.
+        wire: the receive buffer.
+        work: what to wait for; None once arrived.
+        peer: the sending rank.
+        sender: its place.
     """
 
     copy: Copy
@@ -68,7 +61,7 @@ class ArrivingCopy:
 
 
 class Exchange:
-    """Hands tensors between the stages of one replica, for one rank.
+    """Sends and receives tensors between the stages of one replica, for one rank.
 
     Args:
         rank: this rank in the world.
@@ -78,8 +71,8 @@ class Exchange:
         channels: between ranks.
         device: where tensors are used.
         waits: how communication is waited for.
-        releases: which sends are known to be done when a receive is.
-        watch: told of each message.
+        releases: the sends that must be done when a receive is.
+        watch: called for each message.
     """
 
     def __init__(
@@ -107,11 +100,11 @@ class Exchange:
 
     @property
     def hands_over_at_once(self) -> bool:
-        """Whether stages of one virtual device hand values to one another, for which no action stands in the schedule."""
+        """Whether stages of one virtual device pass values to each other, which the schedule has no actions for."""
         return any(self._boundary.replica.is_local(edge) for edge in self._boundary.replica.edges)
 
     def begin(self, micro_batches: Sequence[tuple[int, int]]) -> None:
-        """Starts a step whose micro-batches take these global rows; forgets what a step that was given up has left."""
+        """Starts a step with these global row intervals; drops the rest of an abandoned step."""
         self._parcels.clear()
         self._micro_batches = micro_batches
 
@@ -124,7 +117,7 @@ class Exchange:
         return self._local_rows[key]
 
     def post(self, sender: Place) -> None:
-        """Starts to receive what a stage on another virtual device hands to the stages of this rank."""
+        """Posts the receives of what a stage on another virtual device sends to the stages of this rank."""
         for edge, copy in self._copies(sender, local=False):
             if copy.channel.target == self._rank:
                 self._post(sender, _receiving(sender, edge), edge, copy)
@@ -139,11 +132,11 @@ class Exchange:
         self._parcels.setdefault(place, []).append(ArrivingCopy(copy, form, wire, work, copy.channel.source, sender))
 
     def peers(self, place: Place) -> tuple[int, ...]:
-        """Ranks that parcels of a place are still to come from."""
+        """Ranks whose parcels for a place have not arrived."""
         return tuple(sorted({parcel.peer for parcel in self._parcels.get(place, ()) if parcel.work is not None}))
 
     def wait(self, place: Place) -> None:
-        """Waits for the parcels that have been posted, each once: Gloo's receives cannot be waited for again."""
+        """Waits for the posted parcels, each once: Gloo's receives cannot be waited for again."""
         for parcel in self._parcels.get(place, ()):
             self._waits.wait(parcel.work, _name(place, "RECV"), (parcel.peer,))
             if parcel.work is not None:
@@ -153,7 +146,7 @@ class Exchange:
                 self._let_go(done, parcel.peer)
 
     def take(self, place: Place) -> dict[str, torch.Tensor]:
-        """The tensors of a place, put together; what was handed over on this virtual device is waited for here."""
+        """The assembled tensors of a place; waits for those from the same virtual device."""
         if any(parcel.work is not None for parcel in self._parcels.get(place, ())):
             with self._watch.waiting("what was handed over"):
                 self.wait(place)
@@ -163,10 +156,10 @@ class Exchange:
         return {tensor: self._assemble(place, parcels) for tensor, parcels in by_tensor.items()}
 
     def send(self, place: Place, values: Mapping[str, torch.Tensor]) -> None:
-        """Starts to send what a stage hands to other virtual devices.
+        """Starts the sends of a stage to other virtual devices.
 
         Args:
-            place: the stage that hands on (forward) or back (backward).
+            place: the sending stage, forward or backward.
             values: this rank's part of each tensor, or of its gradient.
         """
         for edge, copy in self._copies(place, local=False):
@@ -176,7 +169,7 @@ class Exchange:
     def hand_over(self, place: Place, values: Mapping[str, torch.Tensor]) -> None:
         """Passes a stage's values on within its virtual device: to other stages of this rank, and between its ranks.
 
-        All ranks of the virtual device come here at once, so sends and receives are started in one order on all of them.
+        All ranks of the virtual device call this at once, so sends and receives start in one order on all of them.
         """
         for edge, copy in self._copies(place, local=True):
             source, target = copy.channel.source, copy.channel.target
@@ -197,18 +190,18 @@ class Exchange:
         self._sends.setdefault((place, copy.channel.target), []).append((work, wire))
 
     def _let_go(self, place: Place, peer: int) -> None:
-        """Waits for what a stage sent to a rank, and forgets it."""
+        """Waits for a stage's sends to a rank, and frees them."""
         for work, _ in self._sends.pop((place, peer), ()):
             self._waits.wait(work, _name(place, "SEND"), (peer,))
 
     def finish(self) -> None:
-        """Waits until everything sent in the step has left."""
+        """Waits for all sends of the step."""
         for place, peer in list(self._sends):
             self._let_go(place, peer)
         assert not self._parcels, f"parcels that nobody took: {list(self._parcels)}"
 
     def _copies(self, sender: Place, *, local: bool) -> Iterator[tuple[Edge, Copy]]:
-        """What a stage hands over for a micro-batch, to or from this rank, in the order in which both ends start it."""
+        """A stage's copies of a micro-batch to or from this rank, in the order in which both ends start them."""
         direction, stage, micro_batch = sender
         start, stop = self._micro_batches[micro_batch]
         for number, edge in enumerate(self._boundary.replica.edges):
@@ -226,7 +219,7 @@ class Exchange:
         return value if index is None else part(value, index)
 
     def _form(self, place: Place, edge: Edge, copy: Copy) -> _Form:
-        """Where a copy lies in what this rank has of its tensor in a stage; worked out once per number of rows."""
+        """Index of a copy in this rank's tensor in a stage; worked out once per number of rows."""
         start, stop = self._micro_batches[place[2]]
         key = place[1], stop - start, copy
         known = self._forms.get(key)
@@ -240,7 +233,7 @@ class Exchange:
         return known
 
     def _assemble(self, place: Place, parcels: Sequence[ArrivingCopy]) -> torch.Tensor:
-        """The tensor that parcels make up: regions side by side, gradients of what several readers had added."""
+        """The tensor from its parcels: regions side by side; gradients of several readers added."""
         first = parcels[0]
         if len(parcels) == 1 and first.form.index is None:
             return first.wire.to(self._device)
@@ -259,7 +252,7 @@ def _receiving(sender: Place, edge: Edge) -> Place:
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Booleans travel as bytes: not every backend knows them."""
+    """Booleans as bytes: not every backend sends booleans."""
     return tensor.view(torch.uint8) if tensor.dtype is torch.bool else tensor
 
 

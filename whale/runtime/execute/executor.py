@@ -1,7 +1,7 @@
-"""The one executor: runs any schedule's actions of this rank, in order.
+"""The executor: runs this rank's actions of any schedule, in order.
 
-Everything that starts a message or a collective stands in the schedule, in one order on all ranks: receives are posted
-at their POST, ahead of the computation in front of their use, and waited for at their RECV.
+Everything that starts a message or a collective is in the schedule, in one order on all ranks: receives start at their POST, before
+the computation that precedes their use, and are waited for at their RECV.
 """
 
 from __future__ import annotations
@@ -34,22 +34,18 @@ _KEEPS = _BACKWARD | {Kind.SEND_FORWARD, Kind.SEND_BACKWARD}
 
 @dataclass(frozen=True)
 class ActionOrder:
-    """What a rank does in a step.
-
-    Attributes:
-        actions: in turn.
-    """
+    """What a rank does in a step."""
 
     actions: tuple[Action, ...]
 
     @cached_property
     def named(self) -> tuple[tuple[Action, str], ...]:
-        """The actions, each with its text."""
+        """The actions with their texts."""
         return tuple((action, str(action)) for action in self.actions)
 
     @cached_property
     def after_forward(self) -> Mapping[int, frozenset[Kind]]:
-        """Per stage, what happens to each of its micro-batches after the forward, receives aside."""
+        """Per stage, the kinds of actions that use a micro-batch after its forward, except receives."""
         found: dict[int, frozenset[Kind]] = {}
         for action in self.actions:
             if action.stage is not None:
@@ -58,7 +54,7 @@ class ActionOrder:
 
     @cached_property
     def recomputed(self) -> frozenset[tuple[int | None, int | None]]:
-        """Stages and micro-batches whose forward runs again."""
+        """(stage, micro-batch) pairs whose forward is recomputed."""
         return frozenset((action.stage, action.micro_batch) for action in self.actions if action.kind is Kind.RECOMPUTE)
 
     @cached_property
@@ -69,16 +65,16 @@ class ActionOrder:
 
 @dataclass
 class StepState:
-    """What lives for one step.
+    """The state of one step.
 
     Attributes:
-        seed: place that random numbers depend on beside micro-batch and stage.
-        batch: the rows in hand.
+        seed: place that random numbers depend on besides micro-batch and stage.
+        batch: this rank's rows.
         micro_batches: their global row intervals.
         account: sums of the loss.
         with_gradients: whether backward will come.
-        awaits_weights: whether the weights of the loss come with the agreement of the ranks, which backward then waits for.
-        reduction: the vector of loss sums and weights on its way over all ranks, once the last forward is done.
+        awaits_weights: whether the weights of the loss come with the agreement, which backward then waits for.
+        reduction: the vector of loss sums and weights, in flight over all ranks after the last forward.
         outputs: of the graph itself (``predict``): name, first and last global row, value.
     """
 
@@ -93,7 +89,7 @@ class StepState:
 
 
 class _Once:
-    """Does something when it is first asked to."""
+    """Calls an action the first time only."""
 
     def __init__(self, action: Callable[[], None]) -> None:
         self._action, self.is_done = action, False
@@ -112,13 +108,13 @@ class Executor:
         stages: its stages.
         exchange: between stages.
         model: the captured model.
-        counted: stages whose loss terms this rank counts: of a split group, whose devices all compute them, one does.
-        sync: gradient synchronisation; None where nothing is trained.
-        status: where the current action is kept for others to read.
-        watch: told when each action begins and ends.
+        counted: stages whose loss terms this rank counts: one device of a split group does, though all compute them.
+        sync: gradient synchronisation; None without training.
+        status: shows the current action to other processes.
+        watch: called when each action begins and ends.
         device: where this rank computes.
-        weights: what is there while ops read it alone; None where nothing is.
-        visits: when it is gathered.
+        weights: gathered weights; None for none.
+        visits: when they are gathered.
 
     Attributes:
         peak_in_flight: the most micro-batches alive at once in the last run, over the rank's stages.
@@ -139,7 +135,7 @@ class Executor:
         visits: Visits,
     ) -> None:
         self._weights, self._visits = weights, visits
-        self._gathers = weights is not None and weights.speaks  # then sums start at the SYNC, in one order with what is gathered
+        self._gathers = weights is not None and weights.speaks  # then sums start at the SYNC, in one order with gathers
         self._order, self._stages, self._exchange, self._model = order, stages, exchange, model
         self._counted = counted
         self._gates = [stage.gate for stage in stages.values() if stage.gate is not None]
@@ -158,7 +154,7 @@ class Executor:
         self.peak_in_flight = 0
 
     def prepare(self, micro_batches: Sequence[tuple[int, int]]) -> None:
-        """Makes the programs of all stages for the rows that this rank takes of these micro-batches."""
+        """Makes the programs of all stages for this rank's rows of these micro-batches."""
         self._exchange.begin(micro_batches)
         for stage, runner in self._stages.items():
             for micro_batch in range(len(micro_batches)):
@@ -170,13 +166,12 @@ class Executor:
 
         Args:
             state: of the step.
-            agree: called once, before the first message, before the LOSS, and before the first backward if that needs it.
-                Split stages send messages while they compute: there it comes before the first of those; before everything
-                where stages share a virtual device and hand values to one another on it.
+            agree: called once: before the first message, before the LOSS, and before the first backward if that needs it. With
+                split stages, before their first message while they compute; before everything if stages share a virtual device.
             reduce: called once, at the LOSS.
 
         Raises:
-            RuntimeFault: a peer died or a wait outlasted its limit; names the action.
+            RuntimeFault: a peer died or a wait timed out; names the action.
         """
         for runner in self._stages.values():
             runner.buffers.begin()
@@ -195,7 +190,6 @@ class Executor:
         self._exchange.finish()
 
     def _walk(self, state: StepState, agreed: Callable[[], None], reduce: Callable[[], None]) -> None:
-        """Goes through the actions."""
         for action, name in self._order.named:
             needs_weights = state.awaits_weights and action.kind is not Kind.FORWARD
             if needs_weights or action.kind in COMMUNICATION:
@@ -205,7 +199,7 @@ class Executor:
                 self._watch.begin(action)
             if action.kind is Kind.SYNC and self._sync is not None:
                 self._sync.finish_stage(_stage(action))
-            elif action.kind is Kind.LOSS:  # agreed on all ranks before the sum: one that refuses the batch starts none
+            elif action.kind is Kind.LOSS:  # after the agreement: a rank that refuses the batch starts no sum
                 reduce()
             elif action.kind in POSTS:
                 self._exchange.post(place_of(action))
@@ -217,7 +211,7 @@ class Executor:
             self._watch.end()
 
     def _visit(self, stage: int, *, backward: bool) -> AbstractContextManager[None]:
-        """One pass through a stage, in which weights come and go."""
+        """Around one pass through a stage, for gathered weights."""
         if self._weights is None:
             return nullcontext()
         orders = self._visits.backward if backward else self._visits.forward
@@ -310,7 +304,7 @@ class Executor:
         self._done(stage, micro_batch, Kind.SEND_BACKWARD)
 
     def _done(self, stage: int, micro_batch: int, kind: Kind) -> None:
-        """Forgets a micro-batch once nothing of it is left to do."""
+        """Frees a micro-batch after its last action."""
         flight = self._flights[stage, micro_batch]
         flight.pending.discard(kind)
         if not flight.pending:

@@ -1,7 +1,7 @@
-"""Finding a loss that is no number before it goes into the weights, and saying on which ranks it arose.
+"""Detects a non-finite loss before it goes into the weights, and the ranks on which it arose.
 
-Where ranks compute on the host, each loss is looked at before the optimizer's step. A GPU is not waited for: there a loss is
-looked at two steps later, when it has long been copied to the host.
+On the host each loss is checked before the optimizer's step. A GPU is not waited for: there a loss is checked two steps later,
+when its copy has long arrived.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from whale.runtime.execute.loss import LossAccount
 from whale.units import listed
 
 NUM_STEPS_AHEAD = 2
-"""Steps that a GPU may be behind the host."""
+"""Steps that a GPU may lag behind the host."""
 
 
 @dataclass(frozen=True)
 class HostCopy:
-    """A number that is on its way from a GPU to the host, or there."""
+    """A number in flight from a GPU to the host, or arrived."""
 
     _value: torch.Tensor
     _arrived: torch.cuda.Event | None = None
 
     @staticmethod
     def of(number: torch.Tensor) -> HostCopy:
-        """Begins to copy a 0-dim tensor; the host does not wait."""
+        """Starts an asynchronous copy of a 0-dim tensor."""
         if number.device.type != "cuda":
             return HostCopy(number)
         value = torch.empty((), dtype=number.dtype, pin_memory=True)
@@ -41,7 +41,6 @@ class HostCopy:
 
     @property
     def has_arrived(self) -> bool:
-        """Whether the host need not wait for it."""
         return self._arrived is None or bool(self._arrived.query())  # type: ignore[no-untyped-call]
 
     def read(self) -> float:
@@ -52,11 +51,7 @@ class HostCopy:
 
 
 class LossWatch:
-    """Looks at the losses of a training; all ranks see the same losses, and raise together.
-
-    Args:
-        world: this process among its peers.
-    """
+    """Checks the losses of a training; all ranks see the same losses, and raise together."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -64,7 +59,7 @@ class LossWatch:
         self._bad_step: int | None = None
 
     def look(self, step_number: int, account: LossAccount, loss: torch.Tensor) -> None:
-        """Looks at a loss, or at an earlier one.
+        """Checks a loss, or an earlier one.
 
         Args:
             step_number: of this step, from 0.
@@ -72,7 +67,7 @@ class LossWatch:
             loss: of the global batch.
 
         Raises:
-            RuntimeFault: it is infinite or no number.
+            RuntimeFault: it is not finite.
         """
         if loss.device.type == "cpu":
             self._check(step_number, account, float(loss), "the update was not applied")
@@ -81,30 +76,26 @@ class LossWatch:
             self.settle(NUM_STEPS_AHEAD)
 
     def settle(self, num_left: int = 0) -> None:
-        """Looks at what has been copied, but for the last `num_left` losses.
-
-        Raises:
-            RuntimeFault: as `look`.
-        """
+        """Checks copied losses except the last `num_left`; raises as `look`."""
         while len(self._copied) > num_left:
             step_number, account, loss = self._copied.popleft()
             if not math.isfinite(loss.read()):
-                self._bad_step = step_number  # peers may be lost while all say where it arose
+                self._bad_step = step_number  # peers may be lost while ranks report where it arose
             self._check(step_number, account, loss.read(), "it has gone into the weights since, load a checkpoint")
 
     def has_bad(self, num_steps: int) -> bool:
-        """Whether a loss that has gone into the weights of so many steps is infinite or no number; waits for nothing and nobody."""
+        """Whether a loss of the first `num_steps` steps, which is in the weights, is not finite; waits for nothing."""
         if self._bad_step is not None and self._bad_step < num_steps:
             return True
         return any(number < num_steps and loss.has_arrived and not math.isfinite(loss.read()) for number, _, loss in self._copied)
 
     def forget(self) -> None:
-        """Looks no more at the losses of weights that have been replaced."""
+        """Drops the losses of weights that have been replaced."""
         self._copied.clear()
         self._bad_step = None
 
     def ranks_of(self, account: LossAccount) -> str:
-        """The ranks whose own part of the loss is no number, in words; all ranks of the world call it."""
+        """The ranks whose own part of the loss is not finite, for a message. A collective of the world."""
         own = bool(account.vector().isfinite().all())
         ranks = [rank for rank, is_finite in enumerate(self._world.gather_objects(own)) if not is_finite]
         return f"on {listed('rank', ranks)}" if ranks else "on no rank by itself, in their sum"

@@ -2,8 +2,8 @@
 
     loss = sum over terms k of  c_k x (sum of S_k over all pieces) / W_k,    W_k = sum of weights over all pieces
 
-Where W_k depends on the batch alone it is known before the forward pass, so backward is seeded with c_k / W_k and every
-gradient is exact as it is. A weight that depends on the parameters is known only at the end: backward is seeded with
+If W_k depends on the batch alone it is known before the forward pass, so backward is seeded with c_k / W_k and every
+gradient is exact. A weight that depends on the parameters is known only at the end: backward is seeded with
 c_k / W0, W0 the number of rows, and the gradients are multiplied by W0 / W once.
 """
 
@@ -25,12 +25,12 @@ from whale.runtime.program.lowering import StageProgram, lower
 
 @dataclass(frozen=True)
 class WeightProgram:
-    """How to compute the weights that depend on the batch alone.
+    """Computes the weights that depend on the batch alone.
 
     Attributes:
-        by_rows: per term whose weight is a number that follows from the rows, what computes it.
+        by_rows: per term whose weight is a function of the number of rows, its program.
         measured: terms whose weight must be computed from the batch.
-        programs: compute those, one each.
+        programs: of the measured terms.
     """
 
     by_rows: Mapping[int, StageProgram]
@@ -38,7 +38,7 @@ class WeightProgram:
     programs: tuple[StageProgram, ...]
 
     def at(self, num_rows: int) -> dict[int, float]:
-        """The weights that follow from the rows of a batch."""
+        """The weights that follow from the number of rows."""
         return {index: float(program.module(*([num_rows] * len(program.inputs)))[0]) for index, program in self.by_rows.items()}
 
     def measure(
@@ -62,7 +62,7 @@ def weight_program(model: ModelGraph, graph: torch.fx.Graph, device: torch.devic
     """Sorts the loss terms' weights by how they are known.
 
     Raises:
-        CaptureError: several terms, one of whose weights depends on the parameters.
+        CaptureError: one of several terms has a weight that depends on the parameters.
     """
     by_rows: list[int] = []
     measured: list[int] = []
@@ -92,7 +92,7 @@ def weight_program(model: ModelGraph, graph: torch.fx.Graph, device: torch.devic
 
 
 def whole_divisor(term: LossTerm, weight: torch.Tensor) -> torch.Tensor:
-    """What the sum of a term over the global batch is divided by, from the sum of its weights."""
+    """The divisor of a term over the global batch, from the sum of its weights."""
     divisor = weight + term.offset
     return divisor if term.minimum is None else divisor.clamp(min=term.minimum)
 
@@ -103,8 +103,8 @@ class LossAccount:
     Args:
         terms: of the loss.
         num_rows: rows of the global batch.
-        by_rows: global weights that follow from the rows, by term: every rank knows them.
-        device: where sums are kept.
+        by_rows: global weights that follow from the rows, by term: known on every rank.
+        device: of the sums.
         scale: factor on all gradients.
     """
 
@@ -122,19 +122,19 @@ class LossAccount:
         self.dtype: torch.dtype = torch.float32
 
     def know(self, index: int, weight: torch.Tensor, *, tells: bool) -> None:
-        """Takes a term's global weight before the backward.
+        """Sets a term's global weight before the backward.
 
         Args:
             index: of the term.
             weight: of the whole batch.
-            tells: whether this rank is the one that tells the others.
+            tells: whether this rank reports it to the others.
         """
         self._known[index] = whole_divisor(self.terms[index], weight)
         if tells:
             self._weights[index] = weight
 
     def divisor(self, index: int) -> float | torch.Tensor:
-        """What a term's sum is divided by for backward: its global weight, or the expected one."""
+        """The divisor of a term's sum for backward: its global weight, or the expected one."""
         if self.terms[index].weight is None:
             return 1.0
         return self._known.get(index, float(self._num_rows))
@@ -153,7 +153,7 @@ class LossAccount:
         return torch.full((), coefficient / divisor, dtype=total.dtype, device=total.device)
 
     def add(self, index: int, total: torch.Tensor, weight: object) -> None:
-        """Adds a piece's sum, and its weight where that was not known beforehand."""
+        """Adds a piece's sum, and its weight if that was not known in advance."""
         value = total.detach()
         before = self._sums[index]
         self.dtype = torch.promote_types(self.dtype, value.dtype)
@@ -163,14 +163,14 @@ class LossAccount:
             self._weights[index] = self._weights[index] + (weight.detach().double() if isinstance(weight, torch.Tensor) else weight)
 
     def vector(self) -> torch.Tensor:
-        """This rank's sums, then its weights, float64, to be added over all ranks."""
+        """This rank's sums, then its weights, float64, to be summed over all ranks."""
         zero = torch.zeros((), dtype=torch.float64, device=self._device)
         sums = [zero if value is None else value.to(self._device).reshape(()) for value in self._sums]
         weights = [self._scalar(value) for value in self._weights]
         return torch.stack(sums + weights)
 
     def _scalar(self, value: torch.Tensor | float) -> torch.Tensor:
-        """0-dim float64 on the device, made there: a GPU would be waited for to copy a number to it."""
+        """0-dim float64, created on the device: a copy from the host would wait for a GPU."""
         if isinstance(value, torch.Tensor):
             return value.to(self._device, torch.float64).reshape(())
         return torch.full((), value, dtype=torch.float64, device=self._device)
@@ -188,7 +188,7 @@ class LossAccount:
         return self._scale != 1.0 or any(term.weight is not None and not term.weight_from_inputs for term in self.terms)
 
     def correction(self, vector: torch.Tensor) -> torch.Tensor:
-        """What the gradients must be multiplied by."""
+        """The factor on the gradients."""
         index = next((i for i, term in enumerate(self.terms) if term.weight is not None and not term.weight_from_inputs), None)
         if index is None:
             return vector.new_full((), 1 / self._scale)

@@ -1,6 +1,6 @@
-"""An op of the model that does not take what it is given, told by the user's line: a token or a label out of range, mostly.
+"""Errors of the model's ops, with the user's line: mostly a token or a label out of range.
 
-What runs are generated modules, so torch's own account ends in a line of code that the user has never seen.
+Programs are generated modules, so torch's own traceback ends in code that the user has never seen.
 """
 
 from __future__ import annotations
@@ -19,14 +19,10 @@ from whale.runtime.program.marks import op_of
 
 @contextmanager
 def named_ops(model: ModelGraph, start: int, stop: int) -> Iterator[None]:
-    """Around the run of a stage's program: an op that fails in it is named.
-
-    Args:
-        model: the captured model.
-        start, stop: rows of the global batch that it computes.
+    """Around the run of a stage's program on rows ``start:stop`` of the global batch: names an op that fails.
 
     Raises:
-        OpFault: an op did. Memory that has run out is raised as it is.
+        OpFault: an op failed, except for out-of-memory errors.
     """
     try:
         yield

@@ -1,4 +1,4 @@
-"""Random numbers that depend on where they are drawn, not on when: equal under recompute and for equal plans."""
+"""Random numbers that depend on where they are drawn, not on when: equal under recomputation and for equal plans."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import torch
 
 
 def seed_of(*place: int | str) -> int:
-    """A seed from a place such as (seed, step, micro-batch, replica, stage, device): a stable 63-bit hash."""
+    """A stable 63-bit hash of a place such as (seed, step, micro-batch, replica, stage, device)."""
     digest = hashlib.blake2b(repr(place).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
 
 @contextmanager
 def seeded(seed: int | None, device: torch.device) -> Iterator[None]:
-    """Draws from a seed of its own inside, and gives the generator back as it was. None changes nothing."""
+    """Draws from a seed inside, and restores the generator after; None changes nothing."""
     if seed is None:
         yield
         return

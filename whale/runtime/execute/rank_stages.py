@@ -1,4 +1,4 @@
-"""The stages that a rank runs in one mode, from its rank_place: their programs, and the loss terms that it counts there."""
+"""The stages that a rank runs in one mode: their programs, and the loss terms that it counts there."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ class RankStages:
 
     Attributes:
         runners: by stage.
-        outputs: what each stage's program returns.
-        counted: stages whose loss terms this rank counts: of a split group, whose devices all compute them, one does.
+        outputs: of each stage's program.
+        counted: see `Executor`.
     """
 
     runners: Mapping[int, StageRunner] = field(default_factory=dict)
@@ -71,23 +71,23 @@ def make_stages(
     publishing: Publishing | None = None,
     compilation: Compilation | None = None,
 ) -> RankStages:
-    """Makes what a rank_place runs.
+    """Makes the stages of a rank.
 
     Args:
-        replica: of the rank_place.
-        rank_place: of this rank.
-        actions: of this rank.
+        replica: of the rank.
+        rank_place: of the rank.
+        actions: of the rank.
         captured: the model in this mode.
         kinds: of the buffers that the model writes.
-        known: loss terms whose weights are known beforehand.
+        known: loss terms whose weights are known in advance.
         tensors: what this rank owns, and the constants.
         axes: of the model; None where no stage is cut.
-        holdings: who holds which part of what, whatever the mode.
-        lent: what its stages read in this mode and do not hold, whole.
+        holdings: who holds which part of what, in all modes.
+        lent: whole tensors that its stages read in this mode and do not hold.
         connections: to the other ranks.
-        weights: what is there while ops read it alone; None where nothing is.
-        publishing: brings what others keep; None where nothing is deferred.
-        compilation: compiles runs of ops; None where none are compiled.
+        weights: gathered weights; None for none.
+        publishing: None unless some weights are waited for late.
+        compilation: compiles runs of ops; None for none.
     """
     device = connections.roster.world.device
     runners, outputs = {}, {}

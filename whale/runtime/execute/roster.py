@@ -1,4 +1,4 @@
-"""Who is who: the ranks of a plan in the world, and which place in the plan each of them has."""
+"""The ranks of a plan in the world, and the place of each in the plan."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class RankPlace:
 
     Attributes:
         rank: of the plan.
-        replica: the model replica it belongs to.
-        pipeline_rank: which virtual device of the replica.
+        replica: its model replica.
+        pipeline_rank: its virtual device in the replica.
         position: of its device in that virtual device.
     """
 
@@ -28,7 +28,7 @@ class RankPlace:
 
 
 def find_rank_place(plan: Plan, rank: int | None) -> RankPlace | None:
-    """The rank_place of a rank of the plan; None for a rank that the plan leaves idle."""
+    """The place of a rank of the plan; None for an idle rank."""
     if rank is None:
         return None
     device = plan.devices[rank]
@@ -41,13 +41,7 @@ def find_rank_place(plan: Plan, rank: int | None) -> RankPlace | None:
 
 @dataclass(frozen=True)
 class Roster:
-    """The ranks of a plan.
-
-    Attributes:
-        plan: the decision.
-        world: this process among its peers.
-        world_ranks: per rank of the plan, the rank in the world.
-    """
+    """The ranks of a plan; `world_ranks` gives, per rank of the plan, the rank in the world."""
 
     plan: Plan
     world: World
@@ -55,13 +49,13 @@ class Roster:
 
     @cached_property
     def rank_place(self) -> RankPlace | None:
-        """The place of this rank; None if the plan leaves it idle."""
+        """The place of this rank; None if it is idle."""
         own = self.world.rank
         return find_rank_place(self.plan, self.world_ranks.index(own) if own in self.world_ranks else None)
 
     @property
     def rank(self) -> int | None:
-        """This rank's number in the plan; None if the plan leaves it idle."""
+        """This rank's number in the plan; None if it is idle."""
         return None if self.rank_place is None else self.rank_place.rank
 
     @property

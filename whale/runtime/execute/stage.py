@@ -19,10 +19,10 @@ from whale.runtime.state.publishing import Publishing
 from whale.runtime.state.updates import StepBuffers
 
 ProgramSource = Callable[[int], StageProgram]
-"""The stage's program for a number of rows; one capture with a dynamic batch serves all."""
+"""The stage's program for a number of rows."""
 
 Keeping = Callable[[Sequence[object]], AbstractContextManager[None]]
-"""Says where a forward pass with some arguments keeps what its backward pass needs."""
+"""A context around a forward pass with these arguments that stores what it saves for backward."""
 
 
 @dataclass
@@ -30,14 +30,14 @@ class Flight:
     """A micro-batch between its forward and its backward on one stage.
 
     Attributes:
-        num_rows: that this device holds.
-        arguments: what the program was called with.
-        received: leaves handed over by earlier stages, by op name.
-        outputs: what the program returned, by op name.
-        gradients: of the outputs handed on, as they come back.
+        num_rows: on this device.
+        arguments: of the program.
+        received: leaf tensors from earlier stages, by op name.
+        outputs: of the program, by op name.
+        gradients: of the outputs, from later stages.
         seed: of its random numbers; None for a stage without any.
-        weights: gradients of the parameters that wait for their W.
-        pending: what still has to happen before it can be forgotten.
+        weights: weight gradients that wait for W.
+        pending: kinds of actions after which it can be freed.
     """
 
     num_rows: int
@@ -54,7 +54,7 @@ class Flight:
         return {name: value for name, value in self.outputs.items() if isinstance(value, torch.Tensor)}
 
     def received_gradients(self) -> dict[str, torch.Tensor]:
-        """Gradients of what was handed over; zeros where the loss does not depend on it."""
+        """Gradients of the received tensors; zeros where the loss does not depend on one."""
         needed = {name: value for name, value in self.received.items() if value.requires_grad}
         return {name: torch.zeros_like(value) if value.grad is None else value.grad for name, value in needed.items()}
 
@@ -66,15 +66,12 @@ class StageRunner:
         source: the stage's program per number of rows.
         tensors: parameters, buffers (by canonical name) and constants (by op name) that it holds.
         device: where it computes.
-        buffers: those that its program writes, running statistics aside.
-        row_group: which of the stage's groups of equal rows it is in.
-        split_group: the ranks that share its work, where the stage is split.
-        weights: brings what is there while ops read it alone.
-        publishing: waits for what others keep, where that is deferred.
-        keeping: where forward passes keep what backward passes need; None: on the device.
-
-    Attributes:
-        buffers, row_group: as given.
+        buffers: those that its program writes, without running statistics.
+        row_group: its group of equal rows in the stage.
+        split_group: its split group, if the stage is split.
+        weights: gathered weights.
+        publishing: waits for weights that others keep, if deferred.
+        keeping: stores what forward saves; None for the device.
     """
 
     def __init__(
@@ -97,11 +94,11 @@ class StageRunner:
 
     @property
     def gate(self) -> Gate | None:
-        """What the first message in the midst of its computation waits for; None where it has none."""
+        """The gate before the first message inside its computation, if it has any."""
         return self._split_group.gate if self._split_group is not None else None
 
     def prepare(self, num_rows: int) -> None:
-        """Makes the program for so many rows, unless there is one."""
+        """Makes the program for a number of rows."""
         self._source(num_rows)
 
     def forward(
@@ -118,9 +115,9 @@ class StageRunner:
         Args:
             num_rows: rows that this device takes.
             inputs: gives this device's rows of a batch input, by op name.
-            received: tensors handed over, by op name.
+            received: tensors from earlier stages, by op name.
             with_graph: keep what backward needs.
-            seed: gives the seed of this place, asked for only where random numbers are drawn.
+            seed: gives the seed of this place; called only if random numbers are drawn.
         """
         program = self._source(num_rows)
         flight = Flight(num_rows, [], received, {}, seed=seed() if program.is_random else None)
@@ -135,7 +132,7 @@ class StageRunner:
         return flight
 
     def recompute(self, flight: Flight) -> None:
-        """Runs a micro-batch again, now with what backward needs, from what it has read before, and without writing buffers."""
+        """Reruns the forward of a micro-batch with a graph, on the same inputs, without writing buffers."""
         program = self._source(flight.num_rows)
         mutated = set(program.mutated)
         arguments = list(flight.arguments)

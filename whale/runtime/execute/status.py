@@ -1,8 +1,7 @@
-"""What each rank is doing now, kept where others can read it after the rank's death.
+"""The current action of each rank, readable by others after the rank's death.
 
-One small memory-mapped file per rank in the run directory. Writing is a few stores into shared memory (about
-1 us, no system call), so it costs nothing to do it at every action; the pages belong to the file, so they survive
-a rank that is killed.
+Each rank has a small memory-mapped file in the run directory. A write is a few stores into shared memory (about 1 us, no system
+call), cheap enough for every action; the pages belong to the file, so they survive a rank that is killed.
 
     run directory/rank_00003:  | pid | state | time | waits for 1, 2 | 1RECV_B3 |
 """
@@ -25,10 +24,10 @@ RUN_DIRECTORY = "WHALE_RUN_DIR"
 """Environment variable that names the run directory; without it statuses stay in memory."""
 
 FALL = "fall.json"
-"""Where the launcher of an elastic run notes when ranks fell, and the steps that were done, beside what they kept."""
+"""File in which the launcher of an elastic run notes when ranks fell, and the finished steps."""
 
 LOST = "lost"
-"""The file there by which the launcher says that ranks of other hosts cannot be reached."""
+"""File by which the launcher says that other hosts cannot be reached."""
 
 State = Literal["running", "waiting", "failed", "finished"]
 
@@ -42,17 +41,17 @@ _NO_PEERS = (0,) * _MAX_PEERS
 
 @dataclass(frozen=True, slots=True)
 class RankStatus:
-    """What one rank last said of itself.
+    """The last record of a rank.
 
     Attributes:
-        rank: its number in the world.
+        rank: in the world.
         pid: its process.
         state: ``running``, ``waiting``, ``failed`` or ``finished``.
-        action: the action under way (``1RECV_B3``), or what failed.
-        waits_for: ranks that it waits for, the first 32 of them; `num_waits` counts all.
-        num_waits: how many ranks it waits for.
+        action: the current action (``1RECV_B3``), or what failed.
+        waits_for: ranks that it waits for, the first 32 of `num_waits`.
+        num_waits: number of ranks that it waits for.
         since: when the action began, in seconds of ``time.time()``.
-        step: steps done when the action began.
+        step: finished steps at that time.
     """
 
     rank: int
@@ -77,11 +76,11 @@ class RankStatus:
 class StatusBoard:
     """This rank's own record, written in place at every action.
 
-    Make one with `open`; the last record stays readable after `close` and after the process has died.
+    Made by `open`; the last record stays readable after `close` and after the process has died.
 
     Attributes:
-        rank: its number in the world.
-        step: steps done, as the next record says.
+        rank: in the world.
+        step: finished steps, for the next record.
     """
 
     def __init__(self, rank: int, buffer: mmap.mmap) -> None:
@@ -92,34 +91,34 @@ class StatusBoard:
 
     @staticmethod
     def open(rank: int, environment: Mapping[str, str] | None = None) -> StatusBoard:
-        """Opens the record of a rank in the run directory; in memory where none is named, and with a warning where it cannot be written.
+        """Opens the record of a rank in the run directory; in memory if none is named, or, with a warning, if it cannot be written.
 
         Args:
-            rank: number of this rank in the world.
-            environment: where the run directory is looked up; the process's own by default.
+            rank: in the world.
+            environment: names the run directory; by default that of the process.
         """
         directory = (os.environ if environment is None else environment).get(RUN_DIRECTORY)
         if not directory:
             return StatusBoard(rank, mmap.mmap(-1, _RECORD.size))
         try:
             with open(_path(Path(directory), rank), "w+b", buffering=0) as file:
-                file.write(bytes(_RECORD.size))  # pages that are promised only end the process when they are written, on a full disk
+                file.write(bytes(_RECORD.size))  # allocate: on a full disk a write to a sparse page would kill the process
                 return StatusBoard(rank, mmap.mmap(file.fileno(), _RECORD.size))
         except OSError as error:
             warn(f"cannot record what rank {rank} does in {directory}: {error.strerror}; if it dies, `whale run` cannot say where")
             return StatusBoard(rank, mmap.mmap(-1, _RECORD.size))
 
     def set(self, action: str, waits_for: Sequence[int] = ()) -> None:
-        """States the action that begins now, and the ranks without which it cannot end."""
+        """Records the action that begins now, and the ranks that it waits for."""
         self._write(1 if waits_for else 0, action, waits_for)
 
     def fail(self, reason: str) -> None:
-        """States that this rank gave up, with the reason in place of the action; what it waited for is kept."""
+        """Records that this rank failed, with the reason as the action; keeps the ranks it waited for."""
         self._write(2, reason, self.read().waits_for)
 
     @contextmanager
     def reporting(self) -> Iterator[None]:
-        """States the failure of what goes on inside, with the action in which it happened."""
+        """Records an exception inside, with the action in which it happened."""
         try:
             yield
         except Exception as error:
@@ -127,7 +126,7 @@ class StatusBoard:
             raise
 
     def finish(self) -> None:
-        """States that this rank came to its end in good order."""
+        """Records a normal end."""
         self._write(3, "", ())
 
     def read(self) -> RankStatus:
@@ -137,7 +136,7 @@ class StatusBoard:
         return status
 
     def close(self) -> None:
-        """Releases the memory; the file stays."""
+        """Unmaps the memory; the file stays."""
         self._buffer.close()
 
     def _write(self, state: int, action: str, waits_for: Sequence[int]) -> None:
@@ -148,7 +147,7 @@ class StatusBoard:
 
 
 def read_all(directory: str | os.PathLike[str]) -> dict[int, RankStatus]:
-    """The statuses of all ranks that opened one in a run directory, by rank; half-made records are left out."""
+    """The statuses of all ranks in a run directory, by rank, without incomplete records."""
     found: dict[int, RankStatus] = {}
     for path in sorted(Path(directory).glob("rank_*")):
         rank = int(path.name.removeprefix("rank_"))

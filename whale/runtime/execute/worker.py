@@ -36,24 +36,24 @@ class Worker:
     """Runs steps of one mode on this rank.
 
     Args:
-        plan: the decision, for this mode.
+        plan: for this mode.
         schedules: per replica, with communication.
         captured: the model in this mode.
         tensors: what this rank owns, and the constants.
         axes: of the model; None where no stage is cut.
         holdings: who holds which part of what.
-        lent: what this rank's stages read in this mode and do not hold, whole.
+        lent: whole tensors that this rank's stages read in this mode and do not hold.
         connections: to the other ranks.
-        sync: gradient synchronisation; None where nothing is trained.
-        copies: what this rank holds in common with others; None likewise.
-        weights: what is there while ops read it alone; None where nothing is.
-        publishing: brings what others keep, while its forward passes run; None where nothing is deferred.
-        compilation: compiles runs of ops; None where none are compiled.
+        sync: gradient synchronisation; None without training.
+        copies: what this rank has in common with others; None without training.
+        weights: gathered weights; None for none.
+        publishing: None unless some weights are waited for late.
+        compilation: compiles runs of ops; None for none.
 
     Attributes:
         plan, model: as given.
         written: the buffers that the model writes, and how.
-        peak_in_flight: the most micro-batches alive at once in the last run, over the rank's stages.
+        peak_in_flight: see `Executor`.
     """
 
     def __init__(
@@ -140,16 +140,16 @@ class Worker:
         """Runs this rank's actions of one step.
 
         Args:
-            batch: the rows in hand.
+            batch: this rank's rows.
             seed: place that random numbers depend on.
-            with_gradients: whether the schedule holds a backward.
+            with_gradients: whether the schedule has a backward.
             scale: factor on all gradients.
-            call: of the engine, which all ranks make alike; None for that of the mode.
+            call: of the engine, equal on all ranks; None for that of the mode.
 
         Raises:
             BatchError: the batch cannot be divided as the plan says, or its rows differ between ranks.
-            CaptureError: the model cannot be captured for so few or so many rows.
-            RuntimeFault: a peer died or a wait outlasted its limit.
+            CaptureError: the model cannot be captured for this number of rows.
+            RuntimeFault: a peer died or a wait timed out.
         """
         self._prepare(batch.num_rows, call)
         pending = self._agreement.begin(batch, call)
@@ -174,10 +174,10 @@ class Worker:
         return state
 
     def _prepare(self, num_rows: int, call: Call | None) -> None:
-        """Makes the programs for the pieces of a batch before anything is sent; where that fails, no other rank waits."""
+        """Makes the programs for a batch before anything is sent; if that fails, no other rank waits."""
         if num_rows in self._prepared or self._executor is None:
             return
-        with suppress(BatchError):  # of a batch that is too small, which the agreement refuses
+        with suppress(BatchError):  # the batch is too small, which the agreement refuses
             pieces = self._agreement.micro_batches(num_rows)
             try:
                 self._executor.prepare(pieces)
@@ -210,5 +210,5 @@ class Worker:
             state.reduction = vector, self._world_sums.start(vector)
 
     def close(self) -> None:
-        """Lets go of the groups of split stages; no step can follow."""
+        """Releases the groups of split stages; no step can follow."""
         self._executor = None

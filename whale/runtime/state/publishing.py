@@ -1,7 +1,7 @@
 """Conversion between the form that ops read and the form that the optimizer steps.
 
-    in_forms   one tensor if both are equal; a view if they differ only in owners, or in the type of gradients; else a copy. A gathered weight
-               has no device memory, except the part of its keeper
+    in_forms   one tensor if both are equal; a view if they differ only in owners, or in the type of gradients; else a copy. A
+               gathered weight has no device memory, except the part of its keeper
     publish    optimizer form --> compute form    cast, copied to the device, sent to the other owners bucket by bucket
 
 What owners hold in full is stored in the buckets themselves, and buckets in flight are waited for late: by the first op of the next step
