@@ -233,15 +233,9 @@ def _beside(recipe: str | Path, setting: Setting) -> Setting:
 
 
 def key_table() -> str:
-    """Every key: what it takes, its default, its environment variable, what it is."""
-    rows = ((f"`{key.name}`", key.takes, _default(key.default, key.unit), f"`{variable_of(key.name)}`", key.doc) for key in KEYS.values())
-    return _table(("key", "takes", "default", "environment variable", "what it is"), rows)
-
-
-def epl_table() -> str:
-    """Every key of EPL: whether it carries over, and what became of it."""
-    rows = ((f"`{entry.name}`", "yes" if entry.carries else "no", entry.note) for entry in EPL_KEYS)
-    return _table(("EPL's key", "accepted", "in Whale"), rows)
+    """Every key: what it takes, its default, what it is."""
+    rows = ((f"`{key.name}`", key.takes, _default(key.default, key.unit), key.doc) for key in KEYS.values())
+    return _table(("key", "takes", "default", "what it is"), rows)
 
 
 def _default(value: object, unit: str | None) -> str:

@@ -17,12 +17,12 @@ SCHEDULES = (
 class PipelineSettings:
     """How the batch flows through the stages."""
 
-    num_micro_batch: int = key(1, "micro-batches that each model replica cuts its rows into", rule=at_least(1))
-    num_stages: int | None = key(None, "stages to cut a model without scopes into; null: scopes, or the planner, say", rule=at_least(1))
+    num_micro_batch: int = key(1, "micro-batches per model replica", rule=at_least(1))
+    num_stages: int | None = key(None, "stages of a model without scopes; null: the planner decides", rule=at_least(1))
     schedule: str = key("1f1b", "order of forward and backward passes", choices=SCHEDULES)
     num_chunks: int = key(1, "model chunks per virtual device, for interleaved schedules", rule=at_least(1))
     group_size: int | None = key(
-        None, "micro-batches that an interleaved schedule runs per chunk in turn; null: the planner says", rule=at_least(1)
+        None, "micro-batches that an interleaved schedule runs per chunk in turn; null: the planner decides", rule=at_least(1)
     )
 
 
@@ -35,15 +35,12 @@ class ClusterSettings:
     )
     devices: str | None = key(
         None,
-        "which of them to plan for: names of devices, hosts or models with commas between, such as V100:2,host1/*; null: all",
+        "devices to plan for: names of devices, hosts or models, separated by commas, such as V100:2,host1/*; null: all",
     )
-    profile: str | None = key(
-        None, "what `whale profile` has measured of the model on these devices; found as the cluster file is; null: prices are worked out"
-    )
+    profile: str | None = key(None, "file of `whale profile`, relative as `cluster.file`; null: computed prices")
     partial: bool = key(
         False,
-        "a cluster file may have more devices than there are ranks: it is planned for those of which ranks are there, by host and model; "
-        "`whale run --elastic` sets it",
+        "allow fewer ranks than the cluster file has devices, matched by host and model; `whale run --elastic` sets it",
     )
     colocate_split_and_replicate: bool = key(False, "put all TaskGraphs of a replica on the same devices")
     device_place_prefer_intra_node: bool = key(True, "prefer to keep one model replica within one host")
@@ -59,29 +56,26 @@ class MemorySettings:
     )
     zero: str | tuple[tuple[str, str], ...] = key(
         "auto",
-        "what the devices that hold a parameter share out among them, each keeping a part (ZeRO): 0: nothing; 1: the optimizer's state; "
-        "2: that, and the sums of gradients; 3: that, and weights, which are gathered where ops read them; auto: 2 where a plan needs it "
-        "to fit, or to compute less again, 3 where nothing fits otherwise",
+        "what is sharded among the devices that hold a parameter (ZeRO): 0: nothing; 1: optimizer state; 2: also summed"
+        " gradients; 3: also weights; auto: 2 where a plan needs it to fit or to recompute less, 3 where nothing fits "
+        "otherwise",
         choices=("0", "1", "2", "3", "auto"),
         by_name=("0", "1", "2", "3"),
     )
     offload: str = key(
         "none",
-        "what is kept in the memory of the host: none; optimizer: the weights that it steps and its state, on the CPU; "
-        "optimizer+parameters: that, and weights, which come to the device where ops read them; activations: what is kept for backward "
-        "passes; auto: of these what does not fit, where nothing fits otherwise",
+        "what is kept in host memory: optimizer: state and the weights that it steps, on the CPU; optimizer+parameters:"
+        " also weights; activations; auto: what does not fit, where nothing fits otherwise",
         choices=("none", "optimizer", "optimizer+parameters", "activations", "auto"),
     )
-    offload_as_needed: bool = key(
-        False, "of what `memory.offload` names only what does not fit on devices is kept on the host, as with auto; false: all of it"
-    )
+    offload_as_needed: bool = key(False, "offload only as much of it as does not fit on the device; false: all of it")
     redundancy: str = key(
         "0",
-        "how many hosts, or devices of one host, may be lost at once without the loss of a step: 1: copies of all weights and optimizer "
-        "state lie in the memory of two hosts, under `whale run --elastic`",
+        "hosts that may be lost at once without losing a step under `whale run --elastic`: 1: weights and optimizer "
+        "state are in the memory of two hosts",
         choices=("0", "1"),
     )
-    redundancy_steps: int = key(1, "with `memory.redundancy: 1`, copies are made after each so many-th step", rule=at_least(1))
+    redundancy_steps: int = key(1, "with `memory.redundancy: 1`, steps between two copies", rule=at_least(1))
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,9 +84,9 @@ class PrecisionSettings:
 
     dtype: str | tuple[tuple[str, str], ...] = key(
         "float32",
-        "type that ops compute in where torch.autocast would cast to it, over parameters and optimizer state in the model's own types; "
-        "float32: those of the model; tf32: those, with float32 matrix products in TensorFloat-32; auto: bf16 where all devices have it, "
-        "else fp16, and float32 on CPUs",
+        "compute type, as under torch.autocast, over parameters and optimizer state in the model's own types; float32: "
+        "the model's types; tf32: the same with TensorFloat-32 products; auto: bf16 where all devices have it, else "
+        "fp16; float32 on CPUs",
         choices=("float32", "tf32", "bf16", "fp16", "auto"),
         by_name=("float32", "bf16", "fp16", "auto"),
         rule=ValueRule(
@@ -105,23 +99,22 @@ class PrecisionSettings:
 class GradientSettings:
     """What is done to gradients before they are applied."""
 
-    clip_norm: float | None = key(None, "largest global norm of all gradients; null: not clipped", rule=above(0))
+    clip_norm: float | None = key(None, "largest global norm of all gradients; null: no clipping", rule=above(0))
     skip_nonfinite: bool = key(
-        False, "leave out steps whose loss or gradients are infinite or no number, with a warning; waits for the device in each step"
+        False, "skip steps whose loss or gradients are not finite, with a warning; waits for the device in each step"
     )
     dtype: str = key(
         "own",
-        "type in which each device accumulates the gradients of its micro-batches; own: that of the parameter. The optimizer gets them in "
-        "the parameter's type",
+        "type in which each device accumulates gradients; own: that of the parameter",
         choices=("own", "float32", "bf16", "fp16"),
     )
     sum_dtype: str = key(
         "own",
-        "type that gradients are rounded to where several devices sum them; own: that in which each accumulates them",
+        "type in which gradients are summed over devices; own: that in which they are accumulated",
         choices=("own", "float32", "bf16", "fp16"),
     )
     error_feedback: bool = key(
-        False, "a device adds what rounding to `gradient.sum_dtype` has lost to its next gradient; it keeps that in memory of its own"
+        False, "add what rounding to `gradient.sum_dtype` has lost to the next gradient; takes the memory of the summed gradients"
     )
 
 
@@ -129,19 +122,16 @@ class GradientSettings:
 class CommunicationSettings:
     """How ranks talk."""
 
-    bucket_bytes: int = key(25 * 2**20, "gradients are synchronised in buckets of about this size", rule=at_least(1), unit="B")
-    timeout_seconds: float = key(300.0, "longest wait for another rank before the run is ended", rule=above(0))
+    bucket_bytes: int = key(25 * 2**20, "size of a gradient bucket", rule=at_least(1), unit="B")
+    timeout_seconds: float = key(300.0, "longest wait for another rank before the run fails", rule=above(0))
     overlap: bool | None = key(
-        None, "compute the rows of split stages in two halves, one while the other's messages travel; null: where that is predicted to pay"
+        None, "compute the rows of split stages in two halves, one while the other communicates; null: where that is predicted to be faster"
     )
     defer_weights: bool = key(
         True,
-        "where `memory.zero` is 1 or 2, weights that were updated are on their way during the next forward passes, each bucket until an op "
-        "reads it; false: before the step ends",
+        "with `memory.zero` 1 or 2, send updated weights during the next forward passes; false: before the step ends",
     )
-    gather_rows: bool = key(
-        True, "replicas gather the rows that ops need which mix samples; false: each computes them on its own rows, with a warning"
-    )
+    gather_rows: bool = key(True, "replicas gather the rows for ops that mix samples; false: each uses its own rows, with a warning")
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,46 +139,40 @@ class RuntimeSettings:
     """How the run is set up."""
 
     seed: int = key(0, "seed of dropout and of weights that Whale initialises", rule=at_least(0))
-    num_sizes: int = key(
-        32, "captures kept for batches of other sizes (lengths) than the example's; the least used of more is dropped", rule=at_least(1)
-    )
+    num_sizes: int = key(32, "captures kept for batches of other sizes (lengths) than the example's", rule=at_least(1))
     retrace: str = key(
         "doubling",
-        "when the model is traced again, to find that its code computes something else than was captured: doubling: after 1, 2, 4, 8 ... "
-        "steps; always: before each; off: never",
+        "when the model is traced again to detect changes: doubling: after 1, 2, 4, 8 ... steps; always: before each; off: never",
         choices=("doubling", "always", "off"),
     )
     compile: bool | None = key(
         None,
-        "torch.compile makes one graph of each run of ops of a stage; null: where the model was given through torch.compile, with a word",
+        "compile the ops of each stage with torch.compile; null: if the model was given through torch.compile",
     )
     capture_cache: str | None = key(
         None,
-        "folder in which captures of the training are kept for the next start of the same script, at most 256 MiB; null: `whale` in the "
-        "user's cache folder; off: none. With `runtime.retrace: off` none is read",
+        "folder in which captures are kept for the next start, at most 256 MiB; null: `whale` in the user's cache folder; off: none",
     )
     progress: bool = key(
-        False, "bars of loaders show loss, samples and tokens per second, norm, learning rate, memory; else a line every 10 s"
+        False, "show loss, samples and tokens per second, norm, learning rate and memory on the loader's bar, or every 10 s"
     )
-    log_file: str | None = key(None, "file to which rank 0 adds a line of JSON for each step of training; null: none")
+    log_file: str | None = key(None, "file to which rank 0 adds a line of JSON per step; null: none")
     rebalance: str = key(
         "off",
-        "what is done when devices are persistently faster or slower than the plan was made for: off: a line says which; advise: it says "
-        "what another plan would bring; on: training goes on under that plan, where it pays",
+        "what to do when device speeds persistently differ from the plan: off: report it; advise: also report what "
+        "another plan would gain; on: move to that plan where it pays",
         choices=("off", "advise", "on"),
     )
-    rebalance_horizon: float = key(
-        300.0, "seconds of training within which the move to another plan has to bring more than it takes", rule=above(0), unit="s"
-    )
+    rebalance_horizon: float = key(300.0, "seconds of training within which a move must save more than it takes", rule=above(0), unit="s")
     save_on_sigterm: str | None = key(
         None,
-        "folder in which a checkpoint step_N is saved when SIGTERM comes to any rank, which then all end with exit code 143; null: "
+        "folder in which all ranks save a checkpoint step_N when SIGTERM reaches any of them, and exit with 143; null: "
         "SIGTERM ends a rank at once",
     )
     keep_on_fault: str | None = key(
         None,
-        "folder in memory of each host, where ranks that lose their peers, or that SIGTERM ends, leave the last whole step for "
-        "`engine.resume`; `whale run --elastic` sets it; null: nothing is kept",
+        "folder in host memory in which surviving ranks leave the last whole step for `engine.resume`; `whale run "
+        "--elastic` sets it; null: none",
     )
 
 
@@ -196,10 +180,8 @@ class RuntimeSettings:
 class TraceSettings:
     """Which steps are recorded."""
 
-    directory: str | None = key(
-        None, "folder for the record of some steps, written by rank 0 as trace.json and report.html; null: nothing is recorded"
-    )
-    first_step: int = key(2, "steps of this run that are done before the first recorded one", rule=at_least(0))
+    directory: str | None = key(None, "folder for recorded steps, written by rank 0 as trace.json and report.html; null: none")
+    first_step: int = key(2, "steps of this run before the first recorded one", rule=at_least(0))
     num_steps: int = key(3, "steps that are recorded", rule=at_least(1))
 
 
@@ -209,7 +191,7 @@ class RecomputeSettings:
 
     policy: str | tuple[tuple[int, float | str], ...] = key(
         "none",
-        "which activations are computed again: none; full: all, each stage as a whole; blocks: all, block by block; selective: those of "
+        "which activations are recomputed: full: all, stage by stage; blocks: all, block by block; selective: those of "
         "attention; auto: as many as memory demands; a share is of a stage's blocks",
         choices=("none", "auto", "full", "blocks", "selective"),
         by_stage=("none", "full", "blocks", "selective"),
@@ -222,25 +204,22 @@ class PlanningSettings:
 
     search: str = key(
         "auto",
-        "auto: search for the best plan; what scopes, replicas and settings fix is kept; off: take what the settings and their "
-        "defaults say",
+        "auto: search for the best plan within scopes, replicas and settings; off: use the settings and their defaults",
         choices=("auto", "off"),
     )
     objective: str = key(
         "step_time",
-        "what the search makes least: step_time; cost: of a sample, by the prices of the cluster file; memory: of the fullest device",
+        "what the search minimises: step_time; cost of a sample, by the prices of the cluster file; memory of the fullest device",
         choices=("step_time", "cost", "memory"),
     )
     batch_rows: str | None = key(
         None,
-        "rows of the global batch that the search may choose, such as 64..256: the most samples per second, or the best by the objective; "
-        "null: as many as the batch has",
+        "range of global batch sizes to search, such as 64..256; null: the rows of the batch",
         rule=a_range(),
     )
     effort: int = key(
         100,
-        "plans that a search makes at most, and six more while nothing fits; those of many devices, stages and micro-batches, "
-        "or with split stages, count for several",
+        "most plans that a search makes; large plans count for several, and six more are made while nothing fits",
         rule=at_least(1),
     )
 
@@ -249,12 +228,10 @@ class PlanningSettings:
 class EstimateSettings:
     """What predictions assume of how ops run, where nothing was measured."""
 
-    fuses_pointwise: bool = key(
-        False, "pointwise ops run in one kernel with the op that alone reads them, as with a compiler or kernels written by hand"
-    )
-    allows_tf32: bool = key(False, "float32 matrix products run in TensorFloat-32 where the device has it")
+    fuses_pointwise: bool = key(False, "pointwise ops are fused with the op before them, as by a compiler")
+    allows_tf32: bool = key(False, "float32 matrix products use TensorFloat-32 where the device has it")
     message_seconds: float = key(
-        0.0, "what starting a message or collective costs besides the latency of its link", rule=at_least(0), unit="s"
+        0.0, "cost of starting a message or collective besides the latency of its link", rule=at_least(0), unit="s"
     )
 
 

@@ -192,8 +192,8 @@ def read_speeds(entry: Entry) -> dict[str, float]:
 
 
 def device_table() -> str:
-    """Every device: memory, bandwidth, speeds, efficiency, traffic, link."""
-    lines = ["| device | memory | bandwidth | float32 | float16 | bfloat16 | efficiency | traffic | link |", "|" + " --- |" * 9]
+    """Every device: memory, bandwidth, peak speeds, link."""
+    lines = ["| device | memory | bandwidth | float32 | float16 | bfloat16 | link |", "|" + " --- |" * 7]
     for device in catalogue().devices.values():
         flops = dict(device.flops)
         speeds = [f"{format_count(flops[dtype])}FLOP/s" if dtype in flops else "-" for dtype in ("float32", "float16", "bfloat16")]
@@ -202,8 +202,6 @@ def device_table() -> str:
             format_bytes(device.memory),
             f"{format_count(device.bandwidth)}B/s",
             *speeds,
-            ", ".join([f"{device.efficiency:g}", *(f"{dtype} {share:g}" for dtype, share in device.efficiencies)]),
-            f"{device.traffic:g}",
             device.link,
         ]
         lines.append("| " + " | ".join(cells) + " |")
