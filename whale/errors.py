@@ -1,4 +1,4 @@
-"""The errors a user can meet: one small tree, every message with its rule, place and hint."""
+"""The errors a user can meet: every message with its rule, place and hint."""
 
 from __future__ import annotations
 
@@ -15,9 +15,8 @@ class WhaleError(Exception):
     """A fault that the user can mend.
 
     Args:
-        message: the rule that was broken, with both values
-            (``split over 3 devices needs at least 3 heads (attn.heads: 2)``).
-        where: the user's place, anything that prints as ``file:line``.
+        message: the rule that was broken, with both values (``split over 3 devices needs at least 3 heads (attn.heads: 2)``).
+        where: the user's line; prints as ``file:line``.
         hint: what to do about it.
     """
 
@@ -84,17 +83,17 @@ class CheckpointError(WhaleError):
 
 
 class RuntimeFault(WhaleError):
-    """A rank died, a wait outlasted its limit, or something was found wrong, during a run.
+    """A rank died, a wait timed out, or something was found wrong, during a run.
 
     Attributes:
-        lost_peers: whether it is that peers have died or failed, or that a wait for them outlasted its limit.
+        lost_peers: whether peers have died or failed, or a wait for them timed out.
     """
 
     lost_peers = False
 
 
 class OpFault(RuntimeFault):
-    """An op of the model failed on this rank alone, by what it was given, or the model itself refuses that."""
+    """An op of the model failed on this rank alone, by its operands, or the model itself refuses them."""
 
 
 PREEMPTED_CODE = 128 + signal.SIGTERM
@@ -102,10 +101,10 @@ PREEMPTED_CODE = 128 + signal.SIGTERM
 
 
 class Preempted(SystemExit):
-    """SIGTERM has come to a rank, and the state of the training is saved. Not caught, it ends the process with exit code 143.
+    """A rank received SIGTERM, and the state of the training is saved. Not caught, it ends the process with exit code 143.
 
     Attributes:
-        path: of the checkpoint; empty where ranks keep the state in memory for those that begin anew.
+        path: of the checkpoint; empty if ranks keep the state in memory for those that restart.
     """
 
     def __init__(self, path: str) -> None:
@@ -119,24 +118,13 @@ def is_debugging() -> bool:
 
 
 def first_few(names: Sequence[str], most: int = 3, *, separator: str = ", ", count: int | None = None) -> str:
-    """A list as messages show it: ``a, b, c and 5 more``.
-
-    Args:
-        names: what is listed.
-        most: how many are shown.
-        separator: between two.
-        count: how many there are, where `names` are only the first of them.
-    """
+    """A list as messages show it: ``a, b, c and 5 more``; `count` is the whole number if `names` are only the first."""
     more = (len(names) if count is None else count) - len(names[:most])
     return separator.join(names[:most]) + (f" and {more} more" if more else "")
 
 
 def raise_faults(faults: Sequence[WhaleError]) -> None:
-    """Raises all the faults of one pass as one error; does nothing if there are none.
-
-    A single fault is raised unchanged. Several become one error of their common class,
-    whose message numbers them.
-    """
+    """Raises all faults of a pass: one unchanged, several as one error of their common class with a numbered list."""
     if not faults:
         return
     if len(faults) == 1:
@@ -151,7 +139,7 @@ def _raise_together(faults: Sequence[WhaleError]) -> NoReturn:
 
 
 def warn(text: str) -> None:
-    """Warns at the line of the user's code that called Whale, itself or by torch."""
+    """Warns at the line of the user's code that called Whale, directly or through torch."""
     frame: FrameType | None = sys._getframe(1)
     level = 2
     while frame is not None and str(frame.f_globals.get("__name__", "torch.fx")).startswith(("whale.", "torch.")):  # fx names no module

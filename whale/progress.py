@@ -1,4 +1,6 @@
-"""A line on standard error while work takes long (a capture, a plan, the first step, a checkpoint), so that nobody takes it for a hang."""
+"""A line on standard error while work takes long (a capture, a plan, the first step, a checkpoint), so that it does not look like a
+hang.
+"""
 
 from __future__ import annotations
 
@@ -15,15 +17,15 @@ FIRST_SECONDS = 1.0
 
 @contextmanager
 def progress(what: str, *, on_first: bool = True, first_seconds: float | None = None) -> Iterator[Callable[[str], None]]:
-    """Tells what goes on inside, if it goes on for long, and the last of what was said of it.
+    """Reports on work that takes long, with its latest note.
 
     Args:
-        what: is done (``capturing the model``).
-        on_first: whether this is rank 0, which alone tells.
-        first_seconds: how long it goes on before it is told; None for `FIRST_SECONDS`.
+        what: the work (``capturing the model``).
+        on_first: whether this is rank 0, which alone reports.
+        first_seconds: before the first report; None for `FIRST_SECONDS`.
 
     Yields:
-        A function that takes what there is to say of the work so far.
+        A function that takes notes on the work so far.
     """
     teller = _Teller(what, FIRST_SECONDS if first_seconds is None else first_seconds)
     if not on_first:
@@ -40,15 +42,6 @@ def progress(what: str, *, on_first: bool = True, first_seconds: float | None = 
 
 @dataclass(eq=False)
 class _Teller:
-    """Work that goes on.
-
-    Attributes:
-        what: is done.
-        first_seconds: before it is told.
-        seen: what was said of it last; "" for nothing.
-        done: is set at its end.
-    """
-
     what: str
     first_seconds: float
     seen: str = ""

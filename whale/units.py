@@ -1,4 +1,4 @@
-"""Quantities as people write them: parsing ``32 GiB`` and ``25 Gbit/s``, printing bytes, seconds, shares and counts of things."""
+"""Quantities in text: parsing ``32 GiB`` and ``25 Gbit/s``, printing bytes, seconds, shares and counts."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ def parse_quantity(text: str | int | float, unit: str) -> float:
     """Reads a quantity of a unit: ``B``, ``B/s``, ``FLOP/s`` or ``s``.
 
     Args:
-        text: a number, taken in the unit itself, or text such as ``32 GiB``, ``25 Gbit/s``, ``5 us``.
-        unit: the unit of the result. Bits are accepted where bytes are asked for (``Gbit/s``).
+        text: a number in that unit, or text such as ``32 GiB``, ``25 Gbit/s``, ``5 us``.
+        unit: of the result. Bits are accepted for bytes (``Gbit/s``).
 
     Raises:
         ValueError: the text is not a quantity of that unit.
@@ -80,7 +80,7 @@ def format_seconds(seconds: float) -> str:
 
 
 def format_duration(seconds: float) -> str:
-    """``5400`` as ``1.5 hours``: for what lasts longer than a step."""
+    """``5400`` as ``1.5 hours``: for longer times than a step."""
     for name, unit in (("days", 86_400.0), ("hours", 3_600.0), ("min", 60.0)):
         if seconds >= 2 * unit:
             return f"{seconds / unit:.3g} {name}"
@@ -93,7 +93,7 @@ def format_rate(rate: float) -> str:
 
 
 def format_share(share: float) -> str:
-    """``0.423`` as ``42%``; what is there, but next to nothing, as ``<1%``."""
+    """``0.423`` as ``42%``; little, but not nothing, as ``<1%``."""
     return "<1%" if 0 < share < 0.005 else f"{share:.0%}"
 
 

@@ -1,6 +1,6 @@
-"""The configuration: an immutable value made of sections, by the ``section.key`` names a user writes.
+"""The configuration: an immutable value made of sections, with the ``section.key`` names that a user writes.
 
-Where it comes from, and what wins: environment > recipe file > ``config=`` > ``whale.init`` > defaults.
+Precedence: environment > recipe file > ``config=`` > ``whale.init`` > defaults.
 """
 
 from __future__ import annotations
@@ -26,15 +26,13 @@ from whale.units import format_bytes
 
 @dataclass(frozen=True, init=False)
 class Config:
-    """All configuration values; ``Config({"pipeline.num_micro_batch": 4})`` sets one and leaves the rest at their defaults,
-    and so does ``Config({"pipeline": {"num_micro_batch": 4}})``.
+    """All configuration values; equal if all values are.
 
-    ``replicas`` stands next to the sections: a list of blocks, one per replica.
-
-    Two configurations are equal when all their values are.
+    ``Config({"pipeline.num_micro_batch": 4})``, or ``Config({"pipeline": {"num_micro_batch": 4}})``, sets one and leaves the rest at their
+    defaults. ``replicas`` stands next to the sections: a list of blocks, one per replica.
 
     Attributes:
-        explicit: the keys that were set, as opposed to left at their defaults; `load_config` lays these over others.
+        explicit: the keys that were set; `load_config` lays these over others.
 
     Raises:
         ConfigError: an unknown key, or a value that breaks its key's rule; all of them at once.
@@ -64,17 +62,13 @@ class Config:
         object.__setattr__(self, "explicit", frozenset(values))
 
     def with_values(self, mapping: Mapping[str, object]) -> Config:
-        """A copy with these ``section.key`` values instead of its own.
-
-        Raises:
-            ConfigError: as for `Config`.
-        """
+        """A copy with these ``section.key`` values instead of its own. Raises ConfigError as `Config`."""
         own = dict(self.explicit_items())
         changed = Config(mapping)
         return Config({**own, **dict(changed.explicit_items())})
 
     def items(self) -> Iterator[tuple[str, Any]]:
-        """Every ``section.key`` with its value, and ``replicas`` where there are blocks."""
+        """Every ``section.key`` with its value, and ``replicas`` if there are blocks."""
         for name in KEYS:
             section, _, attribute = name.partition(".")
             yield name, getattr(getattr(self, section), attribute)
@@ -107,13 +101,13 @@ Source = Config | Mapping[str, object] | str | Path | None
 def load_config(source: Source, *, environment: Mapping[str, str], base: Config | None = None) -> Config:
     """The configuration that results from all its sources.
 
-    What wins, first to last: an environment variable (``WHALE_PIPELINE_NUM_MICRO_BATCH=4``); the recipe that the environment
-    variable ``WHALE_RECIPE`` names (``whale run --recipe`` sets it); `source`; `base`; the defaults.
+    Precedence: an environment variable (``WHALE_PIPELINE_NUM_MICRO_BATCH=4``); the recipe that the environment variable ``WHALE_RECIPE``
+    names (``whale run --recipe`` sets it); `source`; `base`; the defaults.
 
     Args:
-        source: what the user passed as ``config=``.
-        environment: as a rule ``os.environ``.
-        base: what the user passed to ``whale.init``.
+        source: the user's ``config=``.
+        environment: usually ``os.environ``.
+        base: the user's ``whale.init``.
 
     Raises:
         ConfigError: unknown keys, wrong values, unreadable files; those of all sources at once.
@@ -139,7 +133,7 @@ def _sources(source: Source, environment: Mapping[str, str], faults: list[WhaleE
 
 
 def read_plan(path: str | Path) -> dict[str, object]:
-    """What a written plan says, as values of a configuration: its file has the content of a recipe's ``plan``.
+    """The values of a configuration in a written plan: its file has the content of a recipe's ``plan``.
 
     Raises:
         ConfigError: an unreadable file, unknown keys, wrong values; all of them at once.
@@ -165,8 +159,8 @@ def _settings(source: Source, faults: list[WhaleError]) -> list[Setting]:
 def from_environment(environment: Mapping[str, str]) -> list[Setting]:
     """The settings among environment variables.
 
-    ``WHALE_SECTION_KEY`` with a known section is a setting, known or not. Variables that only nearly spell one are taken
-    for it as well, so that a slip is an error and not silence. All others are left alone.
+    ``WHALE_SECTION_KEY`` with a known section is a setting, known or not. Variables that nearly spell one count too, so that a typo is an
+    error. All others are ignored.
     """
     names = {variable_of(name): name for name in (*KEYS, *(entry.name for entry in EPL_KEYS))}
     settings = []
@@ -194,7 +188,7 @@ def variable_of(name: str) -> str:
 
 
 def _recipe(path: str | Path, faults: list[WhaleError]) -> list[Setting]:
-    """The settings of a recipe: sections of keys, and what stands for one key, as in ``cluster: FILE`` and ``recompute: auto``."""
+    """The settings of a recipe: sections of keys, and values for one key, as ``cluster: FILE`` and ``recompute: auto``."""
     document = read_yaml(path)
     if document.data is None:
         return []
@@ -226,7 +220,7 @@ def _section(document: Document, section: str, content: object) -> Iterable[Sett
 
 
 def _beside(recipe: str | Path, setting: Setting) -> Setting:
-    """A file that a recipe names lies relative to the recipe."""
+    """The setting, with a file that a recipe names relative to the recipe."""
     if setting.name not in ("cluster.file", "cluster.profile") or not isinstance(setting.value, str) or not setting.value:
         return setting
     return Setting(setting.name, os.path.normpath(Path(recipe).parent / setting.value), setting.where)

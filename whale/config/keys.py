@@ -1,4 +1,4 @@
-"""How a configuration key is declared: its default, its rule, its one line of documentation; the known name nearest to an unknown one."""
+"""Declarations of configuration keys: default, rule, one line of documentation; and the known name nearest to an unknown one."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Choice = str | tuple[tuple[str, str], ...]
 
 
 def choice_text(value: Choice) -> str:
-    """As a user writes it."""
+    """A choice as a user writes it."""
     if isinstance(value, str):
         return value
     return f"{{{', '.join(f'{json.dumps(pattern)}: {choice}' for pattern, choice in value)}}}"
@@ -36,12 +36,10 @@ class ValueRule:
 
 
 def at_least(low: int) -> ValueRule:
-    """The value is `low` or more."""
     return ValueRule(f"at least {low}", lambda value: bool(value >= low))
 
 
 def above(low: float) -> ValueRule:
-    """The value is more than `low`."""
     return ValueRule(f"above {low:g}", lambda value: bool(value > low))
 
 
@@ -51,7 +49,7 @@ def between(low: float, high: float) -> ValueRule:
 
 
 def range_of(text: str) -> tuple[int, int] | None:
-    """The ends of a range that is written ``64..256``; None where it is none of whole numbers from 1 on, the smaller first."""
+    """The ends of a range such as ``64..256``; None unless they are whole numbers from 1 on, the smaller first."""
     low, dots, high = text.partition("..")
     if not dots or not (low.strip().isdecimal() and high.strip().isdecimal()):
         return None
@@ -66,33 +64,20 @@ def a_range() -> ValueRule:
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """One configuration key.
+    """One configuration key."""
 
-    Attributes:
-        name: ``section.key``.
-        type: what its values are; a quantity with a unit is also accepted as text where `unit` is set.
-        optional: whether ``None`` is a value.
-        default: where nobody sets it.
-        doc: one line.
-        rule: what must hold of a value.
-        choices: the only values, if listed.
-        by_stage: the choices that a stage may have by itself, if a mapping of stage numbers to these, and to shares from 0 to 1, is a
-            value as well; it is kept as pairs, sorted.
-        by_name: the choices that parameters may have by patterns of their names, if a mapping of these, the last of which is ``*``, is a
-            value as well; it is kept as pairs, in its order.
-        unit: unit of a quantity that may be written as text (``B``: ``25 MiB``).
-    """
-
-    name: str
-    type: KeyType
-    optional: bool
+    name: str  # ``section.key``
+    type: KeyType  # of its values; a quantity with a unit may also be text
+    optional: bool  # whether ``None`` is a value
     default: object
-    doc: str
-    rule: ValueRule | None
-    choices: tuple[str, ...]
+    doc: str  # one line
+    rule: ValueRule | None  # what must hold of a value
+    choices: tuple[str, ...]  # the only values, if listed
+    # choices of a single stage, if a mapping of stage numbers to these, and to shares from 0 to 1, is a value too; as sorted pairs
     by_stage: tuple[str, ...]
+    # choices by patterns of parameter names, the last ``*``, if a mapping of these is a value too; as pairs, in order
     by_name: tuple[str, ...]
-    unit: str | None
+    unit: str | None  # of a quantity that may be text (``B``: ``25 MiB``)
 
     @property
     def takes(self) -> str:
@@ -133,20 +118,14 @@ def _key(name: str, hint: Any, field: dataclasses.Field[Any]) -> Key:
 
 
 def nearest(name: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
-    """The known name that looks most like `name`, upper and lower case alike; None if none is close.
-
-    Args:
-        name: what the user wrote.
-        known: what there is.
-        cutoff: similarity, 0 to 1, from which a name counts as close.
-    """
+    """The known name most similar to `name`, ignoring case; None if none has at least a similarity of `cutoff`, 0 to 1."""
     by_lower = {candidate.lower(): candidate for candidate in known}
     found = get_close_matches(name.lower(), list(by_lower), n=1, cutoff=cutoff)
     return by_lower[found[0]] if found else None
 
 
 def begun_by(name: str, known: Iterable[str]) -> list[str]:
-    """The known names that begin with it, up to a ``-`` where there are such: ``V100`` begins ``V100-16GB``, and so does ``V10``."""
+    """The known names with this prefix, up to a ``-`` if there are such: ``V100`` begins ``V100-16GB``, and so does ``V10``."""
     longer = [each for each in known if name and each.lower().startswith(name.lower())]
     return [each for each in longer if each[len(name) :].startswith("-")] or longer
 
@@ -158,6 +137,6 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 def guess(name: str, known: Iterable[str]) -> str | None:
-    """A hint where the error lists all names: the nearest."""
+    """A hint for an error that lists all names: the nearest."""
     found = nearest(name, known)
     return f"did you mean {found!r}?" if found else None

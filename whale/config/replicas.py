@@ -1,9 +1,9 @@
-"""Replicas as a user writes them down: the blocks of ``replicas``, and ``plan``, which may fix anything and leaves the rest to the planner.
+"""Replicas as a user writes them: the blocks of ``replicas``, and ``plan``, which may fix anything and leaves the rest to the planner.
 
 plan:
   split: 8                         any key of a block, for all its replicas
   num_stages: 4
-  replicas: 16                     how many, ``all`` that the devices give (so if it is left out), or blocks
+  replicas: 16                     how many, ``all`` that the devices give (the default), or blocks
 
 replicas:
   - devices: [host0/0, host0/1]    a count, or the names
@@ -40,37 +40,22 @@ RECOMPUTE = "recompute"
 
 @dataclass(frozen=True, slots=True)
 class ReplicaBlock:
-    """One replica as the user wants it, or several that are alike.
+    """One replica as the user wants it, or several equal ones."""
 
-    Attributes:
-        devices: their names, those of each virtual device in order, or how many; None for as many as its stages and split groups take.
-        split: devices of each split group; None: one, or what the scopes say.
-        rows: its weight in the rows of the batch; None: balanced.
-        pipeline: keys of the section ``pipeline`` with their values, where they are its own.
-        count: how many replicas it stands for; None for as many as the devices that are left give.
-        micro_batch_rows: rows of a micro-batch, from which their number follows; None: the number is stated.
-        blocks: how many of the model's repeated blocks each stage has, or ``even``; None: the planner cuts.
-        axes: that are cut in split stages, wherever ops may work along them; None: the planner chooses.
-        more_axes: besides `axes`, those that the planner may cut too.
-        recompute: as ``recompute.policy``; None: as that says.
-        stages: where the replica is written down whole; empty where the planner makes them.
-        model: for which model that was, by its fingerprint; None: for any whose ops have the names.
-        place: where its keys stand, by name.
-    """
-
+    # names, of each virtual device in order, or a count; None for as many as its stages and split groups take
     devices: tuple[str, ...] | tuple[tuple[str, ...], ...] | int | None = None
-    split: int | None = None
-    rows: int | None = None
-    pipeline: tuple[tuple[str, Any], ...] = ()
-    count: int | None = 1
-    micro_batch_rows: int | None = None
-    blocks: tuple[int, ...] | str | None = None
-    axes: tuple[str, ...] | None = None
-    more_axes: tuple[str, ...] = ()
-    recompute: str | tuple[tuple[int, Any], ...] | None = None
-    stages: tuple[StageBlock, ...] = ()
-    model: str | None = None
-    place: Place | None = field(default=None, compare=False, repr=False)
+    split: int | None = None  # devices of each split group; None: one, or what the scopes say
+    rows: int | None = None  # its weight in the rows of the batch; None: balanced
+    pipeline: tuple[tuple[str, Any], ...] = ()  # its own keys of the section ``pipeline`` with their values
+    count: int | None = 1  # of replicas; None for as many as the remaining devices give
+    micro_batch_rows: int | None = None  # rows of a micro-batch, from which their number follows; None: the number is stated
+    blocks: tuple[int, ...] | str | None = None  # number of the model's repeated blocks in each stage, or ``even``; None: the planner cuts
+    axes: tuple[str, ...] | None = None  # cut in split stages, wherever ops may work along them; None: the planner chooses
+    more_axes: tuple[str, ...] = ()  # that the planner may cut in addition to `axes`
+    recompute: str | tuple[tuple[int, Any], ...] | None = None  # as ``recompute.policy``; None: as that says
+    stages: tuple[StageBlock, ...] = ()  # of a replica that is written in full; empty if the planner makes them
+    model: str | None = None  # fingerprint of the model of `stages`; None: for any whose ops have the names
+    place: Place | None = field(default=None, compare=False, repr=False)  # gives the line of each key, by name
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -80,17 +65,17 @@ class ReplicaBlock:
 
     @property
     def placed(self) -> tuple[tuple[str, ...], ...] | None:
-        """The devices of each virtual device, where they are given; None where the planner places them."""
+        """The devices of each virtual device; None if the planner places them."""
         found = self.devices if isinstance(self.devices, tuple) else ()
         return tuple(each for each in found if not isinstance(each, str)) or None
 
     def at(self, *way: str | int) -> object:
-        """The user's line of a key, or of what lies inside of it; None where it is not known."""
+        """The user's line of a key, or of a value inside; None if unknown."""
         return None if self.place is None else self.place(*way)
 
     @contextmanager
     def placed_here(self) -> Iterator[None]:
-        """Gives faults that come without a line that of the block."""
+        """Gives faults without a line that of the block."""
         try:
             yield
         except WhaleError as fault:
@@ -177,23 +162,14 @@ _READERS: Mapping[str, Key | Callable[[str, object, object], object]] = {
 
 @dataclass(frozen=True, slots=True)
 class Reader:
-    """Reads blocks.
+    """Reads blocks."""
 
-    Attributes:
-        keys: of the section ``pipeline``, by their names in it, and ``recompute`` for ``recompute.policy``.
-        checked: a value of a key in the key's own type, or a `ConfigError`; takes the key, the value and its place.
-    """
-
-    keys: Mapping[str, Key]
+    keys: Mapping[str, Key]  # of the section ``pipeline``, by their names in it, and ``recompute`` for ``recompute.policy``
+    # takes a key, a value and its line, and gives the value in the key's own type, or a `ConfigError`
     checked: Callable[[Key, object, object], object]
 
     def replicas(self, data: object, where: Place) -> tuple[tuple[ReplicaBlock, ...], list[WhaleError]]:
-        """The blocks, and the faults of all of them.
-
-        Args:
-            data: a list of mappings, or blocks read before.
-            where: each value's place.
-        """
+        """The blocks in a list of mappings (or read before), and the faults of all of them."""
         if isinstance(data, tuple) and all(isinstance(block, ReplicaBlock) for block in data):
             return data, []
         if not isinstance(data, list) or not data:
@@ -201,12 +177,7 @@ class Reader:
         return self._blocks(data, where)
 
     def plan(self, data: object, where: Place) -> tuple[tuple[ReplicaBlock, ...], list[WhaleError]]:
-        """The blocks of a written plan: what it says of all replicas stands in each block that does not say otherwise.
-
-        Args:
-            data: a mapping.
-            where: each value's place.
-        """
+        """The blocks of a written plan: its own keys apply to each block that does not override them."""
         if not isinstance(data, Mapping):
             found = "the file is empty" if data is None else repr(data)
             return (), [ConfigError(f"a plan needs 'key: value' lines: {found}", where=where())]
@@ -268,7 +239,7 @@ class Reader:
 
 
 def _together(blocks: list[ReplicaBlock], where: Place) -> Iterator[WhaleError]:
-    """Rows are stated by all blocks or by none; a device is named once; what contradicts itself in one block."""
+    """Rows are stated by all blocks or by none; a device is named once; a block must not contradict itself."""
     stated = [number for number, block in enumerate(blocks) if block.rows is not None]
     if stated and len(stated) < len(blocks):
         silent = [str(number) for number in range(len(blocks)) if number not in stated]

@@ -1,4 +1,4 @@
-"""The sections of the configuration: every key with its default; and what became of the keys of EPL, whose names Whale keeps."""
+"""The sections of the configuration: every key with its default; and the keys of EPL, whose names Whale keeps."""
 
 from __future__ import annotations
 
@@ -15,8 +15,6 @@ SCHEDULES = (
 
 @dataclass(frozen=True, slots=True)
 class PipelineSettings:
-    """How the batch flows through the stages."""
-
     num_micro_batch: int = key(1, "micro-batches per model replica", rule=at_least(1))
     num_stages: int | None = key(None, "stages of a model without scopes; null: the planner decides", rule=at_least(1))
     schedule: str = key("1f1b", "order of forward and backward passes", choices=SCHEDULES)
@@ -28,8 +26,6 @@ class PipelineSettings:
 
 @dataclass(frozen=True, slots=True)
 class ClusterSettings:
-    """Which devices there are, and how TaskGraphs are placed on them."""
-
     file: str | None = key(
         None, "cluster file; in a recipe relative to the recipe, elsewhere to the working directory; null: this machine's devices"
     )
@@ -48,8 +44,6 @@ class ClusterSettings:
 
 @dataclass(frozen=True, slots=True)
 class MemorySettings:
-    """What the planner may fill."""
-
     fraction: float = key(0.9, "share of each device's memory that a plan may use", rule=between(0, 1))
     optimizer_states: int = key(
         2, "tensors that the optimizer keeps per parameter: Adam 2, SGD with momentum 1, plain SGD 0", rule=at_least(0)
@@ -80,8 +74,6 @@ class MemorySettings:
 
 @dataclass(frozen=True, slots=True)
 class PrecisionSettings:
-    """In which types ops compute."""
-
     dtype: str | tuple[tuple[str, str], ...] = key(
         "float32",
         "compute type, as under torch.autocast, over parameters and optimizer state in the model's own types; float32: "
@@ -97,8 +89,6 @@ class PrecisionSettings:
 
 @dataclass(frozen=True, slots=True)
 class GradientSettings:
-    """What is done to gradients before they are applied."""
-
     clip_norm: float | None = key(None, "largest global norm of all gradients; null: no clipping", rule=above(0))
     skip_nonfinite: bool = key(
         False, "skip steps whose loss or gradients are not finite, with a warning; waits for the device in each step"
@@ -120,8 +110,6 @@ class GradientSettings:
 
 @dataclass(frozen=True, slots=True)
 class CommunicationSettings:
-    """How ranks talk."""
-
     bucket_bytes: int = key(25 * 2**20, "size of a gradient bucket", rule=at_least(1), unit="B")
     timeout_seconds: float = key(300.0, "longest wait for another rank before the run fails", rule=above(0))
     overlap: bool | None = key(
@@ -136,8 +124,6 @@ class CommunicationSettings:
 
 @dataclass(frozen=True, slots=True)
 class RuntimeSettings:
-    """How the run is set up."""
-
     seed: int = key(0, "seed of dropout and of weights that Whale initialises", rule=at_least(0))
     num_sizes: int = key(32, "captures kept for batches of other sizes (lengths) than the example's", rule=at_least(1))
     retrace: str = key(
@@ -178,8 +164,6 @@ class RuntimeSettings:
 
 @dataclass(frozen=True, slots=True)
 class TraceSettings:
-    """Which steps are recorded."""
-
     directory: str | None = key(None, "folder for recorded steps, written by rank 0 as trace.json and report.html; null: none")
     first_step: int = key(2, "steps of this run before the first recorded one", rule=at_least(0))
     num_steps: int = key(3, "steps that are recorded", rule=at_least(1))
@@ -187,8 +171,6 @@ class TraceSettings:
 
 @dataclass(frozen=True, slots=True)
 class RecomputeSettings:
-    """Which activations are computed again in the backward pass instead of kept."""
-
     policy: str | tuple[tuple[int, float | str], ...] = key(
         "none",
         "which activations are recomputed: full: all, stage by stage; blocks: all, block by block; selective: those of "
@@ -200,8 +182,6 @@ class RecomputeSettings:
 
 @dataclass(frozen=True, slots=True)
 class PlanningSettings:
-    """How a plan is looked for."""
-
     search: str = key(
         "auto",
         "auto: search for the best plan within scopes, replicas and settings; off: use the settings and their defaults",
@@ -226,7 +206,7 @@ class PlanningSettings:
 
 @dataclass(frozen=True, slots=True)
 class EstimateSettings:
-    """What predictions assume of how ops run, where nothing was measured."""
+    """Assumptions of predictions about what was not measured."""
 
     fuses_pointwise: bool = key(False, "pointwise ops are fused with the op before them, as by a compiler")
     allows_tf32: bool = key(False, "float32 matrix products use TensorFloat-32 where the device has it")
@@ -271,17 +251,11 @@ OF_THE_PAPER: Mapping[str, str] = {
 
 @dataclass(frozen=True, slots=True)
 class EplKey:
-    """One key of EPL.
+    """One key of EPL."""
 
-    Attributes:
-        name: ``section.key``.
-        carries: whether Whale accepts it.
-        note: what it means in Whale; for a key that is refused, why, and what to do instead.
-    """
-
-    name: str
-    carries: bool
-    note: str
+    name: str  # ``section.key``
+    carries: bool  # whether Whale accepts it
+    note: str  # its meaning in Whale; if refused, why, and what to do instead
 
 
 EPL_KEYS = (

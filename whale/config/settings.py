@@ -31,16 +31,12 @@ SCHEDULE = "pipeline.schedule"
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """A key and its value as the user wrote them, or a section and its content; and where (anything that prints as a place).
-
-    Attributes:
-        inside: where the values inside of it stand, by the way to them; None where that is not known.
-    """
+    """A key and its value as the user wrote them, or a section and its content."""
 
     name: object
     value: object
-    where: object = None
-    inside: Place | None = None
+    where: object = None  # anything that prints as a line
+    inside: Place | None = None  # gives the line of a value inside, by its path; None if unknown
 
 
 _SHORT = {"cluster": "cluster.file", "recompute": "recompute.policy"}
@@ -48,7 +44,7 @@ _SHORT = {"cluster": "cluster.file", "recompute": "recompute.policy"}
 
 
 def is_section(name: object) -> bool:
-    """Whether a name is that of a section, of ours or of EPL's."""
+    """Whether a name is a section of Whale or of EPL."""
     return name in SECTIONS or any(entry.name.startswith(f"{name}.") for entry in EPL_KEYS)
 
 
@@ -82,7 +78,7 @@ def _is_by_stage(name: str, content: object) -> bool:
 
 
 def check(settings: Iterable[Setting]) -> tuple[dict[str, object], list[WhaleError]]:
-    """The values of one source by key, each checked, and the faults of those that are wrong."""
+    """The checked values of one source by key, and the faults of the wrong ones."""
     values: dict[str, object] = {}
     faults: list[WhaleError] = []
     for setting in (each for given in settings for each in expand(given)):
@@ -192,7 +188,7 @@ def _is_pairs(value: object) -> bool:
 
 
 def _shares(key: Key, setting: Setting) -> Shares:
-    """A mapping of stages to shares or words (or what this made of one before), sorted."""
+    """A mapping of stages to shares or words (or an earlier result of this), sorted."""
     value = setting.value
     pairs: Iterable[tuple[object, object]] = value.items() if isinstance(value, Mapping) else value  # type: ignore[assignment]
     found: dict[int, float | str] = {}
@@ -212,7 +208,7 @@ def _shares(key: Key, setting: Setting) -> Shares:
 
 
 def _by_name(key: Key, setting: Setting) -> tuple[tuple[str, str], ...]:
-    """A mapping of patterns of names to choices (or what this made of one before), in its order."""
+    """A mapping of patterns of names to choices (or an earlier result of this), in order."""
     value = setting.value
     pairs: Iterable[tuple[object, object]] = value.items() if isinstance(value, Mapping) else value  # type: ignore[assignment]
     found: dict[str, str] = {}
@@ -259,7 +255,7 @@ _BOOLEANS = {"true": True, "1": True, "yes": True, "on": True, "false": False, "
 
 
 def from_text(key: Key, text: str) -> object:
-    """A value written as bare text, as environment variables are; the text itself where it cannot be read."""
+    """A value from bare text, as of environment variables; the text itself if it cannot be read."""
     bare = text.strip()
     if key.optional and bare.lower() in ("none", "null", ""):
         return None

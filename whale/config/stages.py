@@ -1,12 +1,12 @@
-"""The stages of a replica that is written down whole: where each runs, which ops, on which rows, what is cut and computed again.
+"""The stages of a replica that is written in full: devices, ops, rows, cuts and recomputation of each.
 
 stages:
   - devices: [big/0, big/1]
     ops: [embedding .. add_3]          runs of the model's ops, as `whale capture --ops` names them
-    split: 2                           devices of each split group; 1 if it is left out
-    rows: [3]                          weight of each split group in the rows of a micro-batch; equal if it is left out
+    split: 2                           devices of each split group; default 1
+    rows: [3]                          weight of each split group in the rows of a micro-batch; equal by default
     cut: {heads: [2, 2], hidden: {sizes: [24, 8], whole_in: [gelu]}}
-    recompute: [layer_norm .. add_1]   runs of its ops that are computed again, or `full`: all of it, by R actions
+    recompute: [layer_norm .. add_1]   recomputed runs of its ops, or `full`: all of it, by R actions
     halves: false                      whether its rows are computed in two halves that take turns
 """
 
@@ -34,27 +34,16 @@ BETWEEN = " .. "
 
 @dataclass(frozen=True, slots=True)
 class StageBlock:
-    """One stage.
+    """One stage."""
 
-    Attributes:
-        devices: their names, in order.
-        ops: runs of calls, in the order of the graph.
-        split: devices of each split group.
-        rows: per split group, its weight in the rows of a micro-batch; empty for equal ones.
-        cut: what is divided over the devices of each group.
-        recompute: runs of its ops that are computed again.
-        recomputes_whole: whether all of it is, by R actions.
-        halves: whether its rows are computed in two halves that take turns.
-    """
-
-    devices: tuple[str, ...]
-    ops: tuple[OpRange, ...]
-    split: int = 1
-    rows: tuple[int, ...] = ()
-    cut: tuple[Shard, ...] = ()
-    recompute: tuple[OpRange, ...] = ()
-    halves: bool = False
-    recomputes_whole: bool = False
+    devices: tuple[str, ...]  # names, in order
+    ops: tuple[OpRange, ...]  # runs of calls, in the order of the graph
+    split: int = 1  # devices of each split group
+    rows: tuple[int, ...] = ()  # per split group, its weight in the rows of a micro-batch; empty for equal ones
+    cut: tuple[Shard, ...] = ()  # what is divided over the devices of each group
+    recompute: tuple[OpRange, ...] = ()  # recomputed runs of its ops
+    halves: bool = False  # whether its rows are computed in two halves that take turns
+    recomputes_whole: bool = False  # whether all of it is recomputed, by R actions
 
     def as_data(self) -> dict[str, Any]:
         """In the form of a written plan."""
@@ -84,12 +73,7 @@ _LISTS = tuple(field.name for field in fields(Shard) if field.name not in ("axis
 
 
 def read_stages(value: object, place: Callable[..., object]) -> tuple[tuple[StageBlock, ...], list[WhaleError]]:
-    """The stages, and the faults of all of them.
-
-    Args:
-        value: what stands behind ``stages``.
-        place: where a value stands, by the way to it: number of the stage, key.
-    """
+    """The stages in the value of ``stages``, and the faults of all of them; `place` gives a value's line by its path."""
     if isinstance(value, tuple) and all(isinstance(stage, StageBlock) for stage in value):
         return value, []
     if not isinstance(value, list) or not value:

@@ -1,7 +1,7 @@
-"""YAML read strictly: every value with its file and line, duplicate keys refused, and no surprises in what text means.
+"""YAML read strictly: every value with its file and line, duplicate keys refused, no implicit types.
 
-Numbers, ``true``, ``false`` and ``null`` are those of YAML 1.2, so that a host may be called ``no`` and ``1e-3`` is a number.
-Everything else is text, a list or a mapping with text keys. Aliases are written out, within bounds.
+Numbers, ``true``, ``false`` and ``null`` are those of YAML 1.2, so that a host may be called ``no`` and ``1e-3`` is a number. Everything
+else is text, a list or a mapping with text keys. Aliases are expanded, within bounds.
 """
 
 from __future__ import annotations
@@ -23,31 +23,22 @@ PathKey = tuple[str | int, ...]
 
 @dataclass(frozen=True)
 class Document:
-    """A YAML file's contents.
+    """The contents of a YAML file."""
 
-    Attributes:
-        file: its path, as it was given.
-        data: None, bool, int, float, str, list or dict with text keys, nested.
-        lines: per way from the root, the line of the value (for a mapping's entry, of its key), from 1.
-    """
-
-    file: str
-    data: object
+    file: str  # its path, as given
+    data: object  # None, bool, int, float, str, list or dict with text keys, nested
+    # per path from the root, the line of the value (for a mapping's entry, of its key), from 1
     lines: dict[PathKey, int] = field(repr=False)
 
     def place(self, *way: str | int) -> SourceLine:
-        """File and line of the value there, or of the nearest one around it."""
+        """File and line of a value, or of the nearest one around it."""
         while way and way not in self.lines:
             way = way[:-1]
         return SourceLine(self.file, self.lines.get(way, 1))
 
 
 def read_yaml(path: str | Path, kind: type[WhaleError] = ConfigError) -> Document:
-    """Reads one YAML document from a file.
-
-    Raises:
-        WhaleError: of the given kind: the file cannot be read, or is not YAML, or repeats a key; all faults at once.
-    """
+    """Reads one YAML document from a file. Raises an error of `kind`: unreadable, not YAML, or repeated keys; all at once."""
     try:
         text = read_text(path, MOST_BYTES_OF_YAML)
     except OSError as error:
@@ -58,7 +49,7 @@ def read_yaml(path: str | Path, kind: type[WhaleError] = ConfigError) -> Documen
 
 
 def parse_yaml(text: str, file: str, kind: type[WhaleError] = ConfigError) -> Document:
-    """Reads one YAML document from text; `file` is what errors call it."""
+    """Reads one YAML document from text; `file` is its name in errors."""
     reader = _NodeReader(file, kind)
     try:
         root = _Composer(text, reader).get_single_node()
@@ -81,7 +72,7 @@ _WORDS |= {word: value for name, value in (("true", True), ("false", False)) for
 
 
 class _NodeReader:
-    """Turns YAML's nodes into plain data, and keeps lines and faults on the way."""
+    """Turns YAML's nodes into plain data, and collects lines and faults."""
 
     def __init__(self, file: str, kind: type[WhaleError]) -> None:
         self.file = file
@@ -136,12 +127,7 @@ def _scalar(node: yaml.Node) -> object:
 
 
 class _Composer(yaml.SafeLoader):
-    """Makes nodes of text, within bounds.
-
-    Args:
-        text: to read.
-        reader: is told what is at fault.
-    """
+    """Makes nodes of text, within bounds; reports faults to the reader."""
 
     def __init__(self, text: str, reader: _NodeReader) -> None:
         super().__init__(text)
@@ -150,7 +136,7 @@ class _Composer(yaml.SafeLoader):
         self._extents: dict[yaml.Node, tuple[int, int]] = {}
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node:
-        """The next value; what an alias stands for is the node that stands there already."""
+        """The next value; an alias is the existing node."""
         event: yaml.Event = self.peek_event()  # type: ignore[no-untyped-call]
         if (tag := getattr(event, "tag", None)) is not None:
             self._reader.fault(f"tag {tag.replace('tag:yaml.org,2002:', '!!')!r} is not supported", event)
@@ -165,7 +151,7 @@ class _Composer(yaml.SafeLoader):
         return node
 
     def _extent(self, node: yaml.Node, event: yaml.Event) -> tuple[int, int]:
-        """How many values a node is, and how deep they nest, with all that aliases stand for."""
+        """Number of values in a node and their nesting depth, with aliases expanded."""
         if isinstance(node, yaml.ScalarNode):
             return 1, 0
         inner = [value for _, value in node.value] if isinstance(node, yaml.MappingNode) else node.value

@@ -1,4 +1,4 @@
-"""What devices and links can do: the catalogue, cluster files, and clusters gathered from running ranks."""
+"""Speeds of devices and links: the catalogue, cluster files, and clusters gathered from running ranks."""
 
 from whale.hardware.catalogue import CPU, Catalogue, KnownDevice, catalogue
 from whale.hardware.cluster_file import cluster_text, load_cluster, parse_cluster

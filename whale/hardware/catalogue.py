@@ -1,4 +1,4 @@
-"""The devices and links that Whale knows by name; the figures are in ``devices.yaml``, and go into the reference as tables."""
+"""Devices and links known by name; the figures are in ``devices.yaml``, and appear in the reference as tables."""
 
 from __future__ import annotations
 
@@ -22,29 +22,17 @@ FILE = "devices.yaml"
 
 @dataclass(frozen=True, slots=True)
 class KnownDevice:
-    """A model of device.
+    """A model of device."""
 
-    Attributes:
-        name: ``V100-32GB``; ``cpu`` is one core.
-        memory: bytes.
-        bandwidth: bytes per second of its own memory.
-        flops: peak FLOP/s per dtype, sorted pairs; float32 is among them.
-        efficiency: share of the peak that large matrix products reach.
-        efficiencies: of dtypes for which it is another, sorted pairs.
-        half_width, traffic, host_seconds, host_link: as of `Device`.
-        link: name of the usual link inside a host.
-        nvml: word lists, each of which identifies the device in NVML's name for it.
-    """
-
-    name: str
-    memory: int
-    bandwidth: float
-    flops: tuple[tuple[str, float], ...]
-    efficiency: float
-    link: str
-    nvml: tuple[tuple[str, ...], ...]
-    efficiencies: tuple[tuple[str, float], ...] = ()
-    half_width: float = 0.0
+    name: str  # ``V100-32GB``; ``cpu`` is one core
+    memory: int  # bytes
+    bandwidth: float  # bytes per second of its own memory
+    flops: tuple[tuple[str, float], ...]  # peak FLOP/s per dtype, sorted pairs; float32 is among them
+    efficiency: float  # share of the peak that large matrix products reach
+    link: str  # name of the usual link inside a host
+    nvml: tuple[tuple[str, ...], ...]  # word lists, each of which identifies the device in NVML's name for it
+    efficiencies: tuple[tuple[str, float], ...] = ()  # of dtypes that have another efficiency, sorted pairs
+    half_width: float = 0.0  # as of `Device`, like the following
     traffic: float = 1.0
     host_seconds: float = 0.0
     host_link: float = 0.0
@@ -55,8 +43,8 @@ class KnownDevice:
         Args:
             name: unique in the cluster.
             host: name of its host.
-            memory: bytes, where it has another amount than usual.
-            num_cores: its speeds are this many times the catalogue's: a CPU's number of cores, or the part of a shared GPU.
+            memory: bytes, if not the usual amount.
+            num_cores: factor on the catalogue's speeds: a CPU's number of cores, or the part of a shared GPU.
         """
         flops = tuple((dtype, peak * num_cores) for dtype, peak in self.flops)
         reached = self.efficiency, None, self.efficiencies, self.half_width, self.traffic, self.host_seconds
@@ -66,26 +54,20 @@ class KnownDevice:
 
 @dataclass(frozen=True)
 class Catalogue:
-    """Everything that is known by name.
-
-    Attributes:
-        devices: by name.
-        links: by name.
-        network: name of the link taken between hosts that nobody described.
-    """
+    """Devices and links by name."""
 
     devices: Mapping[str, KnownDevice]
     links: Mapping[str, Link]
-    network: str
+    network: str  # name of the default link between hosts
 
     def usual_link(self, models: set[str]) -> Link | None:
-        """The link inside a host of these device models, as slow as the slowest of them; None if a model is not known."""
+        """The link inside a host of these device models, as slow as their slowest; None if a model is unknown."""
         if not models <= set(self.devices):
             return None
         return Link.slowest(self.links[self.devices[model].link] for model in models)
 
     def match_nvml(self, name: str) -> KnownDevice | None:
-        """The device that NVML calls by this name (``NVIDIA A100-SXM4-80GB``); None if it is not known."""
+        """The device for NVML's name (``NVIDIA A100-SXM4-80GB``); None if unknown."""
         words = set(_words(name))
         if "MIG" in words:  # a slice of a GPU is not the GPU
             return None
@@ -99,17 +81,12 @@ def _words(name: str) -> tuple[str, ...]:
 
 @cache
 def catalogue() -> Catalogue:
-    """The catalogue, read once."""
     text = files("whale.hardware").joinpath(FILE).read_text(encoding="utf-8")
     return read_catalogue(text)
 
 
 def read_catalogue(text: str) -> Catalogue:
-    """A catalogue from YAML text.
-
-    Raises:
-        ClusterError: a key is unknown or missing, or an amount is not one; all faults at once.
-    """
+    """A catalogue from YAML text. Raises ClusterError: unknown or missing keys, or wrong amounts; all faults at once."""
     root = Entry(parse_yaml(text, FILE, ClusterError), "the catalogue", None)
     root = Entry(root.document, root.name, root.document.data, (), root.faults)
     root.is_mapping(("links", "network", "devices"), required=("links", "network", "devices"))
@@ -181,7 +158,7 @@ def _read_device(entry: Entry, name: str) -> KnownDevice:
 
 
 def read_speeds(entry: Entry) -> dict[str, float]:
-    """What a device, or the catalogue, says of `SPEEDS`."""
+    """The given ones of `SPEEDS`."""
     found = {
         "half_width": entry.number("half_width", zero=True),
         "traffic": entry.number("traffic", high=1),

@@ -1,6 +1,6 @@
-"""Cluster files: hosts, their devices and the links, in YAML, checked so that planning never meets a hole; and back to text.
+"""Cluster files: hosts, their devices and the links, in YAML, checked so that planning meets no gaps; and back to text.
 
-A device, or several alike, is written ``8 x V100-32GB``, ``T4``, or as a mapping that overrides the catalogue; a measured figure
+Devices are written ``8 x V100-32GB``, ``T4``, or as a mapping that overrides the catalogue; a measured figure
 ``{figure: NAME, value: 81 GFLOP/s, low: ..., high: ..., samples: 22}``.
 """
 
@@ -27,19 +27,19 @@ def load_cluster(path: str | Path) -> Cluster:
     """Reads a cluster file.
 
     Raises:
-        ClusterError: the file cannot be read, or describes no whole cluster: an unknown key or device, an amount that is
-            zero or negative, hosts of one name, a link that is missing; all faults at once, each with its line.
+        ClusterError: the file cannot be read, or describes no whole cluster: an unknown key or device, an amount that is zero or negative,
+            hosts with one name, a missing link; all faults at once, each with its line.
     """
     return read_cluster(read_yaml(path, ClusterError), default_name=Path(path).stem)
 
 
 def parse_cluster(text: str, file: str = "cluster.yaml") -> Cluster:
-    """Reads a cluster from YAML text; `file` is what errors call it."""
+    """Reads a cluster from YAML text; `file` is its name in errors."""
     return read_cluster(parse_yaml(text, file, ClusterError), default_name=Path(file).stem)
 
 
 def read_cluster(document: Document, default_name: str) -> Cluster:
-    """The cluster that a document describes; its name is `default_name` if it says none."""
+    """The cluster of a document, called `default_name` if it has no name."""
     root = Entry(document, "a cluster", document.data)
     hosts: list[Host] = []
     network: Link | None = None
@@ -92,7 +92,7 @@ def _alike(item: Entry, names: Iterable[str]) -> Iterator[Host]:
 
 
 def _inner_link(item: Entry, kinds: list[DeviceKind]) -> Link:
-    """The link inside a host: as written, else the usual one of its devices, as slow as the slowest of them."""
+    """The link inside a host: as written, else the usual one of its devices, as slow as their slowest."""
     written = _link(item.below("link", f"{item.name}: link")) if item.has("link") else None
     found = written or catalogue().usual_link({kind.model for kind in kinds} or {""})
     if found is not None:
@@ -148,7 +148,7 @@ def _pair(item: Entry, hosts: set[str]) -> Pair | None:
 
 
 def _check_reach(root: Entry, hosts: list[str], pairs: dict[Pair, Link]) -> None:
-    """Without a network, every two hosts need a link of their own."""
+    """Without a network, every two hosts need their own link."""
     if len(hosts) > 1 and not pairs:
         root.fault(f"there is no network between the {len(hosts)} hosts", hint="network: {bandwidth: 25 Gbit/s, latency: 30 us}")
         return
@@ -171,7 +171,7 @@ _KEYS = ("model", "count", *_FULL, "num_cores", "kernel_start", "price_per_hour"
 
 @dataclass(frozen=True, slots=True)
 class DeviceKind:
-    """A kind of device of a host and how many of it there are; ``make(name, host)`` is one of them."""
+    """A kind of device of a host and its count; ``make(name, host)`` is one of them."""
 
     model: str
     count: int
@@ -264,7 +264,7 @@ def _with_overrides(base: KnownDevice, entry: Entry, cores: float) -> Callable[[
 
 
 def _read_handling(entry: Entry) -> Handling:
-    """What messages take of the device: ``{seconds: 100 us, bandwidth: 4 GB/s}``, of which either may be left out."""
+    """Device time of messages: ``{seconds: 100 us, bandwidth: 4 GB/s}``, each optional."""
     if not entry.has("handling"):
         return NO_HANDLING
     below = entry.below("handling", f"{entry.name}: handling")
@@ -297,7 +297,7 @@ def read_figures(entry: Entry) -> Iterator[Figure]:
 
 
 def _unit(item: Entry) -> str:
-    """The unit that the value is written in; seconds, whose reading then fails, where it is none."""
+    """The unit of the value; for none of the known ones seconds, which then fail to read."""
     for unit in EXAMPLES:
         try:
             parse_quantity(str(item.get("value")), unit)
@@ -308,12 +308,7 @@ def _unit(item: Entry) -> str:
 
 
 def cluster_text(cluster: Cluster, comments: Iterable[str] = ()) -> str:
-    """The YAML of a cluster.
-
-    Args:
-        cluster: to write.
-        comments: lines to stand above it.
-    """
+    """The YAML of a cluster, under lines of comments."""
     lines = [f"# {comment}" for comment in comments]
     lines += [f"name: {_quoted(cluster.name)}", "hosts:"]
     for host in cluster.hosts:
@@ -397,5 +392,5 @@ def _mapping(said: dict[str, str]) -> str:
 
 
 def _quoted(text: str) -> str:
-    """Text that YAML cannot take for anything else."""
+    """Text that YAML reads as text."""
     return "'" + text.replace("'", "''") + "'"

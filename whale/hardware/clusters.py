@@ -1,4 +1,4 @@
-"""Clusters made of what each rank says of its own device, and of some devices of others, by words such as ``V100:2,host1/*``."""
+"""Clusters from each rank's own device, and subsets of clusters by names such as ``V100:2,host1/*``."""
 
 from __future__ import annotations
 
@@ -19,34 +19,19 @@ _HINT = "describe the devices in a cluster file, as `whale probe` measures them"
 
 @dataclass(frozen=True, slots=True)
 class DeviceProfile:
-    """One rank's device, as found on its host.
+    """One rank's device, as found on its host."""
 
-    Attributes:
-        host: the host's name.
-        model: catalogue name, or the device's own name where the catalogue has none.
-        memory: bytes that this rank may count on.
-        num_cores: of a CPU rank its share of the host's cores, of a shared GPU this rank's part; may be less than one.
-        flops: peak FLOP/s per dtype, sorted pairs; empty for the catalogue's.
-        bandwidth: bytes per second of the device's memory; 0 for the catalogue's.
-        efficiency: share of the peak that large matrix products reach; 0 for the catalogue's.
-        link: the link to the host's other devices; None for the catalogue's.
-    """
-
-    host: str
-    model: str
-    memory: int
-    num_cores: float = 1.0
-    flops: tuple[tuple[str, float], ...] = ()
-    bandwidth: float = 0.0
-    efficiency: float = 0.0
-    link: Link | None = None
+    host: str  # the host's name
+    model: str  # catalogue name, or the device's own name if the catalogue has none
+    memory: int  # bytes that this rank may use
+    num_cores: float = 1.0  # a CPU rank's share of the host's cores, or this rank's part of a shared GPU; may be less than one
+    flops: tuple[tuple[str, float], ...] = ()  # peak FLOP/s per dtype, sorted pairs; empty for the catalogue's
+    bandwidth: float = 0.0  # bytes per second of the device's memory; 0 for the catalogue's
+    efficiency: float = 0.0  # share of the peak that large matrix products reach; 0 for the catalogue's
+    link: Link | None = None  # to the host's other devices; None for the catalogue's
 
     def device(self, name: str) -> Device:
-        """The device under a name.
-
-        Raises:
-            ClusterError: the catalogue does not know the model and the profile does not describe it.
-        """
+        """The device under a name. Raises ClusterError: neither the catalogue nor the profile describes the model."""
         known = catalogue().devices.get(self.model)
         if known is not None:
             return known.device(name, self.host, memory=self.memory, num_cores=self.num_cores)
@@ -59,11 +44,7 @@ class DeviceProfile:
 
     @property
     def inner_link(self) -> Link:
-        """The link to the host's other devices, as far as this one goes.
-
-        Raises:
-            ClusterError: neither the profile nor the catalogue has one.
-        """
+        """The link to the host's other devices. Raises ClusterError: neither the profile nor the catalogue has one."""
         found = self.link or catalogue().usual_link({self.model})
         if found is None:
             raise ClusterError(
@@ -76,15 +57,15 @@ class DeviceProfile:
 def make_cluster(profiles: Sequence[DeviceProfile], network: Link | None = None) -> tuple[Cluster, tuple[str, ...]]:
     """The cluster of the ranks' devices, and each rank's device name.
 
-    Hosts stand in order of their first rank and devices of a host in order of rank (``HOST/0``, ``HOST/1`` ...); the ranks
-    of one host need not be neighbours. A host with unlike devices has the slowest of their links.
+    Hosts are in order of their first rank, devices of a host in order of rank (``HOST/0``, ``HOST/1`` ...); the ranks of a host need not be
+    consecutive. A host with different devices has the slowest of their links.
 
     Args:
         profiles: by rank.
-        network: the link between hosts; the catalogue's if not given.
+        network: the link between hosts; None for the catalogue's.
 
     Raises:
-        ClusterError: there are no profiles, or one describes its device too little.
+        ClusterError: no profiles, or one that does not describe its device.
     """
     if not profiles:
         raise ClusterError("the cluster has no device: no rank has one")
@@ -111,10 +92,10 @@ def select(cluster: Cluster, text: str) -> Cluster:
     Args:
         cluster: to select from.
         text: names with commas between. A name is that of a device, a host or a device model, in full or up to a ``-`` of it, or a
-            pattern of such with ``*`` and ``?``; ``NAME:N`` takes the first N of them that no name before it has taken.
+            pattern of such with ``*`` and ``?``; ``NAME:N`` takes the first N of them that no earlier name has taken.
 
     Raises:
-        ClusterError: names of nothing, and numbers of more than there are; all at once.
+        ClusterError: names of nothing, and larger numbers than there are; all at once.
     """
     faults: list[WhaleError] = []
     taken: dict[str, str] = {}  # by which word
@@ -136,7 +117,7 @@ def select(cluster: Cluster, text: str) -> Cluster:
 
 
 def _not_left(cluster: Cluster, word: str, number: int, left: str, takers: Sequence[str], name: str) -> ClusterError:
-    """The fault of a word that asks for none, or for more devices than the words before it have left."""
+    """The fault of a word that asks for none, or for more devices than earlier words have left."""
     others = f"; {' and '.join(takers)} took the others" if takers else ""
     fewer = f"{name} takes all that are left" if name and number else f"leave {word} out"
     return ClusterError(f"{word} asks for {number} devices; cluster {cluster.name} has {left}{others}", hint=fewer)
@@ -149,6 +130,6 @@ def _is_called(device: Device, pattern: str) -> bool:
 
 
 def _names(cluster: Cluster) -> Iterator[str]:
-    """What a device may be called by, those of many devices first."""
+    """Names that a device may have, those of many devices first."""
     yield from Counter(device.model for device in cluster.devices)
     yield from (host.name for host in cluster.hosts)

@@ -15,40 +15,29 @@ EXAMPLES = {"B": "16 GiB", "B/s": "25 Gbit/s", "s": "5 us", "FLOP/s": "15.7 TFLO
 
 @dataclass(frozen=True)
 class Entry:
-    """One value of a document, with what to call it in errors.
+    """One value of a document, with its name for errors."""
 
-    Attributes:
-        document: the file.
-        name: in words (``host big``).
-        data: the plain value.
-        way: where it stands in the document.
-        faults: where faults go; shared by all entries of a document.
-    """
-
-    document: Document
-    name: str
-    data: object
-    way: tuple[str | int, ...] = ()
-    faults: list[WhaleError] = field(default_factory=list)
+    document: Document  # the file
+    name: str  # in words (``host big``)
+    data: object  # the plain value
+    way: tuple[str | int, ...] = ()  # its path in the document
+    faults: list[WhaleError] = field(default_factory=list)  # shared by all entries of a document
 
     def fault(self, message: str, *way: str | int, hint: str | None = None) -> None:
         """Notes a fault at this value, or at one below it."""
         self.faults.append(ClusterError(message, where=self.document.place(*self.way, *way), hint=hint))
 
     def get(self, key: str) -> object:
-        """The value under a key; None if there is none."""
         return self.data.get(key) if isinstance(self.data, dict) else None
 
     def has(self, key: str) -> bool:
-        """Whether the key is there, whatever its value."""
+        """Whether the key exists, whatever its value."""
         return isinstance(self.data, dict) and key in self.data
 
     def below(self, key: str, name: str) -> Entry:
-        """The value under a key, as an entry."""
         return Entry(self.document, name, self.get(key), (*self.way, key), self.faults)
 
     def items(self, name: str) -> Iterator[Entry]:
-        """The values of a list, as entries."""
         for index, item in enumerate(self.data if isinstance(self.data, list) else ()):
             yield Entry(self.document, f"{name} {index + 1}", item, (*self.way, index), self.faults)
 
@@ -68,7 +57,7 @@ class Entry:
         return not missing
 
     def quantity(self, key: str, unit: str, *, zero: bool = False) -> float | None:
-        """A positive amount (or zero, where allowed); None if it is absent or wrong."""
+        """A positive amount (or zero, if allowed); None if it is absent or wrong."""
         if not self.has(key):
             return None
         value = self.get(key)
@@ -84,7 +73,7 @@ class Entry:
         return amount
 
     def number(self, key: str, high: float = math.inf, *, zero: bool = False) -> float | None:
-        """A number above 0, or also 0 itself, and at most `high`; None if it is absent or wrong."""
+        """A number above 0 (or 0, if allowed) and at most `high`; None if it is absent or wrong."""
         if not self.has(key):
             return None
         value = self.get(key)

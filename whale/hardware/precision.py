@@ -1,4 +1,4 @@
-"""The type that ops compute in on the devices of a cluster, as ``precision.dtype`` asks."""
+"""The dtype that ops compute in on the devices of a cluster, from ``precision.dtype``."""
 
 from __future__ import annotations
 
@@ -16,11 +16,7 @@ FULL = "float32"
 
 
 def compute_type(config: Config, cluster: Cluster) -> Precision | None:
-    """The type that ops compute in where autocast casts; None for the types of the model.
-
-    Raises:
-        ConfigError: a device of the cluster lacks the type that is asked for.
-    """
+    """The dtype to which autocast casts; None for the dtypes of the model. Raises ConfigError: a device lacks the requested one."""
     asked = config.precision.dtype
     by_name = () if isinstance(asked, str) else asked
     dtype = _half(asked if isinstance(asked, str) else next((each for _, each in asked if each != FULL), FULL), cluster)

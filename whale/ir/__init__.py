@@ -1,1 +1,1 @@
-"""The values that flow between the parts: ModelGraph, Cluster, Layout, Plan, Schedule, Timeline."""
+"""The values that flow between the parts: ModelGraph, Cluster, Plan, Schedule, Timeline."""

@@ -1,9 +1,9 @@
-"""Blocks that repeat in a graph, found by their ops alone.
+"""Repeated blocks of a graph, found by their ops alone.
 
     prefix | block | block | block | suffix
 
-They are the longest stretch of calls in which every stretch of equal length does the same as the one before it, on parameters of its own
-and on what the one before it made. What follows them reads the last one only.
+The longest run of calls in which every block does the same as the one before, on its own parameters and on the results of that one.
+What follows reads the last block only.
 """
 
 from __future__ import annotations
@@ -19,21 +19,13 @@ from whale.ir.graph import REGION, Argument, ModelGraph, Op, Ref
 
 @dataclass(frozen=True)
 class RepeatedBlocks:
-    """Blocks one behind the other.
-
-    Attributes:
-        calls: all calls of the graph, in order.
-        start: of the first block among them.
-        length: calls of a block.
-        count: of blocks.
-        own: per parameter op of the last but one block, that of the last.
-    """
+    """Consecutive blocks among `calls`, all calls of the graph in order."""
 
     calls: tuple[Op, ...]
-    start: int
-    length: int
+    start: int  # of the first block
+    length: int  # calls of a block
     count: int
-    own: Mapping[str, str]
+    own: Mapping[str, str]  # per parameter op of the last but one block, that of the last
 
     @property
     def stop(self) -> int:
@@ -41,13 +33,13 @@ class RepeatedBlocks:
 
     @property
     def pairs(self) -> Iterator[tuple[Op, Op]]:
-        """The ops of the last two blocks side by side."""
+        """The ops of the last two blocks."""
         last = self.stop - self.length
         return zip(self.calls[last - self.length : last], self.calls[last : self.stop], strict=True)
 
 
 def find_repeated_blocks(graph: ModelGraph) -> RepeatedBlocks | None:
-    """The blocks that cover the most calls of a graph; of equal ones the shortest and first. None where no blocks repeat."""
+    """The blocks that cover the most calls of a graph; of equal ones the shortest and first. None if no blocks repeat."""
     calls = tuple(op for op in graph.ops if op.kind == "call")
     numbers: dict[object, int] = {}
     looks = np.array([numbers.setdefault(_look(graph, op), len(numbers)) for op in calls], dtype=np.int64)
@@ -65,7 +57,7 @@ def find_repeated_blocks(graph: ModelGraph) -> RepeatedBlocks | None:
 
 
 def _look(graph: ModelGraph, op: Op) -> tuple[object, ...]:
-    """What a block's op has in common with that of the next block, but for names."""
+    """What the corresponding ops of two blocks have in common: everything but names."""
 
     def shown(argument: Argument) -> object:
         if isinstance(argument, Ref):
@@ -79,7 +71,7 @@ def _look(graph: ModelGraph, op: Op) -> tuple[object, ...]:
 
 
 def _equal_stretches(looks: NDArray[np.int64], length: int) -> Iterator[tuple[int, int]]:
-    """Stretches (start, stop) of two blocks or more in which every op looks like the one `length` before it."""
+    """Runs (start, stop) of two blocks or more in which every op looks like the one `length` before it."""
     alike = np.concatenate(([False], looks[:-length] == looks[length:], [False])).astype(np.int8)
     edges = np.flatnonzero(np.diff(alike))
     for start, stop in zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True):
@@ -88,7 +80,7 @@ def _equal_stretches(looks: NDArray[np.int64], length: int) -> Iterator[tuple[in
 
 
 def _checked(graph: ModelGraph, calls: tuple[Op, ...], start: int, length: int, count: int) -> RepeatedBlocks | None:
-    """The blocks from a call on, if each does to its parameters and to the one before it what the one before it does."""
+    """The blocks from a call on, if each does the same to its parameters and to the result of the one before."""
     own: dict[str, str] = {}
     for block in range(1, count):
         low = start + block * length
@@ -105,11 +97,7 @@ def _checked(graph: ModelGraph, calls: tuple[Op, ...], start: int, length: int, 
 
 
 class _Correspondence:
-    """Which values of a block stand for which of the block after it.
-
-    Attributes:
-        own: per parameter op of the first, that of the second.
-    """
+    """Which values of a block correspond to which of the next one; `own` maps parameter ops of the first to those of the second."""
 
     def __init__(self, graph: ModelGraph, first: Mapping[str, int], second: Sequence[Op]) -> None:
         self.own: dict[str, str] = {}

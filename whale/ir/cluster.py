@@ -1,4 +1,4 @@
-"""The real hardware as a value: devices on hosts, and the links inside and between hosts."""
+"""The hardware as a value: devices on hosts, and the links inside and between hosts."""
 
 from __future__ import annotations
 
@@ -12,25 +12,19 @@ from whale.units import counted, format_bytes, format_count, format_seconds
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """A connection between two devices, by the alpha-beta model.
+    """A connection between two devices, by the alpha-beta model."""
 
-    Attributes:
-        bandwidth: bytes per second, one way, per device; of a shared one all together.
-        latency: seconds per message.
-        shared: whether all that travels inside a host at the same time shares it, as on a bus through the host's memory.
-    """
-
-    bandwidth: float
-    latency: float
-    shared: bool = False
+    bandwidth: float  # bytes per second, one way, per device; of a shared link for all together
+    latency: float  # seconds per message
+    shared: bool = False  # whether all concurrent transfers inside a host share it, as on a bus through the host's memory
 
     def seconds(self, num_bytes: float) -> float:
-        """Time to move one message."""
+        """Seconds of one message."""
         return self.latency + num_bytes / self.bandwidth
 
     @staticmethod
     def slowest(links: Iterable[Link]) -> Link:
-        """A link that is as slow as the slowest of these in every respect."""
+        """A link as slow as the slowest of these in every respect."""
         found = list(links)
         bandwidth, latency = min(link.bandwidth for link in found), max(link.latency for link in found)
         return Link(bandwidth, latency, any(link.shared for link in found))
@@ -41,15 +35,10 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Handling:
-    """What messages take of a device's own time, whatever they take on the link: its computing stands still for so long.
+    """Device time that messages take, in addition to the link's: the device does not compute meanwhile."""
 
-    Attributes:
-        seconds: of each message that it sends or receives.
-        per_byte: seconds of each byte that it sends or receives.
-    """
-
-    seconds: float = 0.0
-    per_byte: float = 0.0
+    seconds: float = 0.0  # per message sent or received
+    per_byte: float = 0.0  # seconds per byte sent or received
 
     def __bool__(self) -> bool:
         return self.seconds > 0 or self.per_byte > 0
@@ -64,44 +53,25 @@ NO_HANDLING = Handling()
 
 @dataclass(frozen=True)
 class Device:
-    """One accelerator or CPU rank.
+    """One accelerator or CPU rank."""
 
-    Attributes:
-        name: unique in the cluster (``host0/0``).
-        host: name of its host.
-        model: catalogue name (``V100-32GB``) or ``cpu``.
-        flops: peak FLOP/s per dtype name, as sorted pairs.
-        memory: bytes usable by the model.
-        bandwidth: bytes per second of its own memory.
-        efficiency: share of the peak that large matrix products reach, 0 to 1.
-        kernel_start: seconds that starting one kernel costs, where that was measured; None for the usual.
-        efficiencies: of dtypes for which it is another, as sorted pairs.
-        half_width: a matrix product whose smallest size is this reaches half of the efficiency.
-        traffic: share of the bandwidth that kernels reach, 0 to 1.
-        host_seconds: what its host needs to start one kernel; 0 where the host is the device. Hosts run ahead: it rules only where
-            kernels are shorter.
-        price_per_hour: in any currency, the same for all devices; None if unknown.
-        handling: of messages; nothing where that was not measured.
-        host_link: bytes per second, one way, between its memory and its host's; 0 where the host is the device.
-        slowdown: so many times as long as these figures say does it take for what it computes: of one that is throttled, or shared.
-    """
-
-    name: str
-    host: str
-    model: str
-    flops: tuple[tuple[str, float], ...]
-    memory: int
-    bandwidth: float
-    efficiency: float = 1.0
-    kernel_start: float | None = None
-    efficiencies: tuple[tuple[str, float], ...] = ()
-    half_width: float = 0.0
-    traffic: float = 1.0
+    name: str  # unique in the cluster (``host0/0``)
+    host: str  # name of its host
+    model: str  # catalogue name (``V100-32GB``) or ``cpu``
+    flops: tuple[tuple[str, float], ...]  # peak FLOP/s per dtype name, as sorted pairs
+    memory: int  # bytes usable by the model
+    bandwidth: float  # bytes per second of its own memory
+    efficiency: float = 1.0  # share of the peak that large matrix products reach, 0 to 1
+    kernel_start: float | None = None  # measured seconds to start one kernel; None for the default
+    efficiencies: tuple[tuple[str, float], ...] = ()  # of dtypes that have another efficiency, as sorted pairs
+    half_width: float = 0.0  # smallest size of a matrix product that reaches half of the efficiency
+    traffic: float = 1.0  # share of the bandwidth that kernels reach, 0 to 1
+    # seconds its host needs to start one kernel, ahead of the device, so it only binds for shorter kernels; 0 on a CPU
     host_seconds: float = 0.0
-    price_per_hour: float | None = None
-    handling: Handling = NO_HANDLING
-    host_link: float = 0.0
-    slowdown: float = 1.0
+    price_per_hour: float | None = None  # in any currency, the same for all devices; None if unknown
+    handling: Handling = NO_HANDLING  # of messages; none if it was not measured
+    host_link: float = 0.0  # bytes per second, one way, between its memory and its host's; 0 on a CPU
+    slowdown: float = 1.0  # factor on the seconds that these figures give, of a device that is throttled, or shared
 
     @cached_property
     def _hash(self) -> int:
@@ -116,7 +86,7 @@ class Device:
         return replace(self, name="", host="", price_per_hour=None)
 
     def peak_flops(self, dtype: str) -> float:
-        """Peak FLOP/s at a dtype; float32's where the device names none for it."""
+        """Peak FLOP/s at a dtype; float32's if the device has no figure for it."""
         table = dict(self.flops)
         return table.get(dtype, table["float32"])
 
@@ -131,7 +101,6 @@ class Device:
 
     @property
     def reached_handling(self) -> Handling:
-        """What messages take of it as fast as it is."""
         return self.handling * self.slowdown
 
     def __str__(self) -> str:
@@ -140,43 +109,29 @@ class Device:
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """A machine: its devices in order, and the link between any two of them.
-
-    Attributes:
-        card: bytes per second, one way, of the network card that all its devices share; None where each has its own part of
-            the network, which the network's bandwidth states.
-        price_per_hour: of the whole host, whichever of its devices work, in addition to their own; None if unknown.
-        memory: bytes of its own memory that trainings may fill; None if unknown.
-    """
+    """A machine: its devices in order, and the link between any two of them."""
 
     name: str
     devices: tuple[Device, ...]
     link: Link
+    # bytes per second, one way, of the network card that its devices share; None if each has its own share of the network
     card: float | None = None
-    price_per_hour: float | None = None
-    memory: int | None = None
+    price_per_hour: float | None = None  # of the whole host, in addition to its devices' own; None if unknown
+    memory: int | None = None  # bytes of its own memory that trainings may fill; None if unknown
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """Hosts and the links between them.
-
-    Attributes:
-        hosts: in order; device order is host by host.
-        network: link between devices of different hosts, where `pairs` names none of its own.
-        pairs: links of particular pairs of hosts, keyed by the two names in sorted order.
-        measured: what was measured of it, with the spread of each figure; empty where nothing was.
-    """
+    """Hosts and the links between them."""
 
     name: str
-    hosts: tuple[Host, ...]
-    network: Link | None
-    pairs: tuple[tuple[tuple[str, str], Link], ...] = ()
-    measured: tuple[Figure, ...] = ()
+    hosts: tuple[Host, ...]  # in order; device order is host by host
+    network: Link | None  # link between devices of different hosts that `pairs` does not name
+    pairs: tuple[tuple[tuple[str, str], Link], ...] = ()  # links of particular pairs of hosts, keyed by the two names in sorted order
+    measured: tuple[Figure, ...] = ()  # figures that were measured, with their spread
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """What who plans with these figures should know."""
         return tuple(filter(None, [noise(self.measured)]))
 
     @cached_property
@@ -192,12 +147,10 @@ class Cluster:
 
     @cached_property
     def by_name(self) -> Mapping[str, Device]:
-        """Devices by name."""
         return {device.name: device for device in self.devices}
 
     @cached_property
     def host_by_name(self) -> Mapping[str, Host]:
-        """Hosts by name."""
         return {host.name: host for host in self.hosts}
 
     @cached_property
@@ -205,18 +158,18 @@ class Cluster:
         return dict(self.pairs)
 
     def card(self, host: str) -> float | None:
-        """Bytes per second of the card that a host's devices share, by the host's name; None where they share none."""
+        """`Host.card` by the host's name."""
         return self.host_by_name[host].card
 
     def only(self, devices: Collection[str]) -> Cluster:
-        """The cluster without its other devices, and without the hosts that have none of these."""
+        """The cluster with these devices alone, and the hosts that have some."""
         hosts = [replace(host, devices=tuple(own for own in host.devices if own.name in devices)) for host in self.hosts]
         kept = {host.name for host in hosts if host.devices}
         pairs = tuple(pair for pair in self.pairs if kept.issuperset(pair[0]))
         return replace(self, hosts=tuple(host for host in hosts if host.devices), pairs=pairs)
 
     def slowed(self, slowdowns: Mapping[str, float]) -> Cluster:
-        """The cluster with devices that take so many times as long as their figures say, by name; the others are as they were."""
+        """The cluster with these slowdowns, by device; others stay."""
 
         def slowed(device: Device) -> Device:
             return replace(device, slowdown=slowdowns.get(device.name, device.slowdown))
@@ -225,11 +178,10 @@ class Cluster:
 
     @property
     def slowdowns(self) -> dict[str, float]:
-        """By how much devices are slowed, by name."""
         return {device.name: device.slowdown for device in self.devices}
 
     def price_per_hour(self, devices: Collection[str]) -> float | None:
-        """What some devices cost together, with the hosts that they are on; None where one has no price, and its host has none."""
+        """The price of some devices with their hosts; None if a device and its host have none."""
         hosts = [self.host_by_name[name] for name in dict.fromkeys(self.by_name[device].host for device in devices)]
         unpriced = {host.name for host in hosts if host.price_per_hour is None}
         own = [self.by_name[device] for device in devices]
@@ -238,11 +190,10 @@ class Cluster:
         return sum(device.price_per_hour or 0.0 for device in own) + sum(host.price_per_hour or 0.0 for host in hosts)
 
     def models_of(self, devices: Iterable[str]) -> tuple[str, ...]:
-        """What some devices are, by their names."""
         return tuple(self.by_name[name].model for name in devices)
 
     def price_share(self, device: Device) -> float:
-        """What a device costs an hour, with an equal part of its host's price."""
+        """A device's price per hour, with an equal part of its host's."""
         host = self.host_by_name[device.host]
         return (device.price_per_hour or 0.0) + (host.price_per_hour or 0.0) / len(host.devices)
 

@@ -12,12 +12,12 @@ def divide(total: int, weights: Sequence[float], minimum: int | Sequence[int] = 
     ``divide(8, (5, 3)) == (5, 3)``: weights that sum to the total come back unchanged.
 
     Args:
-        total: units to give out.
+        total: units.
         weights: one non-negative weight per part, not all zero.
-        minimum: units that every part with a positive weight must get: one number for all, or one for each.
+        minimum: least units of every part with a positive weight: one number for all, or one for each.
 
     Raises:
-        ValueError: the total is less than all parts must get.
+        ValueError: the total is less than the sum of the minimums.
     """
     takers = [index for index, weight in enumerate(weights) if weight > 0]
     least = [minimum] * len(weights) if isinstance(minimum, int) else minimum

@@ -1,4 +1,4 @@
-"""One measured figure: its median, and how far the measurements lie apart."""
+"""One measured figure: its median and spread."""
 
 from __future__ import annotations
 
@@ -14,26 +14,18 @@ NOISY = 0.25
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """What was measured of one thing.
+    """A measured figure."""
 
-    Attributes:
-        name: of what, in words (``host0 cpu: products of float32, 1024 x 1024``).
-        unit: ``FLOP/s``, ``B/s`` or ``s``.
-        value: the median.
-        low, high: the quartiles.
-        num_samples: how often it was measured.
-    """
-
-    name: str
-    unit: str
-    value: float
-    low: float
-    high: float
+    name: str  # of what, in words (``host0 cpu: products of float32, 1024 x 1024``)
+    unit: str  # ``FLOP/s``, ``B/s`` or ``s``
+    value: float  # the median
+    low: float  # the lower quartile
+    high: float  # the upper quartile
     num_samples: int
 
     @staticmethod
     def of(name: str, unit: str, samples: Sequence[float]) -> Figure:
-        """The figure of some measurements, of at least one."""
+        """The figure of one or more measurements."""
         assert min(samples) > 0, "what was measured takes time"
         middle = statistics.median(samples)
         low, _, high = statistics.quantiles(samples, n=4, method="inclusive") if len(samples) > 1 else (middle,) * 3
@@ -41,7 +33,7 @@ class Figure:
 
     @property
     def spread(self) -> float:
-        """How far the quartiles lie apart, as a share of the median."""
+        """The distance of the quartiles, as a share of the median."""
         return (self.high - self.low) / self.value
 
     def __str__(self) -> str:
@@ -55,7 +47,7 @@ NAMED = 3
 
 
 def noise(figures: Iterable[Figure]) -> str:
-    """A warning that names the worst of the figures with a spread above `NOISY`; empty where there is none."""
+    """A warning that names the worst of the figures with a spread above `NOISY`; empty if there are none."""
     found = sorted((each for each in figures if each.spread > NOISY), key=lambda each: -each.spread)
     if not found:
         return ""

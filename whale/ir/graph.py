@@ -43,21 +43,15 @@ Lists become tuples; dtypes, devices, memory formats become text (``dtype:float3
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """Shape and type of a tensor, and how its shape grows with the rows of the batch.
+    """Shape and dtype of a tensor, and how its shape grows with the rows of the batch."""
 
-    Attributes:
-        shape: sizes at the example's number of rows.
-        dtype: torch's name without the prefix (``float32``).
-        row_factors: per dimension, f > 0 if the size is f x rows, 0 if it is constant,
-            -1 if it depends on the rows in another way (the op mixes samples).
-    """
-
-    shape: tuple[int, ...]
-    dtype: str
+    shape: tuple[int, ...]  # sizes at the example's number of rows
+    dtype: str  # torch's name without the prefix (``float32``)
+    # per dimension, f > 0 if its size is f x rows, 0 if constant, -1 for any other dependence (the op mixes samples)
     row_factors: tuple[int, ...]
 
     def shape_at(self, num_rows: int) -> tuple[int, ...]:
-        """The shape when the batch has this many rows."""
+        """The shape for a batch of this many rows."""
         return tuple(f * num_rows if f > 0 else size for size, f in zip(self.shape, self.row_factors, strict=True))
 
     @property
@@ -84,38 +78,24 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class Op:
-    """One node of the captured graph.
+    """One node of the captured graph."""
 
-    Attributes:
-        name: unique; programs map it to the node of the same name.
-        kind: ``call`` computes; the others bring a batch input, a parameter, a buffer or a constant.
-        target: ``aten.linear.default`` for a call, ``operator.getitem``; for the other kinds the name of
-            the input, parameter, buffer or constant.
-        args, kwargs: what it reads.
-        outputs: specs of the tensors it makes; empty where it makes an integer (a size).
-        scope: the user's scopes around it.
-        module: path of the module that ran it (``transformer.h.0.attn``), "" at the root.
-        where: the user's line.
-        forward_flops, backward_flops: at the example's rows; a multiply-add is 2.
-        tags: ``pointwise``, ``view``, ``in_place``, ``random``, ``reads_rows`` (its result is an integer
-            that depends on the rows), ``checks`` (needed although nothing reads its result),
-            ``decides`` (and it decides what is computed), ``region 0`` (of a block that the model asks to compute again).
-        requires_grad: whether a gradient flows into its output.
-    """
-
-    name: str
-    kind: OpKind
-    target: str
+    name: str  # unique; programs have a node of the same name
+    kind: OpKind  # ``call`` computes; the others bring a batch input, a parameter, a buffer or a constant
+    target: str  # ``aten.linear.default`` for a call, ``operator.getitem``; else the name of the input, parameter, buffer or constant
     args: tuple[Argument, ...] = ()
     kwargs: tuple[tuple[str, Argument], ...] = ()
-    outputs: tuple[TensorSpec, ...] = ()
-    scope: ScopePath = ()
-    module: str = ""
-    where: SourceLine | None = None
-    forward_flops: int = 0
+    outputs: tuple[TensorSpec, ...] = ()  # specs of its tensors; empty if it makes an integer (a size)
+    scope: ScopePath = ()  # the user's scopes around it
+    module: str = ""  # path of the module that ran it (``transformer.h.0.attn``), "" at the root
+    where: SourceLine | None = None  # the user's line
+    forward_flops: int = 0  # at the example's rows, as `backward_flops`; a multiply-add is 2
     backward_flops: int = 0
+    # ``pointwise``, ``view``, ``in_place``, ``random``, ``reads_rows`` (its result is an integer that depends on the rows), ``checks``
+    # (needed although nothing reads its result), ``decides`` (and it decides what is computed), ``region 0`` (of a block that the model
+    # recomputes)
     tags: frozenset[str] = frozenset()
-    requires_grad: bool = False
+    requires_grad: bool = False  # whether a gradient flows into its output
 
     @cached_property
     def inputs(self) -> tuple[str, ...]:
@@ -132,7 +112,7 @@ class Op:
 
     @property
     def region(self) -> str | None:
-        """Its block among those that the model asks to compute again; None where it is in none."""
+        """Its block among those that the model recomputes; None outside."""
         return next((tag for tag in self.tags if tag.startswith(REGION)), None)
 
     @property
@@ -169,11 +149,7 @@ def _show(argument: Argument) -> str:
 
 
 def storages(ops: Iterable[Op]) -> dict[str, str]:
-    """Per op, what owns the storage of its result: itself, or through views and in-place ops another.
-
-    Args:
-        ops: in order; what they read from others has storage of its own.
-    """
+    """Per op (in order), the owner of its result's storage: itself, or another through views and in-place ops."""
     owner: dict[str, str] = {}
     for op in ops:
         source = op.inputs[0] if op.inputs and (op.tags & {"view", "in_place"} or op.target == "operator.getitem") else op.name
@@ -183,32 +159,20 @@ def storages(ops: Iterable[Op]) -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """A parameter or buffer of the model.
+    """A parameter or buffer of the model."""
 
-    Attributes:
-        name: its first name in the model.
-        spec: shape and type.
-        kind: ``parameter`` or ``buffer``.
-        trainable: whether it gets a gradient.
-        ties: its other names, where one tensor has several.
-        scope: of one that no op reads, the scopes under which it was made.
-        read_as: the type that ops read it in, where that is another: it is cast once per step, outside the program.
-        num_lookups: where its gradient is values and indices of rows, the rows that ops look up for the example's batch; 0 where it is
-            dense.
-    """
-
-    name: str
+    name: str  # its first name in the model
     spec: TensorSpec
     kind: Literal["parameter", "buffer"] = "parameter"
-    trainable: bool = True
-    ties: tuple[str, ...] = ()
-    scope: ScopePath = ()
-    read_as: str | None = None
-    num_lookups: int = 0
+    trainable: bool = True  # whether it gets a gradient
+    ties: tuple[str, ...] = ()  # its other names, if one tensor has several
+    scope: ScopePath = ()  # the scopes under which it was made, if no op reads it
+    read_as: str | None = None  # the dtype that ops read it in, if another: it is cast once per step, outside the program
+    num_lookups: int = 0  # for a sparse gradient, the rows looked up for the example's batch; 0 if dense
 
     @property
     def gradient_elements(self) -> int:
-        """Of its gradient, an index of a row counted as so many elements."""
+        """Elements of its gradient; a row's index counts as 8 bytes of them."""
         if not self.num_lookups:
             return self.spec.num_elements
         return self.num_lookups * (self.spec.num_elements // self.spec.shape[0] + -(-8 // DTYPE_BYTES[self.spec.dtype]))
@@ -216,28 +180,17 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True)
 class LossTerm:
-    """One term of the loss: ``coefficient x (sum of its sums over the batch) / max(sum of its weights + offset, minimum)``.
-
-    Attributes:
-        coefficient: constant factor.
-        sum: op that holds this piece's sum (a scalar tensor).
-        weight: op that holds this piece's weight (a scalar tensor or an integer);
-            None for a plain sum, whose divisor is 1.
-        weight_from_inputs: whether the weight depends on the batch alone, so that the global weight is known
-            before the forward pass.
-        where: the user's line.
-        offset: added to the whole batch's weight.
-        minimum: least divisor of the whole batch; None for no bound.
-        reason: why the term is no sum over samples (a plan that keeps rows apart weighs it by rows, with a warning); "" where it is one.
-    """
+    """One term of the loss: ``coefficient x (sum of its sums over the batch) / max(sum of its weights + offset, minimum)``."""
 
     coefficient: float
-    sum: str
-    weight: str | None
+    sum: str  # op of this piece's sum (a scalar tensor)
+    weight: str | None  # op of this piece's weight (a scalar tensor or an integer); None for a plain sum, whose divisor is 1
+    # whether the weight depends on the batch alone, so that the global weight is known before the forward pass
     weight_from_inputs: bool = True
-    where: SourceLine | None = None
-    offset: float = 0.0
-    minimum: float | None = None
+    where: SourceLine | None = None  # the user's line
+    offset: float = 0.0  # added to the whole batch's weight
+    minimum: float | None = None  # least divisor of the whole batch; None for no bound
+    # why the term is no sum over samples (a plan that divides rows then weighs it by rows, with a warning); "" if it is one
     reason: str = ""
 
     @property
@@ -248,41 +201,28 @@ class LossTerm:
 
 @dataclass(frozen=True)
 class ModelGraph:
-    """A captured model: what the planner knows of it, without torch.
+    """A captured model: what the planner knows of it, without torch."""
 
-    Attributes:
-        ops: in execution order. The order is meaningful: the graph may hold in-place ops.
-        parameters: every parameter and buffer, tied names merged.
-        num_rows: rows of the example batch.
-        loss: the terms of the loss; empty where the graph returns outputs instead.
-        outputs: ops whose values the graph returns besides the loss terms (for ``predict`` and ``eval_predict``).
-        mode: ``train``, ``eval``, ``predict`` or ``eval_predict``.
-        dynamic: whether one capture serves any number of rows.
-        warnings: what the user should know of the model, whatever the plan (it is captured anew for other numbers of rows, ...).
-    """
-
-    ops: tuple[Op, ...]
-    parameters: tuple[Parameter, ...]
-    num_rows: int
-    loss: tuple[LossTerm, ...] = ()
-    outputs: tuple[str, ...] = ()
+    ops: tuple[Op, ...]  # in execution order, which matters: the graph may hold in-place ops
+    parameters: tuple[Parameter, ...]  # every parameter and buffer, tied names merged
+    num_rows: int  # rows of the example batch
+    loss: tuple[LossTerm, ...] = ()  # the terms of the loss; empty if the graph returns outputs only
+    outputs: tuple[str, ...] = ()  # ops whose values the graph returns besides the loss terms (for ``predict`` and ``eval_predict``)
     mode: Literal["train", "eval", "predict", "eval_predict"] = "train"
-    dynamic: bool = True
-    warnings: tuple[str, ...] = ()
+    dynamic: bool = True  # whether one capture serves any number of rows
+    warnings: tuple[str, ...] = ()  # about the model, whatever the plan (it is captured anew for other numbers of rows, ...)
 
     @cached_property
     def by_name(self) -> dict[str, Op]:
-        """Ops by name."""
         return {op.name: op for op in self.ops}
 
     @cached_property
     def position(self) -> dict[str, int]:
-        """Index of each op by name."""
         return {op.name: index for index, op in enumerate(self.ops)}
 
     @cached_property
     def storage(self) -> dict[str, str]:
-        """Per op, the op that owns the storage of its result: itself, or through views and in-place ops another."""
+        """Per op, the owner of its result's storage (`storages`)."""
         return storages(self.ops)
 
     def resized(self, ops: Mapping[str, Op], parameters: Mapping[str, Parameter]) -> ModelGraph:
@@ -311,16 +251,16 @@ class ModelGraph:
 
     @cached_property
     def trained(self) -> tuple[str, ...]:
-        """The parameters that are trained, by name, in order."""
+        """The trained parameters, by name, in order."""
         return tuple(each.name for each in self.parameters if each.kind == "parameter" and each.trainable)
 
     @cached_property
     def read_as(self) -> Mapping[str, str]:
-        """The types that ops read parameters in, of those that are cast once per step."""
+        """The dtypes in which ops read parameters that are cast once per step."""
         return {each.name: each.read_as for each in self.parameters if each.read_as is not None}
 
     def parameters_among(self, names: Iterable[str]) -> Iterator[Parameter]:
-        """The parameters and buffers among some ops, which may be what another op reads; one that is there several times comes as often."""
+        """The parameters and buffers among some ops, such as the inputs of another op, as often as they occur."""
         for name in names:
             op = self.by_name[name]
             if op.kind in ("parameter", "buffer"):
@@ -332,7 +272,7 @@ class ModelGraph:
 
     @cached_property
     def first_reads(self) -> dict[str, int]:
-        """Per parameter, by its own name, the position of the first op that reads it: come back to it, its gradient is whole."""
+        """Per parameter, by its own name, the position of its first reader: when backward reaches it, its gradient is complete."""
         found: dict[str, int] = {}
         for position, op in enumerate(self.ops):
             for parameter in self.parameters_among(op.inputs):

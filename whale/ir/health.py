@@ -1,7 +1,7 @@
-"""How fast the devices of a run are beside what its plan was made for, by what they have computed in each of the last steps.
+"""How fast the devices of a run are compared with what its plan assumed, by their measured compute times in each of the last steps.
 
-slowness of a device in a step      busy / predicted x slowdown that the plan was made for
-its slowdown in a step              its slowness / that of the middle device: predictions that are wrong for all alike do not count
+slowness of a device in a step      busy / predicted x slowdown that the plan assumed
+its slowdown in a step              its slowness / that of the median device: errors of prediction common to all cancel
 persistent                          in `PERSISTENT` of the last `WINDOW` steps
 """
 
@@ -26,35 +26,22 @@ Busy = tuple[float, ...]
 
 @dataclass(frozen=True, slots=True)
 class DeviceHealth:
-    """A device of the plan at work.
-
-    Attributes:
-        device: its name.
-        rank: of the plan.
-        busy_seconds: that it computes in a step, waits left out: the median over the steps.
-        spread: the distance of the quartiles of that, as a share of it.
-        predicted_seconds: of the same, by the plan.
-        assumed: the slowdown that the plan was made for, beside the middle device.
-        slowdown: so many times as long as the middle device does it take for what it computes, by the figures of the cluster: a median.
-        middle: the slowdown that the plan was made for, of the middle device, by the figures of the cluster.
-        slow_since: the first step in which it was slow, where it persistently is; else None.
-        deviates: whether it is persistently not as slow as the plan assumes.
-    """
+    """A device of the plan at work."""
 
     device: str
-    rank: int
-    busy_seconds: float
-    spread: float
-    predicted_seconds: float
-    assumed: float
-    slowdown: float
-    middle: float = 1.0
-    slow_since: int | None = None
-    deviates: bool = False
+    rank: int  # of the plan
+    busy_seconds: float  # compute seconds of a step without waits: the median over the steps
+    spread: float  # the distance of their quartiles, as a share of it
+    predicted_seconds: float  # of the same, by the plan
+    assumed: float  # the slowdown that the plan assumed, relative to the median device
+    slowdown: float  # median of its slowdowns, by the figures of the cluster
+    middle: float = 1.0  # the slowdown that the plan assumed for the median device, by the figures of the cluster
+    slow_since: int | None = None  # the first step in which it was slow, if it is persistently; else None
+    deviates: bool = False  # whether its speed persistently differs from what the plan assumed
 
     @property
     def measured(self) -> float:
-        """The slowdown that a plan should be made for, by the figures of the cluster."""
+        """The slowdown that a plan should assume, by the figures of the cluster."""
         if not self.deviates:
             return self.middle * self.assumed
         return self.middle * (1.0 if 1 / SLOW < self.slowdown < SLOW else float(f"{self.slowdown:.2g}"))
@@ -67,31 +54,26 @@ class DeviceHealth:
 
 @dataclass(frozen=True)
 class Health:
-    """The devices of the plan at work, over some steps.
+    """The devices of the plan at work, over some steps."""
 
-    Attributes:
-        step_number: of the last step.
-        num_steps: that were measured, at most `WINDOW`.
-        devices: by rank of the plan; none before a step was measured, or where nothing is predicted, as of one device alone.
-    """
-
-    step_number: int = 0
-    num_steps: int = 0
+    step_number: int = 0  # of the last step
+    num_steps: int = 0  # that were measured, at most `WINDOW`
+    # by rank of the plan; empty before a step was measured, or if nothing is predicted, as for a single device
     devices: tuple[DeviceHealth, ...] = ()
 
     @property
     def slow(self) -> tuple[DeviceHealth, ...]:
-        """Those that are persistently slow."""
+        """The persistently slow devices."""
         return tuple(each for each in self.devices if each.slow_since is not None)
 
     @property
     def deviates(self) -> bool:
-        """Whether the plan was made for other speeds than the devices persistently have."""
+        """Whether the speed of a device persistently differs from what the plan assumed."""
         return any(each.deviates for each in self.devices)
 
     @property
     def slowdowns(self) -> dict[str, float]:
-        """What a plan should be made for, by device."""
+        """The slowdowns that a plan should assume, by device."""
         return {each.device: each.measured for each in self.devices}
 
     @staticmethod
@@ -102,14 +84,14 @@ class Health:
         assumed: Mapping[str, float],
         before: Health | None = None,
     ) -> Health:
-        """The health by what was measured.
+        """The health by measured times.
 
         Args:
-            steps: numbers of steps, ascending, and what was measured in each.
+            steps: ascending step numbers, with the times of each.
             devices: of the plan, by rank.
-            predicted: seconds that each computes in a step, by the plan.
-            assumed: the slowdowns that the plan was made for.
-            before: an earlier one, which may be of another plan: it knows since when devices are slow.
+            predicted: compute seconds of a step by the plan.
+            assumed: the slowdowns that the plan assumed.
+            before: an earlier value, maybe of another plan, for the step since when devices are slow.
         """
         if not steps or not all(predicted):
             return Health() if before is None else before
@@ -141,7 +123,7 @@ class Health:
 
 
 def _middle(slowness: Sequence[float]) -> float:
-    """That of the middle device; of an even number the faster of the two in the middle, so that one slow device of two is slow."""
+    """The lower median, so that one slow device of two is slow."""
     return sorted(slowness)[(len(slowness) - 1) // 2]
 
 

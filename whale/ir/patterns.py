@@ -1,4 +1,4 @@
-"""Patterns of parameter names, such as ``blocks.*.weight``: of several, the first that matches a name counts."""
+"""Patterns of parameter names, such as ``blocks.*.weight``: the first that matches a name counts."""
 
 from __future__ import annotations
 
@@ -7,11 +7,10 @@ from fnmatch import fnmatchcase
 
 
 def first_match(patterns: Iterable[str], name: str) -> str | None:
-    """The pattern that counts for a name; None where none matches."""
     return next((pattern for pattern in patterns if fnmatchcase(name, pattern)), None)
 
 
 def idle_patterns(patterns: Sequence[str], names: Iterable[str]) -> list[str]:
-    """Those that count for none of these names; the last, for all others, may be."""
+    """Patterns that count for none of these names; the last, for all others, may be one."""
     used = {first_match(patterns, name) for name in names}
     return [pattern for pattern in patterns[:-1] if pattern not in used]

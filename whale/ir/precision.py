@@ -1,4 +1,4 @@
-"""In which types ops compute."""
+"""The dtypes in which ops compute."""
 
 from __future__ import annotations
 
@@ -10,15 +10,10 @@ from whale.ir.patterns import first_match, idle_patterns
 
 @dataclass(frozen=True, slots=True)
 class Precision:
-    """The type that ops compute in where autocast casts, and the parameters whose ops do not.
+    """The dtype to which autocast casts, and the parameters whose ops are excluded."""
 
-    Attributes:
-        dtype: name of the type (``bfloat16``).
-        by_name: patterns of parameter names, each with whether what reads such a parameter computes in float32; the first that matches
-            says it. Empty: nothing does.
-    """
-
-    dtype: str
+    dtype: str  # name (``bfloat16``)
+    # patterns of parameter names, each with whether the readers of such a parameter compute in float32; the first match counts
     by_name: tuple[tuple[str, bool], ...] = ()
 
     def keeps(self, name: str) -> bool:
@@ -26,7 +21,6 @@ class Precision:
         return dict(self.by_name).get(first_match(self._patterns, name) or "", False)
 
     def idle_patterns(self, names: Iterable[str]) -> list[str]:
-        """The patterns that are the first to match none of these names; the last, for all others, may be."""
         return idle_patterns(self._patterns, names)
 
     @property

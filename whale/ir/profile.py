@@ -1,4 +1,4 @@
-"""What was measured of a model on its devices: seconds of each distinct op, and of the whole forward and backward pass."""
+"""Measured times of a model on its devices: seconds of each distinct op, and of the whole forward and backward pass."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from whale.ir.serialization import read_value
 
 
 def signature(op: Op, graph: ModelGraph) -> str:
-    """What decides how long an op takes: its operator, its arguments with tensors as their shapes, and which of those have a gradient."""
+    """What determines the time of an op: its operator, its arguments with tensors as their shapes, and which of those have a gradient."""
     arguments = [_told(argument, graph) for argument in op.args] + [f"{key}={_told(value, graph)}" for key, value in op.kwargs]
     made = ", ".join(map(str, op.outputs)) or "int"
     return f"{op.target}({', '.join(arguments)}) -> {made}{' with gradient' if op.requires_grad else ''}"
@@ -39,78 +39,49 @@ def model_fingerprint(graph: ModelGraph) -> str:
 
 @dataclass(frozen=True, slots=True)
 class OpTimes:
-    """Seconds of one distinct op.
-
-    Attributes:
-        signature: which op it is.
-        forward, backward: per number of rows of the profile; of an op without a gradient, backward is empty.
-        spread: the largest distance of quartiles among them, as a share of the median.
-        reason: why it could not be measured; "" where it was.
-    """
+    """Seconds of one distinct op."""
 
     signature: str
-    forward: tuple[float, ...] = ()
-    backward: tuple[float, ...] = ()
-    spread: float = 0.0
-    reason: str = ""
+    forward: tuple[float, ...] = ()  # per number of rows of the profile
+    backward: tuple[float, ...] = ()  # the same; empty without a gradient
+    spread: float = 0.0  # the largest distance of quartiles among them, as a share of the median
+    reason: str = ""  # why it could not be measured; "" if it was
 
 
 @dataclass(frozen=True)
 class KindProfile:
-    """What was measured on one kind of device.
+    """Measurements on one kind of device."""
 
-    Attributes:
-        device: the kind, as the cluster describes it.
-        machine: what the device calls itself.
-        torch: the version that ran.
-        rows: numbers of rows, ascending.
-        ops: each distinct op.
-        forward, backward: the whole model's passes on one device, per number of rows; empty where it does not fit there. The backward
-            pass is empty, too, where the noise was larger than it.
-        apart: by which the passes take longer where weight gradients wait, per number of rows; empty where none can, or nobody measured it.
-    """
-
-    device: Device
-    machine: str
-    torch: str
-    rows: tuple[int, ...]
-    ops: tuple[OpTimes, ...]
-    forward: tuple[Figure, ...] = ()
-    backward: tuple[Figure, ...] = ()
-    apart: tuple[float, ...] = ()
+    device: Device  # the kind, as the cluster describes it
+    machine: str  # the device's own name
+    torch: str  # version
+    rows: tuple[int, ...]  # numbers of rows, ascending
+    ops: tuple[OpTimes, ...]  # each distinct op
+    forward: tuple[Figure, ...] = ()  # the whole model's pass on one device, per number of rows; empty if it does not fit
+    backward: tuple[Figure, ...] = ()  # the same; also empty if the noise was larger
+    apart: tuple[float, ...] = ()  # extra seconds if weight gradients wait, per number of rows; empty if none can, or it was not measured
 
     @cached_property
     def by_signature(self) -> dict[str, OpTimes]:
-        """The ops to look up."""
         return {op.signature: op for op in self.ops}
 
 
 @dataclass(frozen=True)
 class Profile:
-    """What was measured of a model.
-
-    Attributes:
-        model: `model_fingerprint` of its graph.
-        kinds: per kind of device.
-    """
+    """Measurements of a model (by `model_fingerprint`) per kind of device."""
 
     model: str
     kinds: tuple[KindProfile, ...]
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """What who plans with these times should know."""
         lost = ", ".join(kind.machine for kind in self.kinds if kind.forward and not kind.backward)
         untold = f"the backward pass was lost in noise ({lost}), and its ops keep the times of each alone: measure again" if lost else ""
         return tuple(filter(None, [noise(figure for kind in self.kinds for figure in (*kind.forward, *kind.backward)), untold]))
 
 
 def read_profile(path: str | Path) -> Profile:
-    """A profile from the file that `whale profile` wrote.
-
-    Raises:
-        ConfigError: the file cannot be read, or holds no profile.
-    """
+    """A profile from the file that `whale profile` wrote. Raises ConfigError: it cannot be read, or holds no profile."""
     try:
         return read_value(Profile, path)
     except OSError as error:

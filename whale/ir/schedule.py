@@ -18,8 +18,8 @@ from enum import Enum
 class Kind(Enum):
     """What an action does.
 
-    B is the whole backward; I and W are its input and weight parts. POST starts to receive what another rank's SEND
-    hands over, RECV waits for it; LOSS starts the sum of the loss over all ranks.
+    B is the whole backward; I and W are its input and weight parts. POST starts to receive the message of another rank's SEND, RECV waits
+    for it; LOSS starts the sum of the loss over all ranks.
     """
 
     FORWARD = "F"
@@ -59,26 +59,16 @@ _HEAD = re.compile(r"schedule (\S+), (\d+) micro-batches, stages on ranks ([\d ]
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """One action of one rank.
-
-    Attributes:
-        kind: what is done.
-        stage: the stage it is done for; a SEND or RECV names the stage that runs on this rank, a POST the stage on another
-            rank whose SEND it meets. None for LOSS and STEP.
-        micro_batch: which micro-batch; None for SYNC, LOSS and STEP.
-    """
+    """One action of one rank."""
 
     kind: Kind
+    # a SEND or RECV names the stage on this rank, a POST the stage on another rank whose SEND it meets. None for LOSS and STEP.
     stage: int | None = None
-    micro_batch: int | None = None
+    micro_batch: int | None = None  # None for SYNC, LOSS and STEP
 
     @staticmethod
     def parse(text: str) -> Action:
-        """Reads ``2F0``, ``1RECV_B3``, ``0SYNC``, ``STEP``.
-
-        Raises:
-            ValueError: the text is not an action.
-        """
+        """Reads ``2F0``, ``1RECV_B3``, ``0SYNC``, ``STEP``. Raises ValueError: the text is not an action."""
         match = _ACTION.fullmatch(text)
         if match is None:
             raise ValueError(f"{text!r} is not an action")
@@ -96,21 +86,13 @@ class Action:
 
 @dataclass(frozen=True)
 class Schedule:
-    """The actions of every rank of one pipeline.
+    """The actions of every rank of one pipeline."""
 
-    Attributes:
-        name: which builder made it (``1f1b``).
-        num_micro_batch: micro-batches of a step.
-        stage_rank: per stage, the pipeline rank (virtual device) that runs it.
-        ranks: per pipeline rank, its actions in order.
-        peak_in_flight: per pipeline rank, the most chunk activations alive at once (F to last B or W)
-            that the builder promises; empty where nothing is promised.
-    """
-
-    name: str
-    num_micro_batch: int
-    stage_rank: tuple[int, ...]
-    ranks: tuple[tuple[Action, ...], ...]
+    name: str  # of the builder (``1f1b``)
+    num_micro_batch: int  # micro-batches of a step
+    stage_rank: tuple[int, ...]  # per stage, the pipeline rank (virtual device) that runs it
+    ranks: tuple[tuple[Action, ...], ...]  # per pipeline rank, its actions in order
+    # per pipeline rank, the promised most chunk activations alive at once (F to last B or W); empty without a promise
     peak_in_flight: tuple[int, ...] = ()
 
     @property
@@ -122,7 +104,7 @@ class Schedule:
         return len(self.stage_rank)
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
-        """Stages that a pipeline rank runs, in order."""
+        """Stages of a pipeline rank, in order."""
         return tuple(stage for stage, owner in enumerate(self.stage_rank) if owner == rank)
 
     def __str__(self) -> str:
@@ -134,11 +116,7 @@ class Schedule:
 
     @staticmethod
     def parse(text: str) -> Schedule:
-        """The inverse of ``str``.
-
-        Raises:
-            ValueError: naming the line that is not of the form.
-        """
+        """The inverse of ``str``. Raises ValueError: names the line that is not of the form."""
         lines = [(number, line.strip()) for number, line in enumerate(text.splitlines(), start=1) if line.strip()]
         number, first = lines[0] if lines else (1, "")
         head = _HEAD.fullmatch(first)
@@ -158,10 +136,8 @@ class Schedule:
 
 
 def format_actions(actions: Iterable[Action]) -> str:
-    """Actions as one line of text."""
     return " ".join(str(action) for action in actions)
 
 
 def parse_actions(text: str) -> tuple[Action, ...]:
-    """The inverse of `format_actions`."""
     return tuple(Action.parse(word) for word in text.split())

@@ -1,4 +1,4 @@
-"""An annotation as the user wrote it: `replicate` or `split`, where in the code, and how scopes enclose one another."""
+"""An annotation as the user wrote it: `replicate` or `split`, its line, and how scopes nest."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Literal
 
 @dataclass(frozen=True, slots=True)
 class SourceLine:
-    """A file and a line of the user's code; prints as ``file:line``."""
+    """A line of the user's code; prints as ``file:line``."""
 
     file: str
     line: int
@@ -22,29 +22,19 @@ ScopeKind = Literal["replicate", "split"]
 
 @dataclass(frozen=True, slots=True)
 class Scope:
-    """One entry of a ``with whale.replicate(...)`` or ``with whale.split(...)``.
+    """One entry of a ``with whale.replicate(...)`` or ``with whale.split(...)``."""
 
-    Attributes:
-        kind: ``replicate`` cuts the batch axis, ``split`` cuts another one.
-        device_count: devices (for an enclosing scope: copies) asked for; None lets the planner say.
-        name: the user's name; entries of one explicit name are one TaskGraph.
-        axis: the axis that a `split` insists on.
-        where: the user's line.
-        entry: number of this entry in the order of entering; tells unnamed scopes apart.
-        is_default: the scope came from `whale.set_default_strategy`.
-    """
-
-    kind: ScopeKind
-    device_count: int | None
-    name: str | None
-    axis: str | None
-    where: SourceLine | None
-    entry: int
-    is_default: bool = False
+    kind: ScopeKind  # ``replicate`` cuts the batch axis, ``split`` cuts another one
+    device_count: int | None  # devices (for an enclosing scope: copies); None lets the planner choose
+    name: str | None  # the user's name; entries of one explicit name are one TaskGraph
+    axis: str | None  # required by a `split`
+    where: SourceLine | None  # the user's line
+    entry: int  # number in order of entry; distinguishes unnamed scopes
+    is_default: bool = False  # the scope came from `whale.set_default_strategy`
 
     @property
     def key(self) -> str:
-        """What makes two entries the same TaskGraph: the explicit name, else the entry number."""
+        """Equal for entries of one TaskGraph: the explicit name, else the entry number."""
         return self.name if self.name is not None else f"{self.kind}#{self.entry}"
 
     def __str__(self) -> str:

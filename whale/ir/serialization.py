@@ -1,6 +1,6 @@
 """JSON for the values: one codec that follows the dataclasses' own types, so that no class states its form twice.
 
-What users give is read within bounds, so that a file that is wrong, or made to be, is an error at once and not minutes later.
+User files are read within bounds, so that a broken or malicious file is an error at once.
 """
 
 from __future__ import annotations
@@ -29,12 +29,7 @@ _BETWEEN_BRACKETS = re.compile(r'"(?:[^"\\]++|\\.)*+"|[^"\[\]{}]++', re.DOTALL)
 
 
 def read_text(path: str | Path, most_bytes: int) -> str:
-    """A file's text.
-
-    Raises:
-        OSError: it cannot be read.
-        ValueError: it is larger, or is not text.
-    """
+    """A file's text. Raises ValueError: it is larger, or not UTF-8."""
     with open(path, "rb") as file:
         data = file.read(most_bytes + 1)
         num_bytes = max(os.fstat(file.fileno()).st_size, len(data))
@@ -47,11 +42,7 @@ def read_text(path: str | Path, most_bytes: int) -> str:
 
 
 def parse_json(text: str) -> Any:
-    """What JSON says.
-
-    Raises:
-        ValueError: it nests too deep; a `json.JSONDecodeError` where it is no JSON.
-    """
+    """The value of JSON text. Raises ValueError: it nests too deep, or (`json.JSONDecodeError`) is no JSON."""
     steps = {"[": 1, "{": 1, "]": -1, "}": -1}
     depth = max(accumulate(steps.get(each, 0) for each in _BETWEEN_BRACKETS.sub("", text)), default=0)
     if depth > MOST_DEPTH:
@@ -60,12 +51,7 @@ def parse_json(text: str) -> Any:
 
 
 def read_json(path: str | Path) -> Any:
-    """What a JSON file says.
-
-    Raises:
-        OSError: it cannot be read.
-        ValueError: it is no JSON, or too large or too deep.
-    """
+    """The value of a JSON file. Raises OSError or ValueError as `read_text` and `parse_json`."""
     return parse_json(read_text(path, MOST_BYTES_OF_JSON))
 
 
@@ -73,28 +59,18 @@ T = TypeVar("T")
 
 
 def to_json(value: object, indent: int | None = None) -> str:
-    """A value of `whale.ir` as JSON text."""
     return json.dumps(encode(value), indent=indent)
 
 
 def from_json(kind: type[T], text: str) -> T:
-    """The inverse of `to_json`.
-
-    Raises:
-        ValueError: the text is not JSON, a field is missing or unknown, or a value is of another kind; says where.
-    """
+    """The inverse of `to_json`. Raises ValueError: not JSON, a missing or unknown field, or a value of another type; says where."""
     decoded = decode(kind, parse_json(text))
     assert isinstance(decoded, kind)
     return decoded
 
 
 def read_value(kind: type[T], path: str | Path) -> T:
-    """A value from a file that `to_json` wrote.
-
-    Raises:
-        OSError: the file cannot be read.
-        ValueError: it holds no such value, as `from_json` says, or is too large.
-    """
+    """A value from a file that `to_json` wrote. Raises OSError or ValueError as `read_text` and `from_json`."""
     return from_json(kind, read_text(path, MOST_BYTES_OF_JSON))
 
 
@@ -117,7 +93,7 @@ def encode(value: object) -> Any:
 
 
 class Misfit(ValueError):
-    """Data that is no value of a type, and where in the whole it lies: ``replicas[0].stages[1].split: 'x' is no int``."""
+    """Data that is no value of a type, and its place: ``replicas[0].stages[1].split: 'x' is no int``."""
 
     def __init__(self, reason: str, place: str = "") -> None:
         super().__init__(f"{place.removeprefix('.')}: {reason}" if place else reason)
@@ -134,11 +110,7 @@ def _decode_at(place: str, hint: Any, data: Any) -> Any:
 
 
 def decode(hint: Any, data: Any) -> Any:
-    """Plain data as a value of the hinted type.
-
-    Raises:
-        ValueError: it is none; says where.
-    """
+    """Plain data as a value of the hinted type. Raises ValueError: it is none; says where."""
     origin = get_origin(hint)
     if origin in (Union, types.UnionType):
         return _decode_union(get_args(hint), data)

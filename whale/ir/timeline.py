@@ -1,4 +1,4 @@
-"""The predicted or measured times of a schedule's actions, and of what travels between devices."""
+"""The predicted or measured times of a schedule's actions and of transfers between devices."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from whale.ir.schedule import COMPUTE, Action, Kind
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """An action with its start and end, in the unit of the costs it was made from (seconds, as a rule)."""
+    """An action with its start and end, in the unit of its costs (usually seconds)."""
 
     action: Action
     start: float
@@ -21,7 +21,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """A stretch of time with a name: a segment inside an action, or a wait that is no action (``gradients``)."""
+    """A named interval: a segment inside an action, or a wait that is no action (``gradients``)."""
 
     name: str
     start: float
@@ -30,80 +30,51 @@ class Stretch:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """Tensors on their way from one device to another.
+    """Tensors sent from one device to another."""
 
-    Attributes:
-        name: the stages and the micro-batch: ``0 -> 1 F3``.
-        source, target: devices.
-        num_bytes: of all tensors together.
-        start, end: seconds: when both ends are ready, and when all has arrived.
-    """
-
-    name: str
-    source: str
+    name: str  # the stages and the micro-batch: ``0 -> 1 F3``
+    source: str  # device, as `target`
     target: str
-    num_bytes: float
-    start: float
-    end: float
+    num_bytes: float  # of all tensors together
+    start: float  # seconds, when both ends are ready
+    end: float  # seconds, when all has arrived
 
 
 @dataclass(frozen=True, slots=True)
 class Sync:
-    """A bucket of gradients that its owners sum, or of weights that those of them who keep some give the others.
+    """A bucket of gradients that its owners sum, or of weights that keepers send to the other owners."""
 
-    Attributes:
-        stages: whose gradients or weights.
-        num_owners: devices that take part.
-        num_bytes: of what is in it.
-        start, end: seconds.
-        what: is in it.
-    """
-
-    stages: tuple[int, ...]
-    num_owners: int
+    stages: tuple[int, ...]  # whose gradients or weights
+    num_owners: int  # devices that take part
     num_bytes: float
-    start: float
+    start: float  # seconds, as `end`
     end: float
     what: Literal["gradients", "weights"] = "gradients"
 
 
 @dataclass(frozen=True)
 class DeviceTimeline:
-    """What one device does in a step, predicted or measured.
-
-    Attributes:
-        device: its name.
-        actions: in order of start: computations, and, where it was measured, all other actions of the schedule.
-        messages: that it sends and receives.
-        syncs: that it takes part in.
-        segments: of a stage's program, inside the actions that run them.
-        waits: for others, where no action stands for it: for gradients, or inside passes for what a split group exchanges, or for weights.
-        memory: (second, bytes), in order; empty where nobody counts them.
-    """
+    """What one device does in a step, predicted or measured."""
 
     device: str
-    actions: tuple[Span, ...]
-    messages: tuple[Message, ...] = ()
-    syncs: tuple[Sync, ...] = ()
-    segments: tuple[Stretch, ...] = ()
-    waits: tuple[Stretch, ...] = ()
-    memory: tuple[tuple[float, float], ...] = ()
+    actions: tuple[Span, ...]  # in order of start: computations, and, if measured, all other actions of the schedule
+    messages: tuple[Message, ...] = ()  # that it sends and receives
+    syncs: tuple[Sync, ...] = ()  # that it takes part in
+    segments: tuple[Stretch, ...] = ()  # of a stage's program, inside the actions that run them
+    waits: tuple[Stretch, ...] = ()  # that are no actions: for gradients or weights, or inside passes for communication in a split group
+    memory: tuple[tuple[float, float], ...] = ()  # (second, bytes), in order; empty if not counted
 
     @property
     def end(self) -> float:
-        """When the last of it is over."""
         return max((each.end for kind in (self.actions, self.syncs, self.waits) for each in kind), default=0.0)
 
     @property
     def computations(self) -> tuple[Span, ...]:
-        """The actions that compute."""
         return tuple(span for span in self.actions if span.action.kind in COMPUTE or span.action.kind is Kind.STEP)
 
     @property
     def exposed(self) -> float:
-        """Seconds in which it computes nothing while a message to it, or a bucket that it takes part in, is on its way; and waits inside
-        computations.
-        """
+        """Seconds without computation while a message to it, or a bucket of it, is in transit; and waits inside computations."""
         computing = [(span.start, span.end) for span in self.computations]
         coming = [(each.start, each.end) for each in self.messages if each.target == self.device]
         coming += [(each.start, each.end) for each in self.syncs]
@@ -115,25 +86,17 @@ class DeviceTimeline:
 
 @dataclass(frozen=True)
 class StepRecording:
-    """A step of a real run.
+    """A step of a real run."""
 
-    Attributes:
-        step_number: from 1, as `Engine.step_number` is after it.
-        num_rows: of its batch.
-        devices: what each did, in the order of the plan's ranks; seconds count from the first action of all.
-        clock_error: seconds by which the clocks of two devices may differ at most.
-        seconds_before: since the step before, of the rank that took longest: what the script did, such as loading data; None for the first.
-    """
-
-    step_number: int
-    num_rows: int
-    devices: tuple[DeviceTimeline, ...]
-    clock_error: float
+    step_number: int  # from 1, as `Engine.step_number` after it
+    num_rows: int  # of its batch
+    devices: tuple[DeviceTimeline, ...]  # by rank of the plan; seconds count from the first action of all
+    clock_error: float  # seconds by which the clocks of two devices may differ at most
+    # since the step before, of the slowest rank: time of the script, such as loading data; None for the first
     seconds_before: float | None = None
 
     @property
     def step_seconds(self) -> float:
-        """Until the last device has done."""
         return max((each.end for each in self.devices), default=0.0)
 
 
@@ -143,33 +106,26 @@ STEPS = "steps.json"
 
 @dataclass(frozen=True)
 class RecordedRun:
-    """The recorded steps of a run.
+    """The recorded steps of a run, in order."""
 
-    Attributes:
-        plan: what it ran, in words.
-        planned_rows: of the batch that the plan is for.
-        predicted_seconds: of a step.
-        steps: in order.
-    """
-
-    plan: str
-    planned_rows: int
-    predicted_seconds: float
+    plan: str  # in words
+    planned_rows: int  # of the batch that the plan is for
+    predicted_seconds: float  # of a step
     steps: tuple[StepRecording, ...]
 
     @property
     def alike(self) -> tuple[StepRecording, ...]:
-        """Those with as many rows as the plan is for; all where there are none."""
+        """The steps with as many rows as the plan is for; all if there are none."""
         return tuple(each for each in self.steps if each.num_rows == self.planned_rows) or self.steps
 
     @property
     def shown(self) -> StepRecording | None:
-        """Of these the one of middle length; None where nothing was recorded."""
+        """The median one of those; None if nothing was recorded."""
         return sorted(self.alike, key=lambda each: each.step_seconds)[len(self.alike) // 2] if self.steps else None
 
 
 def _length(intervals: Iterable[tuple[float, float]]) -> float:
-    """Of all intervals together, where they overlap once."""
+    """The length of the union of intervals."""
     total, reached = 0.0, -inf
     for start, end in sorted(intervals):
         total += max(0.0, end - max(start, reached))
@@ -179,20 +135,13 @@ def _length(intervals: Iterable[tuple[float, float]]) -> float:
 
 @dataclass(frozen=True)
 class Timeline:
-    """Spans per pipeline rank.
+    """Spans per pipeline rank."""
 
-    Attributes:
-        ranks: per rank, compute spans in order of start.
-        peak_in_flight: per rank, the most chunk activations alive at once.
-        exposed_sync: gradient synchronisation that no computation hides: from the end of the last computation
-            of all to the end of the last synchronisation.
-        syncs: per rank, spans of SYNC actions, which occupy the rank's network and not the rank.
-    """
-
-    ranks: tuple[tuple[Span, ...], ...]
-    peak_in_flight: tuple[int, ...] = ()
+    ranks: tuple[tuple[Span, ...], ...]  # per rank, compute spans in order of start
+    peak_in_flight: tuple[int, ...] = ()  # per rank, the most chunk activations alive at once
+    # gradient synchronisation that no computation hides: from the end of the last computation to that of the last SYNC
     exposed_sync: float = 0.0
-    syncs: tuple[tuple[Span, ...], ...] = ()
+    syncs: tuple[tuple[Span, ...], ...] = ()  # per rank, spans of SYNC actions, which occupy the rank's network and not the rank
 
     @property
     def makespan(self) -> float:

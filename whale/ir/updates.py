@@ -1,24 +1,24 @@
-"""What forward writes into buffers, by what it depends on: how parts of the batch make the value that the whole batch would.
+"""What forward writes into buffers, and how parts of the batch combine to the value that the whole batch would write.
 
     count += 1                            the same from any rows             once
     vector.copy_(normalize(w @ vector))
     ema.mul_(0.9).add_(0.1 * x.mean(0))   linear in means over rows          mean      parts are averaged by their rows
-    load += chosen.sum(0)                 what was there, and sums           sum       what the parts add is added up
+    load += chosen.sum(0)                 the old value, and sums            sum       the increments of the parts are added
     instance_norm(...)                    means of each row's statistics     mean
     batch_norm(...)                       running statistics                 statistics
     ema.lerp_(x.var(0), 0.1)              none of these                      whole     right for an undivided batch only
 
-Every part of a batch (a micro-batch of a replica) starts from what the buffer held before the step. The exception are
-running statistics: they follow one micro-batch after another, as those of the plain model do that is given them so.
+Every part of a batch (a micro-batch of a replica) starts from the buffer's value before the step. Only running statistics follow one
+micro-batch after another, as in the plain model that is given them so.
 
-What each value is as a function of the rows of a part of the batch: constant, a sum or a mean over them, or none of that.
+Each value as a function of the rows of a part of the batch:
 
-constant              the same for any rows; of these zeros, and what a buffer held before, are told apart
+constant              the same for any rows; zeros and old values of buffers are distinguished
 rows                  one value per row
 count                 a multiple of the number of rows
-sum                   over parts of the batch it adds up
-mean                  over parts, averaged by their rows, it is that of the whole: means, and what is linear in them
-grown                 what a buffer held, and a sum
+sum                   parts add up to the whole
+mean                  parts, averaged by their rows, give the whole: means, and what is linear in them
+grown                 a buffer's old value plus a sum
 other                 none of these
 """
 
@@ -56,23 +56,14 @@ SCATTERS = frozenset({"index_add", "scatter_add"})
 
 @dataclass(frozen=True, slots=True)
 class Of:
-    """What a value is.
-
-    Attributes:
-        kind: which of the above.
-        name: of ``held`` and ``grown``, the buffer; of ``other``, the first op that made it so.
-    """
+    """What a value is."""
 
     kind: Kind
-    name: str = ""
+    name: str = ""  # of ``held`` and ``grown``, the buffer; of ``other``, the first op that made it so
 
 
 class OverRows:
-    """Goes through the ops in order; keeps what each value is, and what is in each written memory by then.
-
-    Args:
-        graph: the model.
-    """
+    """Walks the ops in order; records what each value is, and what each written memory then holds."""
 
     def __init__(self, graph: ModelGraph) -> None:
         self._graph = graph
@@ -84,11 +75,10 @@ class OverRows:
                 self._memory[storage] = position, self._written(op, storage)
 
     def value(self, op: str) -> Of:
-        """What an op made."""
         return self._values[op]
 
     def in_memory(self, op: str) -> Of:
-        """What is in the end in the memory that an op's result lies in."""
+        """The final content of the memory of an op's result."""
         storage = self._graph.storage[op]
         return self._memory[storage][1] if storage in self._memory else self._values[storage]
 
@@ -99,12 +89,12 @@ class OverRows:
         return Of("held", self._graph.parameter_by_name[op.target].name) if op.kind == "buffer" else Of("constant")
 
     def _now(self, name: str) -> Of:
-        """What a value is by now: as it was made, or as it was written since."""
+        """What a value is now: as it was made, or as it was written since."""
         position, of = self._memory.get(self._graph.storage[name], (-1, Of("constant")))
         return of if position > self._graph.position[name] else self._values[name]
 
     def _written(self, op: Op, storage: str) -> Of:
-        """What is in a memory after an op has written it, or a part of it."""
+        """What a memory holds after an op has written all or part of it."""
         if "in_place" not in op.tags:  # running statistics
             return Of("other", op.name)
         written = self._values[op.name]
@@ -189,14 +179,14 @@ class OverRows:
         return None if op.operator == "rsub" or self._place(op.name) is None else Of("grown", base.name)
 
     def _copied(self, op: Op, value: Of) -> Of | None:
-        """A value written over what was there."""
+        """A value written over the old one."""
         if value.kind == "sum":
             return None if self._graph.by_name[self._graph.storage[op.name]].kind == "buffer" else value
         is_there = value.kind == "grown" and self._place(op.inputs[0]) == self._place(op.inputs[1])
         return value if value.kind == "mean" or is_there else None
 
     def _place(self, name: str) -> tuple[str, ...] | None:
-        """Where in a buffer lie the elements that a value has, or has added something to: the views on the way; None if nowhere."""
+        """Where in a buffer lie the elements that a value has, or has added to: the views on the way; None if nowhere."""
         op = self._graph.by_name[name]
         if op.kind == "buffer":
             return ()
@@ -206,7 +196,7 @@ class OverRows:
         return None if outer is None else (*outer, f"{op.target} {op.args[1:]} {op.kwargs}")
 
     def _rounds(self, op: Op) -> bool:
-        """Whether a change of type loses what sums and means need."""
+        """Whether a change of dtype loses precision that sums and means need."""
         sources = [spec for name in op.inputs[:1] for spec in self._graph.by_name[name].outputs]
         return any("float" in a.dtype and "float" not in b.dtype for a, b in zip(sources, op.outputs, strict=False))
 
@@ -216,17 +206,11 @@ UpdateKind = Literal["once", "mean", "sum", "statistics", "whole"]
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """What forward writes into one buffer.
+    """What forward writes into one buffer."""
 
-    Attributes:
-        kind: how the parts of a batch make it up.
-        reason: of ``whole``, why they do not.
-        where: the user's line of the last write.
-    """
-
-    kind: UpdateKind
-    reason: str = ""
-    where: SourceLine | None = None
+    kind: UpdateKind  # how the parts of a batch combine
+    reason: str = ""  # of ``whole``, why they do not
+    where: SourceLine | None = None  # the user's line of the last write
 
 
 def buffer_updates(graph: ModelGraph) -> Mapping[str, Update]:
@@ -238,7 +222,7 @@ def buffer_updates(graph: ModelGraph) -> Mapping[str, Update]:
 
 
 def _statistics(writers: Sequence[Op]) -> Update:
-    """Those of the batch are no means over rows; those of each row are averaged over them."""
+    """Statistics of the batch are no means over rows; those of each row are averaged over them."""
     of_rows = all(op.operator == "instance_norm" for op in writers)
     return Update("mean" if of_rows else "statistics", where=writers[-1].where)
 

@@ -1,15 +1,13 @@
-"""What an op really reads: whose memory each value lies in, and the writes that came before.
+"""What an op really reads: the memory of each value, and earlier writes to it.
 
     out = zeros_like(x)       its own memory
-    v = out[:, 0]             lies in out's memory
+    v = out[:, 0]             shares out's memory
     v.copy_(s)                writes out's memory
     y = f(out)                reads out, and the write through v before it
-    d = out.detach()          lies in out's memory too, but no gradient passes between them
+    d = out.detach()          shares out's memory too, but no gradient passes between them
 
-Whoever walks a graph from results to sources, or from sources to results, goes by `Reads`: the arguments of an op alone
-do not say what it depends on.
-
-And which parameters the loss depends on: those get a gradient, the others keep none.
+Walks from results to sources, or back, use `Reads`: the arguments of an op alone do not say what it depends on. Also: which parameters the
+loss depends on, and so have a gradient.
 """
 
 from __future__ import annotations
@@ -43,7 +41,7 @@ C = TypeVar("C", bound=TorchCall)
 
 
 def marked_arguments(call: C, *, writes: bool) -> list[C]:
-    """The arguments, calls themselves, in whose memory the schema of an op says that its results may lie; or that it writes."""
+    """The arguments, calls themselves, that an op's schema says its results may alias; or that it writes."""
     schema, found = getattr(call.target, "_schema", None), list[C]()
     for position, argument in enumerate(() if schema is None else schema.arguments):
         if argument.alias_info is None or (writes and not argument.alias_info.is_write):
@@ -54,7 +52,6 @@ def marked_arguments(call: C, *, writes: bool) -> list[C]:
 
 
 def written_storages(graph: ModelGraph, op: Op) -> tuple[str, ...]:
-    """The storages that an op changes."""
     if op.operator in SILENT_WRITERS:
         if len(op.args) > TRAINING and op.args[TRAINING] is False:
             return ()
@@ -63,11 +60,7 @@ def written_storages(graph: ModelGraph, op: Op) -> tuple[str, ...]:
 
 
 def written_buffers(graph: ModelGraph, among: Collection[str] | None = None) -> Mapping[str, tuple[Op, ...]]:
-    """Per buffer that some op writes, by its own name, those ops in order.
-
-    Args:
-        among: names of the ops to look at; all where it is None.
-    """
+    """Per buffer that some op (of those `among`) writes, by its own name, those ops in order."""
     found: dict[str, list[Op]] = {}
     for op in graph.ops:
         for storage in written_storages(graph, op) if among is None or op.name in among else ():
@@ -77,14 +70,9 @@ def written_buffers(graph: ModelGraph, among: Collection[str] | None = None) -> 
 
 
 class Reads:
-    """What the ops of a graph read: their arguments, and the writes to these since they were made.
+    """What the ops of a graph read: their arguments, and the last write to each since it was made, which reads the writes before it.
 
-    Of several writes only the last is named: that op reads the ones before it.
-
-    Args:
-        graph: the model.
-        differentiable: whether to name only what a gradient may pass through: a write to a detached value changes what
-            others read, and not where their gradients go.
+    If `differentiable`, only paths of gradients count: a write to a detached value changes what others read, not their gradients.
     """
 
     def __init__(self, graph: ModelGraph, *, differentiable: bool = False) -> None:
@@ -98,7 +86,7 @@ class Reads:
         return tuple(found)
 
     def at_end(self, value: str) -> tuple[str, ...]:
-        """What somebody reads who is given a value when all ops have run."""
+        """What a reader of a value reads after all ops have run."""
         return (value, *self._writes_since(value, len(self._graph.ops)))
 
     def ancestors(self, values: Iterable[str]) -> frozenset[str]:
@@ -144,8 +132,7 @@ class Reads:
 def dependents(graph: ModelGraph, sources: Iterable[str]) -> frozenset[str]:
     """The ops whose results depend on some values, these included.
 
-    A value that is written with what depends on them does so from the write on: the op that reads it then is found, the
-    op that made it is not.
+    A value that is written with what depends on them does so from the write on: its later readers are found, its maker is not.
     """
     reads, found = Reads(graph), set(sources)
     for op in graph.ops:
@@ -155,12 +142,7 @@ def dependents(graph: ModelGraph, sources: Iterable[str]) -> frozenset[str]:
 
 
 class MemoryWrites:
-    """What the ops of a stage write in place: where a copy of a tensor will not do.
-
-    Args:
-        graph: the model.
-        ops: of the stage, in graph order.
-    """
+    """The in-place writes of a stage's ops (in graph order), which decide where a copy of a tensor will not do."""
 
     def __init__(self, graph: ModelGraph, ops: Iterable[str]) -> None:
         self._graph = graph
@@ -172,7 +154,7 @@ class MemoryWrites:
         return self._last.get(self._owner[tensor], -1) > self._position[tensor]
 
     def need_same(self, tensor: str, reader: str) -> bool:
-        """Whether a reader must have the tensor as it lies: it sees or makes writes, or its result is the same memory."""
+        """Whether a reader must have the tensor itself, no copy: it sees or makes writes, or its result aliases it."""
         owner = self._owner[tensor]
         if self.is_written_later(tensor) or (owner in self._last and self._owner[reader] == owner):
             return True

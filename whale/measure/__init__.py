@@ -1,4 +1,4 @@
-"""What this machine is: GPUs by NVML, otherwise the host's cores and memory."""
+"""The devices of this machine: GPUs by NVML, otherwise the host's cores and memory."""
 
 from whale.measure.devices import devices_at_hand, local_profile
 

@@ -1,4 +1,4 @@
-"""What this host is: the GPUs that NVML and PyTorch know, else its cores and memory, within the limits of its container."""
+"""The devices of this host: the GPUs that NVML and PyTorch know, else its cores and memory, within the limits of its container."""
 
 from __future__ import annotations
 
@@ -24,11 +24,10 @@ def devices_at_hand(num_ranks: int | None = None) -> Cluster:
     """This host as a cluster.
 
     Args:
-        num_ranks: how many devices to make of it, one per rank; GPUs are shared if they are fewer. None: every GPU, or
-            one CPU rank.
+        num_ranks: devices, one per rank; ranks share GPUs if there are fewer. None: every GPU, or one CPU rank.
 
     Raises:
-        ClusterError: fewer than one rank is asked for, or a GPU is one that nothing is known of.
+        ClusterError: less than one rank, or an unknown GPU.
     """
     found = _usable_gpus()
     count = num_ranks if num_ranks is not None else max(1, len(found))
@@ -40,16 +39,17 @@ def devices_at_hand(num_ranks: int | None = None) -> Cluster:
 def local_profile(local_rank: int, ranks_on_host: int) -> DeviceProfile:
     """This rank's own device.
 
-    GPU number ``local_rank`` as CUDA counts them (modulo their number, if there are fewer than ranks), or an equal share
-    of the host's cores and memory. Of a GPU that neither catalogue nor NVML can describe, the profile only has the name
-    and the memory; `make_cluster` then asks for a cluster file.
+    GPU number ``local_rank`` as CUDA counts them (modulo their number, if there are fewer than ranks), or an equal share of the host's
+    cores
+    and memory. For a GPU that neither catalogue nor NVML describes, the profile has name and memory alone; `make_cluster` then asks for a
+    cluster file.
 
     Args:
         local_rank: from 0, on this host.
-        ranks_on_host: how many ranks share this host.
+        ranks_on_host: that share this host.
 
     Raises:
-        ClusterError: NVML is there but a GPU does not answer; or the torch that is installed has no kernels for this one.
+        ClusterError: a GPU does not answer NVML; or the installed torch has no kernels for this one.
     """
     found = _usable_gpus()
     found = in_cuda_order(found) if found else ()
@@ -59,11 +59,7 @@ def local_profile(local_rank: int, ranks_on_host: int) -> DeviceProfile:
 
 
 def check_kernels(gpu: Gpu) -> None:
-    """Finds that the torch that is installed cannot run on a GPU: it was built for newer ones, or for older ones without PTX.
-
-    Raises:
-        ClusterError: so it is.
-    """
+    """Refuses a GPU that the installed torch cannot run on: it was built for newer ones, or for older ones without PTX."""
     import torch
 
     built_for = torch.cuda.get_arch_list()
@@ -86,7 +82,7 @@ def _runs_on(built_for: str, capability: tuple[int, int]) -> bool:
 
 
 def _usable_gpus() -> tuple[Gpu, ...]:
-    """The visible GPUs; none where PyTorch was built without CUDA."""
+    """The visible GPUs; none if PyTorch was built without CUDA."""
     found = gpus()
     if not found:
         return ()
@@ -105,7 +101,7 @@ def _profile(found: tuple[Gpu, ...], local_rank: int, ranks_on_host: int) -> Dev
 
 
 def gpu_profile(host: str, gpu: Gpu, sharers: int = 1) -> DeviceProfile:
-    """A GPU's profile, of which each of `sharers` ranks gets an equal part."""
+    """The profile of a GPU that `sharers` ranks share equally."""
     memory, share = gpu.memory // sharers, 1 / sharers
     known = catalogue().match_nvml(gpu.name)
     if known is not None:
@@ -122,30 +118,21 @@ MEGAHERTZ = 1e6
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """One GPU.
+    """One GPU."""
 
-    Attributes:
-        uuid: ``GPU-...``.
-        name: NVML's name for the model.
-        memory: bytes in all.
-        flops: peak float32 FLOP/s, from cores and clock; 0 if NVML does not tell.
-        bandwidth: bytes per second of its memory, from bus width and clock; 0 if NVML does not tell.
-        capability: CUDA's compute capability; None if NVML does not tell.
-    """
-
-    uuid: str
-    name: str
-    memory: int
-    flops: float = 0.0
-    bandwidth: float = 0.0
-    capability: tuple[int, int] | None = None
+    uuid: str  # ``GPU-...``
+    name: str  # NVML's name for the model
+    memory: int  # bytes in all
+    flops: float = 0.0  # peak float32 FLOP/s, from cores and clock; 0 if NVML has no answer
+    bandwidth: float = 0.0  # bytes per second of its memory, from bus width and clock; 0 if NVML has no answer
+    capability: tuple[int, int] | None = None  # CUDA's compute capability; None if NVML has no answer
 
 
 def gpus(environment: Mapping[str, str] = os.environ) -> tuple[Gpu, ...]:
-    """The visible GPUs, in the order of ``CUDA_VISIBLE_DEVICES`` or else of NVML; none where there is no NVML.
+    """The visible GPUs, in the order of ``CUDA_VISIBLE_DEVICES`` or else of NVML; none without NVML.
 
     Raises:
-        ClusterError: NVML is there but a GPU does not answer.
+        ClusterError: a GPU does not answer NVML.
     """
     with in_nvml() as nvml:
         if nvml is None:
@@ -160,7 +147,7 @@ def gpus(environment: Mapping[str, str] = os.environ) -> tuple[Gpu, ...]:
 
 @contextmanager
 def in_nvml() -> Iterator[Any]:
-    """The pynvml module, started; None without the library or its driver, which only means that there are no GPUs."""
+    """The pynvml module, initialized; None without the library or its driver, which only means that there are no GPUs."""
     try:
         import pynvml
 
@@ -178,7 +165,6 @@ def in_nvml() -> Iterator[Any]:
 
 
 def visible(nvml: Any, environment: Mapping[str, str]) -> list[Any]:
-    """Handles of the visible GPUs."""
     handles = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
     wanted = environment.get("CUDA_VISIBLE_DEVICES")
     if wanted is None:
@@ -220,7 +206,6 @@ def _read(nvml: Any, handle: Any) -> Gpu:
 
 
 def name_of(nvml: Any, handle: Any) -> str:
-    """NVML's name for the model of a GPU."""
     return _text(nvml.nvmlDeviceGetName(handle))
 
 
@@ -229,10 +214,10 @@ def _text(value: str | bytes) -> str:
 
 
 def in_cuda_order(found: tuple[Gpu, ...], environment: Mapping[str, str] = os.environ) -> tuple[Gpu, ...]:
-    """The GPUs as CUDA numbers them, for a process that uses CUDA.
+    """The GPUs as CUDA numbers them.
 
-    NVML counts by bus; CUDA, unless ``CUDA_DEVICE_ORDER=PCI_BUS_ID``, puts the fastest first. Only where the GPUs are
-    unlike does that matter, and then CUDA itself is asked.
+    NVML counts by bus; CUDA, unless ``CUDA_DEVICE_ORDER=PCI_BUS_ID``, puts the fastest first. That matters only for different GPUs; then
+    CUDA itself is asked.
     """
     if len({gpu.name for gpu in found}) <= 1 or environment.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID":
         return found
@@ -297,7 +282,7 @@ ANCESTORS = {
 
 
 def gpu_notes(environment: Mapping[str, str] = environ) -> tuple[str, ...]:
-    """A line for each visible GPU, and for each two of them that have no NVLink; none where there is no NVML."""
+    """A line for each visible GPU, and for each two of them without NVLink."""
     with in_nvml() as nvml:
         return () if nvml is None else tuple(_notes(nvml, visible(nvml, environment)))
 
@@ -331,7 +316,7 @@ def _way(nvml: Any, first: Any, second: Any) -> str:
 
 
 def _asked(nvml: Any, question: Callable[..., Any], *arguments: Any) -> list[Any]:
-    """The answer; none where the driver, or this model of GPU, has none."""
+    """The answer; none if the driver, or this model of GPU, has none."""
     try:
         return [question(nvml, *arguments)]
     except (nvml.NVMLError, KeyError):

@@ -1,18 +1,18 @@
-"""How fast ranks send to one another, one pair alone and all at once; and what messages take of a CPU rank's own time.
+"""Speed of messages between ranks, one pair alone and all at once; and the processor time that messages take of a CPU rank.
 
 host a   0  1  2  3        alone inside     0 - 1          at once inside    0 > 1 > 2 > 3 > 0
 host b   4  5  6  7        alone between    0 - 4          at once between   0 - 4  1 - 5  2 - 6  3 - 7
 
-A rank's own time is the processor time of sums in which all ranks take part, by the share of a core that it has:
+A rank's own time is the processor time of all-reduces over all ranks, divided by its share of a core:
 
-    | addition | sum | addition | sum |  less  | addition | addition |      the caches are cold for each sum, as they are in a step
-    rank of a third of a core: 2 ms of the processor for a sum are 6 ms in which it cannot compute
+    | addition | sum | addition | sum |  less  | addition | addition |      caches are cold for each sum, as in a step
+    rank of a third of a core: 2 ms of processor time for a sum are 6 ms in which it cannot compute
 
-Processor time is the same on a busy machine as on a quiet one, but for caches. A GPU moves what it sends beside its computing, or lends it
-a part that nobody has measured: nothing is said of it.
+Processor time is the same on a busy machine as on an idle one, except for caches. A GPU copies while it computes, and the part that it
+lends is not measured.
 
-Sums are of sizes that steps send. What wakes threads costs the more the more there is to carry: a message of 8 KiB to 1 MiB takes 0.2 to
-0.4 ms of a core, one of 4 bytes sent again and again 0.05, so that of those two a line would be neither.
+The sums have sizes of real steps: the cost of waking threads grows with the load. A message of 8 KiB to 1 MiB takes 0.2 to 0.4 ms of a
+core, one of 4 bytes in a loop 0.05 ms, so that a line through those two would fit neither.
 """
 
 from __future__ import annotations
@@ -47,24 +47,19 @@ Route = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class ExchangePhase:
-    """Messages that travel at the same time, while all other ranks are idle.
+    """Concurrent messages, while all other ranks are idle."""
 
-    Attributes:
-        where: ``inside HOST``, or ``HOST - HOST``.
-        how: `ALONE`: one pair, there and back in turns; `AT_ONCE`: each rank sends to one and receives from one.
-        routes: of ranks.
-    """
-
-    where: str
-    how: str
+    where: str  # ``inside HOST``, or ``HOST - HOST``
+    how: str  # `ALONE`: one pair, there and back in turns; `AT_ONCE`: each rank sends to one and receives from one
     routes: tuple[Route, ...]
 
 
 def phases(hosts: Sequence[str]) -> Iterator[ExchangePhase]:
     """What to measure between ranks, given their hosts: inside each, and between each and the next.
 
-    One pair says what the link gives; all at once say what they share: a host's card, its bus, or its cores. Inside a host that
-    is one step of a ring, of which collectives are made.
+    One pair shows the link; all at once show what they share: a host's card, its bus, or its cores. Inside a host all at once is one step
+    of
+    a ring, as collectives are.
     """
     members: dict[str, list[int]] = {}
     for rank, host in enumerate(hosts):
@@ -97,11 +92,11 @@ def link_samples(clock: RoundTimer, phase: ExchangePhase) -> Iterator[Samples]:
 
 
 def seconds_of_bytes(large: Sequence[float], latency: float, least: float = LEAST_SHARE) -> list[float]:
-    """What messages take beside what is known of them.
+    """Seconds of large messages without the known part.
 
     Args:
         large: seconds of each.
-        latency: of small messages as usual, or what else is known; where it is more than a share of a large one, it was noise.
+        latency: of small messages, or another known part; more than the rest of a large one is noise.
         least: the rest is at least this share of each.
     """
     return [max(each - latency, each * least) for each in large]
@@ -110,11 +105,11 @@ def seconds_of_bytes(large: Sequence[float], latency: float, least: float = LEAS
 def exchange_rounds(clock: RoundTimer, call: Callable[[], None] | None, now: Callable[[], float] = time.perf_counter) -> tuple[float, ...]:
     """Seconds of an exchange in each round; all ranks make equally many, and as many untimed before each round.
 
-    A rank that has a share of a core carries messages in that share too: the first of them use up what it has saved.
+    The untimed ones use up the burst that a rank with a share of a core has saved.
 
     Args:
-        call: this rank's part in it; None where it has none.
-        now: the clock by which seconds are told; how many there are is told by the wall's.
+        call: this rank's part; None if it has none.
+        now: the clock of the samples; the number of exchanges is chosen by wall time.
     """
     first = clock.rounds(call, num_repeats=1, num_rounds=1)
     longest = max(float(each) for each in clock.world.gather_objects(max(first, default=1e-9)))  # type: ignore[arg-type]
@@ -123,7 +118,7 @@ def exchange_rounds(clock: RoundTimer, call: Callable[[], None] | None, now: Cal
 
 
 def _call(world: World, phase: ExchangePhase, num_bytes: int) -> Callable[[], None] | None:
-    """This rank's part in the exchange; None where it has none."""
+    """This rank's part in the exchange; None if it has none."""
     target = next((b for a, b in phase.routes if a == world.rank), None)
     source = next((a for a, b in phase.routes if b == world.rank), None)
     if target is None or source is None:
@@ -161,7 +156,7 @@ LEAST_OF_SUM = 0.05
 
 
 def handling_samples(clock: RoundTimer) -> Iterator[Samples]:
-    """Measures this rank's part in sums over all ranks, of which there are several; every rank, on a CPU, calls it."""
+    """Measures this rank's part in sums over all ranks (more than one); every rank, on a CPU, calls it."""
     world = clock.world
     with world.speaking("measuring what messages take of a rank"):
         share = _share_of_core(clock)
@@ -177,7 +172,7 @@ def handling_samples(clock: RoundTimer) -> Iterator[Samples]:
 
 
 def _share_of_core(clock: RoundTimer) -> float:
-    """The share of a core with which this rank computes while all do; what lies unused of one moment is used up before."""
+    """The share of a core with which this rank computes while all do; an untimed run uses up its saved burst."""
     numbers = torch.ones(1 << 12)
     clock.world.barrier()
     shares = []

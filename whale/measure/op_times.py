@@ -1,7 +1,4 @@
-"""How long ops take by themselves, forward and backward, and the whole graph's passes, on this rank's device.
-
-Ops are run on tensors of the right shapes at any number of rows.
-"""
+"""Times of single ops, forward and backward, and of the whole graph's passes, on this rank's device, at any number of rows."""
 
 from __future__ import annotations
 
@@ -25,21 +22,20 @@ Rounds = tuple[float, ...]
 
 @dataclass(frozen=True, slots=True)
 class OpRounds:
-    """Seconds of an op's rounds on one rank; `backward` is empty where there is no gradient, both where some rank gives a reason."""
+    """Seconds of an op's rounds on one rank; `backward` is empty without a gradient, both if some rank gives a reason."""
 
     forward: Rounds = ()
     backward: Rounds = ()
     reason: str = ""
 
     def stretched(self, factor: float) -> OpRounds:
-        """The same, so many times longer."""
         return replace(self, forward=tuple(factor * each for each in self.forward), backward=tuple(factor * each for each in self.backward))
 
 
 def time_op(clock: RoundTimer, inputs: Inputs, op: Op, num_rows: int) -> OpRounds:
-    """Times an op on all ranks at once, by the clock that is given.
+    """Times an op on all ranks at once.
 
-    An op that cannot be run alone on some rank is timed on none: the reason is that of the first such rank.
+    An op that cannot be run alone on some rank is timed on none, for the reason of the first such rank.
     """
     reason = ""
     try:
@@ -75,21 +71,15 @@ def _without_gradient(forward: Callable[[], object]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class PassRounds:
-    """Seconds of the whole graph's rounds on one rank; empty where some rank has no room for it.
+    """Seconds of the whole graph's rounds on one rank; empty if it does not fit on some rank."""
 
-    Attributes:
-        forward, both: passes: forward; forward and backward.
-        stretch: seconds by the wall / by the rank's own time, of both: what waiting for its core adds.
-        apart: by which both take longer, of the rank's own time, where weight gradients wait and are computed last; empty where none can.
-    """
-
-    forward: Rounds = ()
-    both: Rounds = ()
-    stretch: float = 1.0
-    apart: Rounds = ()
+    forward: Rounds = ()  # the forward pass
+    both: Rounds = ()  # forward and backward
+    stretch: float = 1.0  # wall time / own time of `both`: what waiting for a core adds
+    apart: Rounds = ()  # extra own time of `both` if weight gradients wait and are computed last; empty if none can
 
     def joined(self, later: PassRounds) -> PassRounds:
-        """These rounds and later ones; empty where one of them had no room."""
+        """These rounds and later ones; empty if one of them did not fit."""
         if not self.forward or not later.forward:
             return PassRounds()
         first, second = len(self.both), len(later.both)
@@ -121,11 +111,7 @@ def time_passes(clock: RoundTimer, inputs: Inputs, num_rows: int) -> PassRounds:
 
 
 class _TwiceTimed:
-    """A call whose seconds are added up by two clocks.
-
-    Attributes:
-        wall, own: so far.
-    """
+    """A call whose seconds are summed by two clocks, wall time and own time."""
 
     def __init__(self, call: Callable[[], object], own_time: Callable[[], float]) -> None:
         self._call, self._own_time = call, own_time
@@ -161,13 +147,13 @@ WEIGHT = 0.02
 
 @dataclass(eq=False)
 class Inputs:
-    """The inputs of ops, and of the whole graph.
+    """Arguments for single ops, and for the whole graph.
 
     Args:
         graph: the captured model.
         nodes: its executable form; nodes are named as the ops.
         values: per placeholder, its value for the whole example batch.
-        device: where the tensors lie.
+        device: of the tensors.
     """
 
     graph: ModelGraph
@@ -178,12 +164,11 @@ class Inputs:
 
     @cached_property
     def node_of(self) -> dict[str, fx.Node]:
-        """Nodes by name."""
         return {node.name: node for node in self.nodes.nodes}
 
     @cached_property
     def waiting(self) -> fx.GraphModule | None:
-        """The whole graph with weight gradients that wait in a queue, which it takes first; None where none can."""
+        """The whole graph with weight gradients deferred to a queue, its first argument; None if none can be."""
         nodes = fx.Graph()
         queue = nodes.placeholder("weight_queue")
         nodes.output(nodes.graph_copy(self.nodes, {}))
@@ -195,7 +180,7 @@ class Inputs:
         return len(self.graph.by_name[node.name].outputs[0].shape)
 
     def of_op(self, op: Op, num_rows: int) -> tuple[tuple[Any, ...], dict[str, Any], list[Tensor]]:
-        """Arguments to call an op with, and those among them that have a gradient; their numbers mean nothing."""
+        """Arguments (of arbitrary values) to call an op with, and those among them that have a gradient."""
         leaves: list[Tensor] = []
         made: dict[str, Any] = {}
 
@@ -219,7 +204,7 @@ class Inputs:
         return tensors[0] if len(tensors) == 1 and not any(user.target is operator.getitem for user in node.users) else tuple(tensors)
 
     def _number(self, node: fx.Node, num_rows: int) -> Any:
-        """A size of a tensor, or what is computed of sizes."""
+        """A size of a tensor, or what is computed from sizes."""
         if node.op == "placeholder":
             return num_rows
 
@@ -236,7 +221,7 @@ class Inputs:
         return torch.full(shape, dtype is torch.bool, dtype=dtype, device=self.device)  # 0 is a valid index anywhere
 
     def of_graph(self, num_rows: int) -> tuple[list[Any], list[Tensor]]:
-        """The placeholders' values for so many rows of the example, and the parameters among them."""
+        """The placeholders' values for this many rows of the example, and the parameters among them."""
         arguments = [self._whole(node.name, num_rows) for node in self.nodes.find_nodes(op="placeholder")]
         return arguments, [each for each in arguments if isinstance(each, Tensor) and each.requires_grad]
 

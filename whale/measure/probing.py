@@ -1,6 +1,6 @@
-"""Measuring the ranks of this run: what each computes and what they send one another, as a cluster with the spread of each figure.
+"""Measures the ranks of this run, their computing and their messages, as a cluster with the spread of each figure.
 
-Figures are the median of alike devices, and of the messages between hosts.
+Figures are medians over equal devices, and over the messages between hosts.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ def probe(world: World, num_rounds: int, tell: Callable[[str], None]) -> tuple[C
 
     Args:
         world: this process among its peers.
-        num_rounds: how often each thing is measured.
+        num_rounds: samples of each thing.
         tell: is called with what is measured next.
 
     Returns:
-        The cluster, and what is known of each host in words, on every rank.
+        The cluster, and notes on each host, on every rank.
 
     Raises:
-        RuntimeFault: a rank has left, or a wait was too long.
+        RuntimeFault: a rank has left, or a wait timed out.
     """
     clock, profile = RoundTimer(world, num_rounds), local_profile(world.local_rank, world.local_size)
     hosts = [str(host) for host in world.gather_objects(profile.host)]
@@ -74,7 +74,7 @@ NUM_STARTS = 200
 
 
 def compute_samples(clock: RoundTimer) -> Iterator[Samples]:
-    """Measures this rank's device while all ranks do the same: what they share (cores, memory) is shared as in a run."""
+    """Measures this rank's device while all ranks do the same, so that what they share (cores, memory) is shared as in a run."""
     kind = clock.world.device.type
     for dtype in DTYPES:
         yield from _products(clock, dtype, SIZES[kind])
@@ -85,7 +85,7 @@ def compute_samples(clock: RoundTimer) -> Iterator[Samples]:
 
 
 def alone_samples(clock: RoundTimer) -> Samples:
-    """The largest product in float32 while the other ranks of its host are idle: on the host's first rank, elsewhere nothing."""
+    """The largest float32 product on the host's first rank while the other ranks of the host are idle."""
     size = SIZES[clock.world.device.type][-1]
     measures = clock.world.local_rank == 0 and clock.world.local_size > 1
     call = _product("float32", size, clock.world.device) if measures else None
@@ -96,8 +96,9 @@ def alone_samples(clock: RoundTimer) -> Samples:
 def _memory(clock: RoundTimer, num_bytes: int) -> Samples:
     """The rate of an addition; on a CPU that of Adam's update, whose weights, gradients and two states count as read and written.
 
-    A cache that cores share may hold, or not, what one addition reads: of two ranks on like cores 48 MB took one nearly twice as long
-    as the other, by their own time, where the update of their weights took both the same.
+    A cache shared by cores may or may not hold what one addition reads: 48 MB took one of two equal ranks nearly twice the other's own
+    time,
+    while the update of their weights took both the same.
     """
     if clock.world.device.type == "cpu":
         weights = [nn.Parameter(torch.zeros(num_bytes // 4 // NUM_WEIGHTS)) for _ in range(NUM_WEIGHTS)]
@@ -138,23 +139,15 @@ or shared, is its own."""
 
 @dataclass(frozen=True)
 class Report:
-    """What one rank says of itself.
+    """What one rank has measured."""
 
-    Attributes:
-        profile: its device.
-        compute: how fast that is.
-        messages: what the rank sent, by where (``inside HOST``, ``HOST - HOST``).
-        notes: about its host, in words.
-    """
-
-    profile: DeviceProfile
-    compute: tuple[Samples, ...]
-    messages: tuple[tuple[str, Samples], ...] = ()
-    notes: tuple[str, ...] = ()
+    profile: DeviceProfile  # its device
+    compute: tuple[Samples, ...]  # speeds of that
+    messages: tuple[tuple[str, Samples], ...] = ()  # that the rank sent, by where (``inside HOST``, ``HOST - HOST``)
+    notes: tuple[str, ...] = ()  # on its host, in words
 
     @property
     def kind(self) -> str:
-        """Its host and model."""
         return f"{self.profile.host} {self.profile.model}"
 
     @property
@@ -165,11 +158,11 @@ class Report:
 
 
 def probed_cluster(reports: Sequence[Report]) -> Cluster:
-    """The cluster of the ranks, by rank, with all figures that were measured.
+    """The cluster of the ranks, by rank, with all measured figures.
 
-    Devices have the speeds that they reach while all compute at once, and links inside a host what they give while all send; or,
-    where all together get no more than one pair alone, that as a link that they share. Between hosts each device has what one
-    alone gets, and where they share it, what all get together is the host's card.
+    Devices have their speeds while all compute at once, and links inside a host those while all send; if all together get no more than one
+    pair alone, the link is that of the pair, and shared. Between hosts each device has the speed of one pair alone; if they share it, the
+    total of all is the host's card.
     """
     groups = _groups(reports)
     compute = pooled((group, samples) for report, group in zip(reports, groups, strict=True) for samples in report.compute)
@@ -188,7 +181,7 @@ def probed_cluster(reports: Sequence[Report]) -> Cluster:
 
 
 def _groups(reports: Sequence[Report]) -> list[str]:
-    """Per report what it is pooled with: devices of one kind on one host that are about as fast; the fastest have no number."""
+    """Per report its group for pooling: devices of one kind on one host with similar speed; the fastest group has no number."""
     firsts: dict[str, list[Figure]] = {}
     groups = {}
     for index in sorted(range(len(reports)), key=lambda index: -reports[index].speed.value):
@@ -244,7 +237,7 @@ def _link(figures: Sequence[Figure], how: str) -> Link:
 
 
 def _inside(host: str, devices: Sequence[Device], messages: Mapping[str, Sequence[Figure]]) -> Link:
-    """As all at once have it; one that they share where they get together no more than one alone."""
+    """As all at once have it; shared if together they get no more than one alone."""
     found = messages.get(f"inside {host}")
     if found is None:
         return Link(devices[0].bandwidth, 0.0)  # of a single device: nothing leaves it
@@ -255,7 +248,7 @@ def _inside(host: str, devices: Sequence[Device], messages: Mapping[str, Sequenc
 
 
 def _card(host: str, members: Mapping[str, Sequence[Device]], messages: Mapping[str, Sequence[Figure]]) -> float | None:
-    """Bytes per second of what the devices of a host share towards others; None where they do not share."""
+    """Bytes per second that the devices of a host share towards others; None if they do not share."""
     found = []
     for where, figures in messages.items():
         ends = where.split(" - ")

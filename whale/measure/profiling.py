@@ -1,6 +1,6 @@
-"""Measuring a model on the ranks of this run: each distinct op once, and the whole model's passes, per kind of device.
+"""Measures a model on the ranks of this run: each distinct op once, and the whole model's passes, per kind of device.
 
-What ranks of one kind have timed is pooled: medians, with what an earlier profile knows.
+Times of ranks of one kind are pooled (medians), and merged with an earlier profile.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ STEP = 4
 
 
 def rows_to_measure(graph: ModelGraph) -> tuple[int, ...]:
-    """Numbers of rows from one to the example's, ascending; only the example's where the capture is for that alone."""
+    """Numbers of rows from one to the example's, ascending; the example's alone if the capture is for that only."""
     rows, found = graph.num_rows, [graph.num_rows]
     while graph.dynamic and rows > 1:
         rows = max(1, rows // STEP)
@@ -41,7 +41,7 @@ def rows_to_measure(graph: ModelGraph) -> tuple[int, ...]:
 
 
 def distinct_ops(graph: ModelGraph) -> dict[str, Op]:
-    """The first op of each signature, but for sizes, views and items, which take no time of their own."""
+    """The first op of each signature, without sizes, views and items, which take no time of their own."""
     found: dict[str, Op] = {}
     for op in graph.ops:
         if op.kind == "call" and op.outputs and "view" not in op.tags and op.target != "operator.getitem":
@@ -50,10 +50,7 @@ def distinct_ops(graph: ModelGraph) -> dict[str, Op]:
 
 
 def own_kind(cluster: Cluster, profile: DeviceProfile, position: int) -> Device:
-    """The kind of the cluster's device that a rank stands for: of its model, on its host if that is there.
-
-    Args:
-        position: of the rank among those of its host.
+    """The kind of the cluster's device that a rank stands for: of its model, if possible on its host.
 
     Raises:
         ClusterError: the cluster has no such device.
@@ -71,29 +68,23 @@ def own_kind(cluster: Cluster, profile: DeviceProfile, position: int) -> Device:
 
 @dataclass(frozen=True)
 class Known:
-    """What earlier profiles have.
+    """Earlier profiles."""
 
-    Attributes:
-        profile: as it was read; None where there is none.
-        again: whether to measure all the same.
-    """
-
-    profile: Profile | None
-    again: bool
+    profile: Profile | None  # as read; None if there is none
+    again: bool  # whether to measure again anyway
 
     @property
     def model(self) -> str:
-        """Of which model; empty for none."""
         return self.profile.model if self.profile is not None and not self.again else ""
 
     def of(self, kind: Device, rows: Sequence[int]) -> KindProfile:
-        """What is known of a kind of device under this torch, at these rows."""
+        """Known times of a kind of device under this torch, at these rows."""
         found = self.profile.kinds if self.profile is not None and not self.again else ()
         alike = (each for each in found if each.device == kind and each.torch == torch.__version__ and each.rows == tuple(rows))
         return next(alike, KindProfile(kind, "", "", tuple(rows), ()))
 
     def others(self, model: str, kinds: Container[Device]) -> tuple[KindProfile, ...]:
-        """What is known of the same model on other kinds of device."""
+        """Known times of the same model on other kinds of device."""
         if self.profile is None or self.profile.model != model:
             return ()
         return tuple(each for each in self.profile.kinds if each.device not in kinds)
@@ -104,19 +95,19 @@ def profile_model(
 ) -> Profile:
     """Measures a model on all ranks; every rank calls it.
 
-    Ops that an earlier profile has of the same device, torch and rows are not measured again; nor are passes of the same model.
+    Ops that an earlier profile has for the same device, torch and rows are not measured again; nor are passes of the same model.
 
     Args:
         world: this process among its peers.
         cluster: whose devices the ranks stand for.
         graph: the captured model.
         inputs: of its ops, on this rank's device.
-        known: what was measured before; equal on all ranks.
-        num_rounds: how often each thing is measured.
+        known: earlier measurements; equal on all ranks.
+        num_rounds: samples of each thing.
         tell: is called with what is measured next.
 
     Returns:
-        On every rank, what is now known of the model on these and other devices.
+        On every rank, the profile of the model on these and other devices.
     """
     rows, ops, model = rows_to_measure(graph), distinct_ops(graph), model_fingerprint(graph)
     if known.profile is not None and known.profile.model != model:
@@ -142,7 +133,7 @@ def _timed(
 ) -> tuple[dict[str, tuple[OpRounds, ...]], tuple[PassRounds, ...]]:
     """Ops, and the passes: a round before the ops, one after them, the others in between, since a core may be slow for some seconds.
 
-    Ops are timed by the rank's own time, and stretched as the passes are, which last long enough to show what the wall adds.
+    Ops are timed by the rank's own time, and stretched like the passes, which last long enough to show what wall time adds.
     """
     once, own = replace(clock, num_rounds=1), replace(clock, now=own_time(clock.world.device))
     if rows:
@@ -165,7 +156,7 @@ def _passes(clock: RoundTimer, inputs: Inputs, rows: Sequence[int]) -> Iterator[
 
 
 def machine_name(device: torch.device) -> str:
-    """What a device calls itself."""
+    """A device's own name."""
     if device.type == "cuda":
         return str(torch.cuda.get_device_properties(device).name)
     return f"CPU rank of {counted(torch.get_num_threads(), 'thread')}"
@@ -173,27 +164,20 @@ def machine_name(device: torch.device) -> str:
 
 @dataclass(frozen=True)
 class RankTimes:
-    """What one rank has timed.
+    """Times of one rank."""
 
-    Attributes:
-        kind: of its device.
-        machine: what that calls itself.
-        ops: by signature, per number of rows.
-        passes: of the whole model, per number of rows; empty where they are known.
-    """
-
-    kind: Device
-    machine: str
-    ops: Mapping[str, tuple[OpRounds, ...]]
-    passes: tuple[PassRounds, ...]
+    kind: Device  # of its device
+    machine: str  # the device's own name
+    ops: Mapping[str, tuple[OpRounds, ...]]  # by signature, per number of rows
+    passes: tuple[PassRounds, ...]  # of the whole model, per number of rows; empty if known
 
 
 def pooled_kind(ranks: Sequence[RankTimes], before: KindProfile, signatures: Iterable[str], rows: tuple[int, ...]) -> KindProfile:
-    """What ranks of one kind have timed together.
+    """The pooled times of ranks (at least one) of one kind.
 
     Args:
-        ranks: at least one.
-        before: what was known of the kind.
+        ranks: their times.
+        before: known times of the kind.
         signatures: the model's distinct ops.
         rows: that were measured.
     """
@@ -215,7 +199,7 @@ def _times(name: str, ranks: Sequence[tuple[OpRounds, ...]]) -> OpTimes:
 
 
 def _figures(name: str, ranks: Sequence[Sequence[Sequence[float]]]) -> Iterator[Figure]:
-    """Per number of rows the figure of all ranks' rounds; none where nothing was timed."""
+    """Per number of rows the figure of all ranks' rounds; none if nothing was timed."""
     for rounds in zip(*ranks, strict=True):
         samples = [seconds for own in rounds for seconds in own]
         if samples:
@@ -223,9 +207,9 @@ def _figures(name: str, ranks: Sequence[Sequence[Sequence[float]]]) -> Iterator[
 
 
 def _pass_figures(ranks: Sequence[tuple[PassRounds, ...]], rows: tuple[int, ...]) -> tuple[tuple[Figure, ...], tuple[Figure, ...]]:
-    """Figures of the forward and of the backward pass; none where the model did not fit at some number of rows.
+    """Figures of the forward and of the backward pass; none if the model did not fit at some number of rows.
 
-    None of the backward pass where both passes took no longer than the forward pass alone.
+    None of the backward pass if both passes took no longer than the forward pass alone.
     """
     if any(not rounds.forward for rank in ranks for rounds in rank):
         return (), ()
@@ -241,9 +225,9 @@ def _pass(name: str, num_rows: int, ranks: Sequence[Sequence[float]]) -> Figure:
 
 
 def _apart(ranks: Sequence[tuple[PassRounds, ...]]) -> tuple[float, ...]:
-    """What weight gradients that wait add, per number of rows; none where none can.
+    """Extra seconds if weight gradients wait, per number of rows; none if none can.
 
-    By the ranks' own time, and stretched as ops are: it is less than what waiting for a core makes of a pass.
+    By the ranks' own time, stretched as ops are: it is less than waiting for a core adds to a pass.
     """
     found = []
     for each in zip(*ranks, strict=True):
@@ -253,6 +237,6 @@ def _apart(ranks: Sequence[tuple[PassRounds, ...]]) -> tuple[float, ...]:
 
 
 def _rest(both: Figure, forward: Figure, num_rows: int) -> Figure:
-    """The backward pass: what both passes take beside the forward pass; of noise alone it may be nothing or less."""
+    """The backward pass: both passes without the forward pass; of noise alone it may be zero or less."""
     value, low, high = (seconds - forward.value for seconds in (both.value, both.low, both.high))
     return replace(both, name=f"backward pass, {counted(num_rows, 'row')}", value=value, low=low, high=high)

@@ -1,4 +1,4 @@
-"""Timing a call in rounds that start together on all ranks, and pooling what ranks have measured of alike devices."""
+"""Timing a call in rounds that start together on all ranks, and pooling measurements of equal devices."""
 
 from __future__ import annotations
 
@@ -21,48 +21,35 @@ ROUND_SECONDS = 0.05
 
 @dataclass(frozen=True, slots=True)
 class Samples:
-    """What one rank has measured of one thing.
+    """Measurements of one thing by one rank."""
 
-    Attributes:
-        name: of what, in words.
-        unit: ``FLOP/s``, ``B/s`` or ``s``.
-        values: one per round.
-    """
-
-    name: str
-    unit: str
-    values: tuple[float, ...]
+    name: str  # in words
+    unit: str  # ``FLOP/s``, ``B/s`` or ``s``
+    values: tuple[float, ...]  # one per round
 
     @staticmethod
     def rates(name: str, unit: str, amount: float, seconds: Iterable[float]) -> Samples:
-        """An amount of work per second, from the seconds that it took."""
+        """Rates of an amount of work, from its seconds."""
         return Samples(name, unit, tuple(amount / max(each, 1e-12) for each in seconds))
 
 
 def own_time(device: torch.device) -> Callable[[], float]:
-    """A clock that stands still while a rank's core is another's: of a thread that computes itself; the wall's of a GPU.
+    """A clock that stops while a rank's core runs others: of this thread on a CPU; the wall's on a GPU.
 
-    A rank with a share of a core computes in bursts. What is shorter than a burst is all inside of one or not, and takes by the wall
-    what it would on the whole core, or several times as much.
+    A rank with a share of a core computes in bursts. A call shorter than a burst takes by wall time what it would on the whole core, or
+    several times as much.
     """
     return time.thread_time if device.type == "cpu" else time.perf_counter
 
 
 @dataclass(frozen=True)
 class RoundTimer:
-    """Times calls on this rank's device.
+    """Times calls on this rank's device."""
 
-    Attributes:
-        world: this process among its peers; all of them make the same calls of a clock, in the same order.
-        num_rounds: how often each thing is measured.
-        round_seconds: about as long as a round's calls take together.
-        now: what is read before and after them; that of the wall, or `own_time`.
-    """
-
-    world: World
-    num_rounds: int
-    round_seconds: float = ROUND_SECONDS
-    now: Callable[[], float] = time.perf_counter
+    world: World  # this process among its peers, all of which make the same calls of a clock, in the same order
+    num_rounds: int  # samples of each thing
+    round_seconds: float = ROUND_SECONDS  # approximate total of a round's calls
+    now: Callable[[], float] = time.perf_counter  # wall time, or `own_time`
 
     def once(self, call: Callable[[], object]) -> float:
         """Seconds of one call, the longest of all ranks; a call before it warms up."""
@@ -77,11 +64,13 @@ class RoundTimer:
 
         Args:
             call: what to time; None on a rank that stays idle meanwhile.
-            num_repeats: calls of a round; None for as many as take about `round_seconds`, or as long as one does on the slowest
-                rank: none is idle while another measures what they share. Before them come as many as use up what a device has
-                saved while it waited: a cool GPU's clocks, or the rest of a share of a core.
+            num_repeats: calls of a round; None for as many as take about `round_seconds`, or as long as one does on the slowest rank: none
+                is
+                idle while another measures what they share. Untimed ones before them use up what an idle device has saved: a cool GPU's
+                clocks,
+                or the burst of a share of a core.
             num_rounds: None for the clock's own.
-            num_before: calls before each round, untimed, where their number is no matter of this rank alone.
+            num_before: fixed number of untimed calls before each round, equal on all ranks.
         """
         repeats = num_repeats or self._repeats(call)
         settles = num_repeats is None and repeats > 1
@@ -123,11 +112,7 @@ class RoundTimer:
 
 
 def pooled(found: Iterable[tuple[Key, Samples]]) -> Mapping[Key, tuple[Figure, ...]]:
-    """The figures of each group, from the samples of all its members together.
-
-    Args:
-        found: samples, each with the group that they are of; the group's text stands before their names.
-    """
+    """The figures of each group, from the samples of all its members; the group's text is the prefix of their names."""
     values: dict[tuple[Key, str, str], list[float]] = {}
     for key, samples in found:
         values.setdefault((key, samples.name, samples.unit), []).extend(samples.values)

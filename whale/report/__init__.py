@@ -1,4 +1,4 @@
-"""The picture of a step: predicted and measured times as one HTML page, and as a trace for Perfetto."""
+"""The report of a step: predicted and measured times as one HTML page, and as a trace for Perfetto."""
 
 from whale.report.comparison import comparison_html, differences
 from whale.report.page import recorded_run, report_html

@@ -1,4 +1,4 @@
-"""Two recorded runs side by side: the bars of each device in both, one below the other on one scale of time, and what differs.
+"""Comparison of two recorded runs: the bars of each device in both on one time scale, and the differences.
 
 big/0     A | F0 F1 B0   B1 |
           B | F0  F1 B0  B1   |
@@ -22,7 +22,7 @@ Row = tuple[str, str, str, str]
 
 
 def differences(a: RecordedRun, b: RecordedRun) -> tuple[Row, ...]:
-    """The figures of the steps that are shown of two runs, of which each has one."""
+    """The figures of the shown steps of two runs, each with a step."""
     return tuple(_differences(a, b))
 
 
@@ -42,12 +42,7 @@ def _differences(a: RecordedRun, b: RecordedRun) -> Iterator[Row]:
 
 
 def comparison_html(a: RecordedRun, b: RecordedRun, names: tuple[str, str]) -> str:
-    """The page.
-
-    Args:
-        a, b: of which each has a step.
-        names: of the runs, for the reader.
-    """
+    """The page of two runs, each with a step, under these names."""
     one, other = _shown(a), _shown(b)
     timelines = [{each.device: each for each in step.devices} for step in (one, other)]
     devices = dict.fromkeys(name for own in timelines for name in own)
@@ -86,7 +81,7 @@ def _row(name: str, one: float | None, other: float | None) -> Row:
 
 
 def _beside(one: float, other: float) -> str:
-    """The second beside the first; "" where that is nothing."""
+    """The second relative to the first; "" if the first is zero."""
     return f"{other / one - 1:+.1%}" if one else ""
 
 

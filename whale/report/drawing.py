@@ -1,12 +1,12 @@
-"""The rows of the picture, and what the page's script draws in them, as plain data: bars and curves in ticks of the longest step.
+"""The rows of the drawing and its data: bars and curves in ticks of the longest step.
 
-Devices that are predicted to do the same share a row, predicted above measured:
+Devices with equal predictions share a row, predicted above measured:
 
-big/0 and 3 more      predicted | F0 F1 B0   B1 |        of a measured run the one of them is shown that
-stage 0               measured  | F0  F1 B0  B1 |        belongs to the replica that held up the others
+big/0 and 3 more      predicted | F0 F1 B0   B1 |        of the measured ones, that of the slowest
+stage 0               measured  | F0  F1 B0  B1 |        replica is shown
 
-A tick is a millionth of what is drawn, so times are short numbers: 1,024 devices of which eight are unlike, with 64
-micro-batches, take some 150 kB.
+A tick is a millionth of the whole, so times are short numbers: 1,024 devices, eight of them different, with 64 micro-batches take about
+150 kB.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ Ticks = Callable[[float], int]
 
 
 def drawing(tracks: Sequence[Track]) -> dict[str, object]:
-    """The data of the picture.
+    """The data of the drawing.
 
-    ``tracks[].runs[]`` is the predicted run and, where there is one, the measured one; their ``bars`` are ``[kind, stage,
-    micro-batch, start, end]``, -1 for none; ``syncs``, ``waits`` and ``segments`` are ``[text, start, end]``; ``memory`` is
-    ``[tick, bytes]``. ``messages`` are ``[run, source track, target track, name, bytes, start, end]``.
+    ``tracks[].runs[]`` is the predicted run and, if there is one, the measured one; their ``bars`` are ``[kind, stage, micro-batch, start,
+    end]``, -1 for none; ``syncs``, ``waits`` and ``segments`` are ``[text, start, end]``; ``memory`` is ``[tick, bytes]``. ``messages`` are
+    ``[run, source track, target track, name, bytes, start, end]``.
     """
     runs = [[track.estimate.timeline, *([] if track.measured is None else [track.measured])] for track in tracks]
     seconds = max((run.end for each in runs for run in each), default=0.0) or 1.0
@@ -52,10 +52,10 @@ def drawing(tracks: Sequence[Track]) -> dict[str, object]:
 
 
 def drawing_of_two(pairs: Sequence[Sequence[DeviceTimeline]], names: tuple[str, str]) -> dict[str, object]:
-    """Likewise of two measured runs, each device with its own track.
+    """`drawing` of two measured runs, each device with its own track.
 
     Args:
-        pairs: per device, its timeline in both; one without bars where it is in one run alone.
+        pairs: per device, its timeline in both; one without bars if it is in one run alone.
         names: of the runs.
     """
     seconds = max((run.end for each in pairs for run in each), default=0.0) or 1.0
@@ -120,7 +120,7 @@ def _bucket(sync: Sync) -> str:
 
 
 def _messages(number: int, runs: Iterable[DeviceTimeline], track_of: Mapping[str, int], ticks: Ticks) -> Iterable[list[object]]:
-    """Each message once, though both its ends list it; of devices that are alike one stands for all."""
+    """Each message once, though both its ends list it, and once per row."""
     found: dict[tuple[str, int, int], Message] = {}
     for run in runs:
         for message in run.messages:
@@ -137,28 +137,20 @@ WORK = COMPUTE | {Kind.STEP}
 
 @dataclass(frozen=True)
 class Track:
-    """Devices that share a row.
+    """Devices that share a row."""
 
-    Attributes:
-        estimate: what is predicted of them.
-        replica: of the first of them.
-        measured: of one of them; None where nothing was measured.
-        measured_busy: seconds of computing that were measured, of each of them.
-    """
-
-    estimate: DeviceEstimate
-    replica: int
-    measured: DeviceTimeline | None = None
-    measured_busy: tuple[float, ...] = ()
+    estimate: DeviceEstimate  # of all of them
+    replica: int  # of the first of them
+    measured: DeviceTimeline | None = None  # of one of them; None if nothing was measured
+    measured_busy: tuple[float, ...] = ()  # measured compute seconds, of each of them
 
     @property
     def title(self) -> str:
-        """The stages that they run."""
         return f"stage {', '.join(map(str, self.estimate.stages))}"
 
     @property
     def slowest(self) -> float:
-        """The most seconds of computing that were measured."""
+        """The most measured compute seconds."""
         return max(self.measured_busy, default=0.0)
 
 
@@ -177,11 +169,7 @@ def make_tracks(plan: Plan, step: StepEstimate, recording: StepRecording | None 
 
 
 def drawn_tracks(tracks: Sequence[Track], straggler: str) -> tuple[Track, ...]:
-    """Those that are drawn: all, or as many as a page can hold, whole replicas first.
-
-    Args:
-        straggler: a device whose replica is drawn in any case.
-    """
+    """The tracks that are drawn: all, or as many as a page can hold, the replica of the straggler in any case."""
     own = next(track.replica for track in tracks if straggler in track.estimate.devices)
     by_replica = sorted(tracks, key=lambda track: track.replica != own)[:MOST_TRACKS]
     kept = {track.estimate.devices[0] for track in by_replica}

@@ -1,6 +1,6 @@
 """The report: one HTML page that opens from disk, with its style and its script inside.
 
-Beside the picture: tiles, tables of devices and links, and what runs where, equal replicas once.
+Besides the drawing: tiles, tables of devices and links, and what runs where, equal replicas once.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from whale.units import counted, format_bytes, format_count, format_seconds, for
 
 
 def tiles(plan: Plan, step: StepEstimate, recording: StepRecording | None) -> Iterator[str]:
-    """What a reader asks first."""
+    """The main figures."""
     slow, full = step.straggler, max(step.devices, key=lambda each: each.peak.total / each.capacity)
     yield tile("Step, predicted", format_seconds(step.step_seconds), _rate(plan.planned_rows, step.step_seconds))
     if recording is not None:
@@ -48,7 +48,7 @@ def _rate(rows: int, seconds: float) -> str:
 
 
 def device_table(cluster: Cluster, step: StepEstimate, tracks: Sequence[Track]) -> str:
-    """A row for each track; what was measured stands beside what is predicted."""
+    """A row for each track, with predicted and measured times."""
     is_measured = any(track.measured for track in tracks)
     times = ("computes", *(("measured",) if is_measured else ()), "exposed", "idle")
     columns = ("device", "model", "stage", *times, "peak memory", "of limit", "filled by")
@@ -101,7 +101,7 @@ MOST_DEVICES = 8
 
 
 def structure(plan: Plan, graph: ModelGraph) -> str:
-    """The replicas as rows of cards, a card per stage, an arrow for what it hands on."""
+    """The replicas as rows of cards, a card per stage, an arrow for what it sends."""
     alike: dict[tuple[object, ...], list[Replica]] = {}
     for replica in plan.replicas:
         alike.setdefault(_likeness(replica), []).append(replica)
@@ -157,7 +157,7 @@ def _edge(edge: Edge) -> str:
 
 
 def _split_bridges(plan: Plan) -> str:
-    """The bridges inside split stages, as the planner tells them."""
+    """The bridges inside split stages, from the planner's choices."""
     rows = [(choice.subject, choice.decision, choice.cost) for choice in plan.choices if choice.pass_name == "bridges"]
     if not rows:
         return ""
@@ -166,14 +166,7 @@ def _split_bridges(plan: Plan) -> str:
 
 
 def table(caption: str, columns: Sequence[str], rows: Iterable[Sequence[str]], right: Collection[str] = ()) -> str:
-    """A table that scrolls by itself where it is wider than the page.
-
-    Args:
-        caption: what it is a table of.
-        columns: headings.
-        rows: one text per column each.
-        right: the columns that hold numbers.
-    """
+    """A table that scrolls if it is wider than the page; the columns `right` hold numbers."""
     number = ' class="number"'
     styles = [number if column in right else "" for column in columns]
     head = "".join(f'<th scope="col"{style}>{escape(column)}</th>' for column, style in zip(columns, styles, strict=True))
@@ -196,17 +189,11 @@ def tile(name: str, value: str, note: str = "") -> str:
 
 
 def section(name: str, heading: str, body: str) -> str:
-    """A part of the page under a heading.
-
-    Args:
-        name: its id.
-        body: HTML.
-    """
+    """A part of the page (`name`: its id, `body`: HTML) under a heading."""
     return f'<section id="{name}"><h2>{escape(heading)}</h2>\n{body}</section>\n'
 
 
 def paragraph(text: str) -> str:
-    """Text as a paragraph."""
     return f"<p>{escape(text)}</p>\n"
 
 
@@ -217,18 +204,15 @@ _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inl
 def report_html(
     plan: Plan, graph: ModelGraph, cluster: Cluster, step: StepEstimate, recordings: Sequence[StepRecording] = (), *, title: str = ""
 ) -> str:
-    """The picture of a step.
+    """The report of a step, as a page that needs no network and no other file.
 
     Args:
         plan: the decision.
-        graph: the model that it is for.
-        cluster: the devices that it names.
-        step: what is predicted.
-        recordings: of a real run; of those with as many rows as the plan is for, else of all, the one of middle length is shown.
-        title: of the page, beside the plan's own words.
-
-    Returns:
-        A page that needs no network and no other file.
+        graph: its model.
+        cluster: its devices.
+        step: the prediction.
+        recordings: of a real run; the median one with as many rows as the plan is for (else of all) is shown.
+        title: of the page.
     """
     run = recorded_run(plan, step, recordings)
     alike, recording = run.alike, run.shown
@@ -250,29 +234,23 @@ def report_html(
 
 
 def _noise(cluster: Cluster) -> str:
-    """What who believes the figures should know of those that they are predicted from."""
+    """Warnings about the figures behind the predictions."""
     return "".join(paragraph(f"Warning: {warning}.") for warning in cluster.warnings)
 
 
 def recorded_run(plan: Plan, step: StepEstimate, recordings: Sequence[StepRecording]) -> RecordedRun:
-    """Recorded steps of a plan, with what is predicted."""
+    """Recorded steps of a plan, with its prediction."""
     return RecordedRun(_subtitle(plan), plan.planned_rows, step.step_seconds, tuple(recordings))
 
 
 def header(heading: str, texts: Iterable[str], tiles: Iterable[str]) -> str:
-    """The top of a page: its heading, what it is of, and figures."""
+    """The top of a page: its heading, its subject, and figures."""
     told = "".join(map(paragraph, texts))
     return f'<header><h1>{escape(heading)}</h1>\n{told}<dl class="tiles">{"".join(tiles)}</dl></header>\n'
 
 
 def whole_page(title: str, body: str, picture: Mapping[str, object]) -> str:
-    """A page that stands alone.
-
-    Args:
-        title: of it.
-        body: HTML.
-        picture: what the script draws.
-    """
+    """A page of `body` (HTML) without other files; the script draws `picture`."""
     data = json.dumps(picture, separators=(",", ":"))
     style, script = (Path(__file__).with_name(name).read_text() for name in ("page.css", "page.js"))
     return (
@@ -304,12 +282,7 @@ _TIMELINE = (
 
 
 def time_section(notes: Iterable[str], *, is_measured: bool) -> str:
-    """The canvas with its tools.
-
-    Args:
-        notes: sentences below it.
-        is_measured: whether there are two runs.
-    """
+    """The canvas with its tools and notes below it; `is_measured`: whether there are two runs."""
     tools = _TOOLS + (_STRETCH if is_measured else "")
     return (
         f'<div class="tools">{tools}</div>\n<div class="legend" id="legend"></div>\n{_TIMELINE}\n<p id="told" aria-live="polite"></p>\n'

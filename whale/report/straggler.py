@@ -1,4 +1,4 @@
-"""Who holds up the step, and why, in words."""
+"""The device that delays the step, and why, in words."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _WORDS = {
 
 
 def straggler_words(plan: Plan, graph: ModelGraph, cluster: Cluster, step: StepEstimate, tracks: Sequence[Track]) -> Iterator[str]:
-    """Sentences about the device that computes longest: what was measured before what is predicted."""
+    """Sentences about the device that computes longest: measured before predicted."""
     slow = step.straggler
     found = tuple(_measured(step, tracks))
     yield from found
@@ -54,7 +54,7 @@ def _where_it_goes(slow: DeviceEstimate) -> str:
 
 
 def _why(plan: Plan, graph: ModelGraph, cluster: Cluster, step: StepEstimate) -> Iterator[str]:
-    """Time is work by speed: which of the two is unlike that of the mean device."""
+    """Time is work / speed: which of the two differs from that of the mean device."""
     slow, num_devices = step.straggler, len(plan.devices)
     mean = sum(each.busy * len(each.devices) for each in step.devices) / num_devices
     if mean == 0 or slow.busy < (1 + _NEARLY) * mean:
@@ -81,7 +81,7 @@ def _why(plan: Plan, graph: ModelGraph, cluster: Cluster, step: StepEstimate) ->
 
 
 def _work(plan: Plan, graph: ModelGraph, step: StepEstimate) -> dict[str, float]:
-    """FLOPs of each device in a step, with what it computes again; a split stage's are divided as its first shard is."""
+    """FLOPs of each device in a step, with recomputation; a split stage's are divided as its first shard is."""
     found = dict.fromkeys(plan.devices, 0.0)
     known: dict[tuple[object, ...], float] = {}
     for replica in plan.replicas:
@@ -104,14 +104,14 @@ def _repeated(device: DeviceEstimate, stage: int) -> int:
 
 
 def _flops(graph: ModelGraph, stage: Stage, repeated: float) -> float:
-    """Of one row of a stage: its passes, the segments that are computed again, and the `repeated` share of its forward pass."""
+    """FLOPs per row of a stage: its passes, recomputed segments, and the `repeated` share of its forward pass."""
     ops = [graph.by_name[name] for name in stage.ops]
     again = sum(graph.by_name[name].forward_flops for segment in stage.recomputed for name in segment)
     return (sum(op.backward_flops + (1 + repeated) * op.forward_flops for op in ops) + again) / graph.num_rows
 
 
 def _measured(step: StepEstimate, tracks: Sequence[Track]) -> Iterator[str]:
-    """The measured straggler, where there is one."""
+    """The measured straggler, if there is one."""
     if not any(track.measured for track in tracks):
         return
     slow = max(tracks, key=lambda track: track.slowest)
@@ -127,7 +127,7 @@ def _measured(step: StepEstimate, tracks: Sequence[Track]) -> Iterator[str]:
 
 
 def _measured_waits(timeline: DeviceTimeline) -> str:
-    """What a device waited for, the longest first."""
+    """The waits of a device, the longest first."""
     seconds: dict[str, float] = {}
     for name, start, end in (
         *(("messages", span.start, span.end) for span in timeline.actions if span.action.kind in RECEIVES),

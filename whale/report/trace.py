@@ -25,8 +25,8 @@ def trace_json(plan: Plan, step: StepEstimate | None, recordings: Sequence[StepR
 
     Args:
         plan: names the devices.
-        step: what is predicted, drawn from time 0; None leaves it out. Of devices that do the same the first is drawn.
-        recordings: steps of a run, one behind the other.
+        step: the prediction, drawn from time 0, once for equal devices; None leaves it out.
+        recordings: consecutive steps of a run.
     """
     events: list[Event] = []
     if step is not None:
@@ -76,7 +76,7 @@ def _slice(name: str, category: str, process: int, start: float, end: float) -> 
 
 
 def _overlapping(name: str, prefix: str, process: int, start: float, end: float, told: dict[str, object]) -> Iterator[Event]:
-    """A slice that may overlap with others: begin and end are matched by name and place."""
+    """A slice that may overlap with others: begin and end are matched by name and id."""
     place = f"{prefix}{process} {name} {start!r}"
     own: Event = {"name": name, "cat": name.split()[0], "id": place, "pid": process, "tid": 0}
     yield {**own, "ph": "b", "ts": _ts(start), "args": told}

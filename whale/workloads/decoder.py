@@ -29,7 +29,7 @@ NUM_CAPTURED = 2
 
 @dataclass(frozen=True, kw_only=True)
 class GPT:
-    """A GPT by its sizes; nothing of it has memory.
+    """A GPT by its sizes, without memory.
 
     Its parameters are ``layers (12 hidden^2 + 13 hidden) + (vocabulary + sequence) hidden``, as published, and the ``2 hidden`` of the last
     normalisation; without tying ``vocabulary hidden`` more.
@@ -39,7 +39,7 @@ class GPT:
         hidden: features of a position; the feed-forward layer has four times as many.
         heads: attention heads; must divide `hidden`.
         sequence: tokens of a sample.
-        vocabulary: number of tokens that there are.
+        vocabulary: number of distinct tokens.
         dtype: of weights and activations (``float32``, ``float16``, ``bfloat16``); the loss is computed in float32.
         tied: whether the output layer is the token embedding.
         attention: ``fused`` is one op that keeps no scores; ``explicit`` the products, softmax and dropout of published runs.
@@ -63,11 +63,7 @@ class GPT:
         raise_faults(list(self._faults()))
 
     def graph(self, device: str | None = None, precision: Precision | None = None) -> ModelGraph:
-        """What a capture of it gives: a few blocks are captured, the others made from them.
-
-        Args:
-            device, precision: as of `whale.capture.capture`.
-        """
+        """Its captured graph: a few blocks are captured, the others made from them; arguments as of `whale.capture.capture`."""
         graph, _ = capture(*replace(self, layers=min(self.layers, NUM_CAPTURED)).built(), device=device, precision=precision)
         return graph if self.layers <= NUM_CAPTURED else repeat_blocks(graph, self.layers)
 
@@ -105,8 +101,6 @@ def gpt(**sizes: Any) -> ModelGraph:
 
 
 class _Attention(nn.Module):
-    """Causal self-attention."""
-
     def __init__(self, sizes: GPT) -> None:
         super().__init__()
         self.heads, self.form, self.dropout = sizes.heads, sizes.attention, sizes.dropout
@@ -127,8 +121,6 @@ class _Attention(nn.Module):
 
 
 class _Block(nn.Module):
-    """Attention and a feed-forward layer, each added to what it reads."""
-
     def __init__(self, sizes: GPT) -> None:
         super().__init__()
         hidden = sizes.hidden
@@ -144,8 +136,6 @@ class _Block(nn.Module):
 
 
 class _Decoder(nn.Module):
-    """The modules."""
-
     def __init__(self, sizes: GPT) -> None:
         super().__init__()
         hidden, vocabulary = sizes.hidden, sizes.vocabulary

@@ -1,4 +1,4 @@
-"""A captured model with more blocks than were captured: the graph that a deeper model of the same code would have.
+"""The graph of a deeper model, made from a capture with fewer blocks.
 
 captured   prefix | block | block | suffix
 repeated   prefix | block | block | block' | block'' | suffix'
@@ -17,7 +17,7 @@ from whale.ir.graph import REGION, Argument, ModelGraph, Op, Parameter, Ref
 
 
 def count_blocks(graph: ModelGraph) -> int:
-    """How many blocks a model has, one after another.
+    """The number of consecutive equal blocks of a model.
 
     Raises:
         CaptureError: no blocks repeat in it.
@@ -26,14 +26,14 @@ def count_blocks(graph: ModelGraph) -> int:
 
 
 def repeat_blocks(graph: ModelGraph, num_blocks: int) -> ModelGraph:
-    """The graph of the model with so many blocks.
+    """The graph of the model with this many blocks.
 
     Args:
         graph: with at least two blocks, one after another.
         num_blocks: at least as many as it has.
 
     Raises:
-        CaptureError: no blocks repeat in it, or there are more of them.
+        CaptureError: no blocks repeat in it, or it has more.
     """
     run = _blocks_of(graph)
     if num_blocks < run.count:
@@ -52,7 +52,7 @@ def _blocks_of(graph: ModelGraph) -> RepeatedBlocks:
 
 
 class _Names:
-    """Makes names that go on as those of the captured blocks do, each once."""
+    """Makes unique names that continue those of the captured blocks."""
 
     def __init__(self, graph: ModelGraph, run: RepeatedBlocks) -> None:
         self._taken = {op.name for op in graph.ops} - {op.name for op in run.calls[run.stop :]}
@@ -66,7 +66,7 @@ class _Names:
         return self.fresh(f"{base}_{number}" if number else base)
 
     def fresh(self, name: str) -> str:
-        """The name, made longer where it is taken."""
+        """The name, made longer if it is taken."""
         while name in self._taken:
             name += "_"
         self._taken.add(name)
@@ -90,23 +90,16 @@ def _step(before: str, name: str, times: int) -> str:
 
 @dataclass(frozen=True)
 class _RepeatedBlock:
-    """A block that is added.
+    """An added block."""
 
-    Attributes:
-        names: of its ops, by those of the last captured block.
-        leaves: that bring its parameters.
-        calls: of it.
-        parameters: its own.
-    """
-
-    names: Mapping[str, str]
-    leaves: tuple[Op, ...]
+    names: Mapping[str, str]  # of its ops, by those of the last captured block
+    leaves: tuple[Op, ...]  # ops of its parameters
     calls: tuple[Op, ...]
-    parameters: tuple[Parameter, ...]
+    parameters: tuple[Parameter, ...]  # its own
 
 
 class _Repeated:
-    """Makes the graph with blocks added behind the last."""
+    """Makes the graph with blocks added after the last."""
 
     def __init__(self, graph: ModelGraph, run: RepeatedBlocks, num_added: int) -> None:
         self._graph, self._run = graph, run
@@ -119,7 +112,6 @@ class _Repeated:
         self._suffix = {op.name: self._names.call(op.name, num_added) for op in run.calls[run.stop :]}
 
     def graph(self) -> ModelGraph:
-        """The whole graph."""
         graph, name = self._graph, self._name
         loss = (
             dataclasses.replace(term, sum=name(term.sum), weight=None if term.weight is None else name(term.weight)) for term in graph.loss
@@ -129,7 +121,7 @@ class _Repeated:
         )
 
     def _name(self, name: str) -> str:
-        """What stands behind the blocks for a value that a captured op behind them reads."""
+        """The name, after the blocks were added, of a value that a captured op after them reads."""
         return self._suffix.get(name) or self._blocks[-1].names.get(name, name)
 
     def _ops(self) -> Iterator[Op]:
@@ -143,7 +135,7 @@ class _Repeated:
                 yield from (call for block in self._blocks for call in block.calls)
 
     def _behind(self, op: Op) -> Op:
-        """An op behind the blocks; regions there are numbered after those of the blocks."""
+        """An op after the blocks; regions there are numbered after those of the blocks."""
         tags = op.tags
         if op.region is not None:
             tags = tags - {op.region} | {f"{REGION}{int(op.region.removeprefix(REGION)) + self._num_regions}"}
@@ -161,7 +153,7 @@ class _Repeated:
         return self._graph.parameter_by_name[self._graph.by_name[leaf].target]
 
     def _block(self, times: int) -> _RepeatedBlock:
-        """The block so many steps behind the last captured one."""
+        """The block so many steps after the last captured one."""
         leaves = [self._leaf(op, times) for op in self._graph.ops if op.name in self._before]
         names = dict(zip((op.name for op in self._graph.ops if op.name in self._before), (leaf.name for leaf in leaves), strict=True))
         names |= {op.name: self._names.call(op.name, times) for _, op in self._run.pairs}

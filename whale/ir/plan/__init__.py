@@ -1,4 +1,4 @@
-"""The decision, and its parts."""
+"""The plan and its parts."""
 
 from whale.ir.plan.parameter_state import Form, ParameterState, Zero, brought_back, states_of, zero_of
 from whale.ir.plan.plan import (

@@ -1,14 +1,14 @@
-"""In which forms the parameters of a plan live: what ops read, the gradient, and what the optimizer steps.
+"""The forms of a plan's parameters: what ops read, the gradient, and what the optimizer steps.
 
                        compute     gradient                optimizer
-trained                the weight  its sum                 the weight that is stepped, and what the optimizer keeps for it
+trained                the weight  its sum                 the weight that is stepped, and the optimizer's state
 cast by every reader   its cast    its sum, uncast         the same
 frozen, and buffers    the weight  -                       -
 
-Where the compute and the optimizer form have one type and home, elements lie in memory once. Else, where gradients are accumulated in
-another type than the optimizer takes, and where only *keepers* among the
-owners step a weight, the gradient is *collected* into the optimizer form when it is final, and after the step the weight is *published*
-into the compute form; or, where that is shared out too or lives on the host, brought before ops read it, and let go after.
+If the compute and the optimizer form have one dtype and home, they share memory. Otherwise, or if gradients are accumulated in another
+dtype than the optimizer takes, or only *keepers* among the owners step a weight, the final gradient is *collected* into the optimizer form,
+and after the step the weight is *published* into the compute form. If the compute form itself is sharded over owners or on the host, it is
+gathered before ops read it, and freed after.
 """
 
 from __future__ import annotations
@@ -26,23 +26,16 @@ Home = Literal["device", "host"]
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """One form of a parameter.
-
-    Attributes:
-        dtype: of its elements.
-        sharding: where they lie: ``stage``: as the stages say that hold the parameter; ``owners``: shared out among all who hold it.
-        home: the memory that they lie in, of the device or of its host.
-        is_sparse: of a gradient, whether it is values and indices of rows.
-    """
+    """One form of a parameter."""
 
     dtype: str
-    sharding: Layout = "stage"
-    home: Home = "device"
-    is_sparse: bool = False
+    sharding: Layout = "stage"  # ``stage``: as the stages that hold the parameter say; ``owners``: sharded over all owners
+    home: Home = "device"  # memory of the device or of its host
+    is_sparse: bool = False  # of a gradient, whether it is values and indices of rows
 
     @property
     def is_plain(self) -> bool:
-        """Whether it lies as the stages say, on devices."""
+        """Whether it is on devices, sharded by stage."""
         return self.sharding == "stage" and self.home == "device"
 
     def __str__(self) -> str:
@@ -51,59 +44,49 @@ class Form:
 
 @dataclass(frozen=True, slots=True)
 class ParameterState:
-    """The forms of some parameters or buffers.
+    """The forms of some parameters or buffers."""
 
-    Attributes:
-        parameters: names.
-        compute: what ops read.
-        gradient: None where nothing is trained.
-        optimizer: the weight that is stepped, and each tensor of its size that the optimizer keeps; None where nothing is trained.
-        num_optimizer_tensors: how many it keeps, of what has a gradient.
-        sum_dtype: type that gradients are rounded to where owners sum them; None for that of the gradient form.
-        feeds_back: whether a device adds what that rounding has lost to its next gradient.
-    """
-
-    parameters: tuple[str, ...]
-    compute: Form
-    gradient: Form | None = None
-    optimizer: Form | None = None
-    num_optimizer_tensors: int = 0
-    sum_dtype: str | None = None
-    feeds_back: bool = False
+    parameters: tuple[str, ...]  # names
+    compute: Form  # what ops read
+    gradient: Form | None = None  # None if not trained
+    optimizer: Form | None = None  # the weight that is stepped, and each optimizer tensor of its size; None if not trained
+    num_optimizer_tensors: int = 0  # optimizer tensors per trained parameter
+    sum_dtype: str | None = None  # dtype of gradients where owners sum them; None for that of the gradient form
+    feeds_back: bool = False  # whether a device adds the rounding error of that to its next gradient
 
     @property
     def kept(self) -> Form:
-        """The form that lasts: of what is trained that of the optimizer."""
+        """The lasting form: for trained parameters that of the optimizer."""
         return self.compute if self.optimizer is None else self.optimizer
 
     @property
     def sent_dtype(self) -> str | None:
-        """The type in which gradients travel; None where nothing is trained."""
+        """The dtype in which gradients are sent; None if not trained."""
         return self.sum_dtype or (None if self.gradient is None else self.gradient.dtype)
 
     @property
     def is_copied(self) -> bool:
-        """Whether the optimizer steps other memory than ops read: elements of another type, or in another home."""
+        """Whether the optimizer steps other memory than ops read: another dtype, or another home."""
         return (self.kept.dtype, self.kept.home) != (self.compute.dtype, self.compute.home)
 
     @property
     def casts_gradient(self) -> bool:
-        """Whether the optimizer takes gradients of another type than they are accumulated in."""
+        """Whether the optimizer takes another dtype than gradients are accumulated in."""
         return self.gradient is not None and self.gradient.dtype != self.kept.dtype
 
     @property
     def is_gathered(self) -> bool:
-        """Whether what ops read is there while they read it alone: it is shared out, or lives on the host."""
+        """Whether the compute form exists only while ops read it, since it is sharded over owners or on the host."""
         return not self.compute.is_plain
 
     @property
     def is_shared_out(self) -> bool:
-        """Whether each owner has a part alone of what ops read."""
+        """Whether each owner has only a part of the compute form."""
         return self.compute.sharding == "owners"
 
     @property
     def forms(self) -> tuple[tuple[str, Form], ...]:
-        """The forms that are there, by name."""
+        """The existing forms, by name."""
         found = (("compute", self.compute), ("gradient", self.gradient), ("optimizer", self.optimizer))
         return tuple((name, form) for name, form in found if form is not None)
 
@@ -113,7 +96,7 @@ Zero = int | tuple[tuple[str, int], ...]
 
 
 def zero_of(zero: Zero, name: str) -> int:
-    """That of a parameter: by the first pattern that matches its name; 0 where none does."""
+    """The ZeRO stage of a parameter: of the first pattern that matches its name; 0 if none does."""
     if isinstance(zero, int):
         return zero
     return dict(zero).get(first_match((pattern for pattern, _ in zero), name) or "", 0)
@@ -135,16 +118,15 @@ def states_of(
 
     Args:
         parameters: of the model.
-        num_optimizer_tensors: that the optimizer keeps for each trained parameter.
-        gradient, optimizer: forms of all trained parameters; None where they are as the model has the parameter.
-        zero: stage of ZeRO: from 1 on the optimizer form is shared out among owners, from 2 on the gradient form too, from 3 on what ops
-            read, of frozen parameters too. Parameters whose gradient is sparse are whole on each device. By patterns of names it is that
-            of the first that matches.
-        on_host: the forms that live on the host, by name: ``optimizer``, or that and ``compute``, which is shared out then where the
-            optimizer form is.
-        gradient_dtype: type in which gradients of real numbers are accumulated; None for that of the form.
-        sum_dtype: type in which gradients of real numbers are summed; None for their own.
-        feeds_back: whether what rounding to a type that is no wider loses is added to the next gradient.
+        num_optimizer_tensors: that the optimizer keeps per trained parameter.
+        gradient: form for all trained parameters; None for the model's own, as for `optimizer`.
+        zero: ZeRO stage: from 1 on the optimizer form is sharded over owners, from 2 on the gradient form too, from 3 on the compute form,
+            of
+            frozen parameters too. Parameters with sparse gradients are whole on each device.
+        on_host: the forms on the host: ``optimizer``, or that and ``compute``, which is then sharded as the optimizer form is.
+        gradient_dtype: dtype in which real gradients are accumulated; None for that of the form.
+        sum_dtype: dtype in which real gradients are summed; None for their own.
+        feeds_back: whether the error of rounding to a dtype that is no wider is added to the next gradient.
     """
     found = _states(parameters, num_optimizer_tensors, gradient, optimizer, zero, on_host)
     made = ((name, _accumulated_in(state, gradient_dtype)) for name, state in found)
@@ -152,7 +134,7 @@ def states_of(
 
 
 def brought_back(states: Iterable[ParameterState], names: Collection[str], *, compute_only: bool = False) -> tuple[ParameterState, ...]:
-    """The states, with these parameters on devices: all of their forms, or what ops read alone."""
+    """The states with these parameters on devices: all of their forms, or the compute form alone."""
 
     def back(state: ParameterState, name: str) -> ParameterState:
         if name not in names:
@@ -166,14 +148,14 @@ def brought_back(states: Iterable[ParameterState], names: Collection[str], *, co
 
 
 def _accumulated_in(state: ParameterState, dtype: str | None) -> ParameterState:
-    """The state with gradients of another type, where they are real numbers."""
+    """The state with another dtype for real gradients."""
     if dtype is None or state.gradient is None or state.gradient.dtype.startswith("complex") or state.gradient.is_sparse:
         return state
     return replace(state, gradient=replace(state.gradient, dtype=dtype))
 
 
 def _summed_in(state: ParameterState, dtype: str | None, *, feeds_back: bool) -> ParameterState:
-    """The state with the type that its gradients are summed in, where they are real numbers of another."""
+    """The state with the dtype in which real gradients are summed, if it is another."""
     own = None if state.gradient is None or state.gradient.is_sparse else state.gradient.dtype
     if dtype is None or own is None or own.startswith("complex") or own == dtype:
         return state
@@ -196,7 +178,7 @@ def _states(
     zero: Zero,
     on_host: Collection[str],
 ) -> Iterator[tuple[str, ParameterState]]:
-    """That of each; the arguments are those of `states_of`."""
+    """The state of each parameter, with the arguments of `states_of`."""
     reads_there = "compute" in on_host
     levels = 1 if reads_there else 3, 2, 1
     for parameter in parameters:

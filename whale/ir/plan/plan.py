@@ -1,6 +1,6 @@
-"""The decision: which devices run which ops of the model, on how many rows, in which schedule, and why.
+"""The plan: which devices run which ops of the model, on how many rows, in which schedule, and why.
 
-Each model replica has its share of the rows, its stages, and the pipeline in which they take turns.
+Each model replica has its share of the rows, its stages, and their pipeline.
 """
 
 from __future__ import annotations
@@ -18,61 +18,36 @@ from whale.units import counted, each_counted, format_bytes, format_seconds, lis
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One decision of a planner pass, for `whale plan --explain`.
+    """One decision of a planner pass, for `whale plan --explain`."""
 
-    Attributes:
-        pass_name: the pass that decided (``balance``).
-        subject: what was decided (``rows of replica 0``).
-        decision: the outcome.
-        cost: what it costs, in words with units.
-        bound: what bound it (``memory of host1/0``, ``the slowest device``); "" where nothing did.
-        runner_up: the next best and its cost; "" where there was no other.
-    """
-
-    pass_name: str
-    subject: str
+    pass_name: str  # the pass that decided (``balance``)
+    subject: str  # what was decided (``rows of replica 0``)
     decision: str
-    cost: str = ""
-    bound: str = ""
-    runner_up: str = ""
+    cost: str = ""  # in words with units
+    bound: str = ""  # the constraint (``memory of host1/0``, ``the slowest device``); "" if there was none
+    runner_up: str = ""  # the next best and its cost; "" if there was no other
 
 
 @dataclass(frozen=True, slots=True)
 class TaskGraph:
-    """The ops of the model under one scope.
+    """The ops of the model under one scope."""
 
-    Attributes:
-        index: position in the plan's order.
-        name: the scope's name, or a name made from its place.
-        strategy: ``replicate`` or ``split``.
-        ops: names, in graph order.
-    """
-
-    index: int
-    name: str
-    strategy: str
-    ops: tuple[str, ...]
+    index: int  # position in the plan's order
+    name: str  # the scope's name, or one made from its line
+    strategy: str  # ``replicate`` or ``split``
+    ops: tuple[str, ...]  # names, in graph order
 
 
 @dataclass(frozen=True, slots=True)
 class Pipeline:
-    """How the stages of a replica take turns; replicas need not agree.
+    """The order of a replica's stages; replicas may differ."""
 
-    Attributes:
-        schedule: name of the schedule kind.
-        num_micro_batch: micro-batches of a step.
-        stage_rank: per stage, its position among the virtual devices of the replica.
-        num_chunks: stages per virtual device that an interleaved schedule runs in turn.
-        group_size: of an interleaved schedule; None for others.
-        recomputed_stages: those that are computed again as a whole, by R actions; empty where that is left to the schedule.
-    """
-
-    schedule: str
-    num_micro_batch: int
-    stage_rank: tuple[int, ...]
-    num_chunks: int = 1
-    group_size: int | None = None
-    recomputed_stages: tuple[int, ...] = ()
+    schedule: str  # name of the schedule kind
+    num_micro_batch: int  # micro-batches of a step
+    stage_rank: tuple[int, ...]  # per stage, its position among the virtual devices of the replica
+    num_chunks: int = 1  # stages per virtual device of an interleaved schedule
+    group_size: int | None = None  # of an interleaved schedule; None for others
+    recomputed_stages: tuple[int, ...] = ()  # stages recomputed as a whole, by R actions; empty if that is left to the schedule
 
     @property
     def num_stages(self) -> int:
@@ -84,12 +59,12 @@ class Pipeline:
         return max(self.stage_rank) + 1
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
-        """Stages that a virtual device runs, in order."""
+        """Stages of a virtual device, in order."""
         return tuple(stage for stage, owner in enumerate(self.stage_rank) if owner == rank)
 
     @property
     def settings(self) -> tuple[tuple[str, str | int], ...]:
-        """Its order, as configurations name it; stages are not among it."""
+        """Its keys of the configuration, without stages."""
         found = ((name, getattr(self, name)) for name in ("schedule", "num_micro_batch", "num_chunks", "group_size"))
         return tuple((name, value) for name, value in found if value is not None)
 
@@ -103,41 +78,27 @@ class Pipeline:
 
 @dataclass(frozen=True, slots=True)
 class Edge:
-    """What one stage hands to a later one for each micro-batch.
+    """What one stage sends to a later one for each micro-batch."""
 
-    Attributes:
-        source, target: stage indices.
-        tensors: names of the ops whose outputs travel.
-        num_bytes: of one micro-batch of the planned size, forward; the gradients of the float tensors return.
-    """
-
-    source: int
+    source: int  # stage index, as `target`
     target: int
-    tensors: tuple[str, ...]
-    num_bytes: int
+    tensors: tuple[str, ...]  # names of the ops whose outputs are sent
+    num_bytes: int  # of one micro-batch of the planned size, forward; the gradients of the float tensors return
 
 
 @dataclass(frozen=True, slots=True)
 class Replica:
-    """One complete set of TaskGraphs.
+    """One complete set of TaskGraphs."""
 
-    Attributes:
-        index: position; replicas take consecutive rows of the batch in this order.
-        share: its weight in the rows of the batch.
-        pipeline: how its stages take turns.
-        stages: what each of them runs, and where.
-        edges: between its stages, sorted by (source, target).
-    """
-
-    index: int
-    share: int
+    index: int  # position; replicas take consecutive rows of the batch in this order
+    share: int  # its weight in the rows of the batch
     pipeline: Pipeline
     stages: tuple[Stage, ...]
-    edges: tuple[Edge, ...]
+    edges: tuple[Edge, ...]  # between its stages, sorted by (source, target)
 
     @property
     def least_rows(self) -> int:
-        """Rows that a micro-batch needs so that every device that takes rows of its own has one."""
+        """Rows of a micro-batch with which every device that takes rows of its own has one."""
         return max(len(stage.shares) * (stage.split if stage.row_shard is not None else 1) for stage in self.stages)
 
     @property
@@ -146,7 +107,7 @@ class Replica:
         return tuple(self.stages[self.pipeline.stages_of(rank)[0]] for rank in range(self.pipeline.num_ranks))
 
     def is_local(self, edge: Edge) -> bool:
-        """Whether both stages of an edge run on one virtual device, so that no SEND or RECV stands in the schedule."""
+        """Whether both stages of an edge run on one virtual device, so that the schedule has no SEND or RECV."""
         return self.pipeline.stage_rank[edge.source] == self.pipeline.stage_rank[edge.target]
 
 
@@ -156,7 +117,7 @@ def devices_of(replicas: Iterable[Replica]) -> tuple[str, ...]:
 
 
 def describe_shape(replicas: Sequence[Replica]) -> str:
-    """How many replicas of how many stages: ``2 replicas x 4 stages``, or ``3 replicas of 2, 1, 1 stages``."""
+    """Replicas and stages: ``2 replicas x 4 stages``, or ``3 replicas of 2, 1, 1 stages``."""
     counts = [replica.pipeline.num_stages for replica in replicas]
     if len(set(counts)) == 1:
         return f"{counted(len(counts), 'replica')} x {counted(counts[0], 'stage')}"
@@ -164,10 +125,11 @@ def describe_shape(replicas: Sequence[Replica]) -> str:
 
 
 def describe_degrees(replicas: Sequence[Replica]) -> str:
-    """World size and degrees of parallelism: ``world size 4 = DP 2 x PP 2 x TP 1``; replica by replica where they differ.
+    """World size and degrees of parallelism: ``world size 4 = DP 2 x PP 2 x TP 1``; by replica if they differ.
 
-    DP counts the parts into which the rows are divided, PP the devices (or groups of them) that a micro-batch passes in turn, however many
-    stages each of them runs, TP the devices of a split group.
+    DP counts the parts into which the rows are divided, PP the devices (or split groups) that a micro-batch passes, TP the devices of a
+    split
+    group.
     """
     world = f"world size {len(set(devices_of(replicas)))}"
     found: dict[str, list[int]] = {}
@@ -181,7 +143,7 @@ def describe_degrees(replicas: Sequence[Replica]) -> str:
 
 
 def _widths(stage: Stage) -> tuple[int, int]:
-    """Into how many parts a stage divides its rows, and the devices of a split group."""
+    """The parts into which a stage divides its rows, and the devices of a split group."""
     return len(stage.shares), stage.split
 
 
@@ -198,7 +160,7 @@ def describe_order(replicas: Sequence[Replica]) -> str:
 
 
 def describe_replica(replica: Replica, micro_batch: tuple[int, int]) -> Iterator[str]:
-    """The stages and edges of a replica, with the rows that its devices take of a micro-batch of these rows."""
+    """The stages and edges of a replica, with each device's rows of a micro-batch of these rows."""
     for stage in replica.stages:
         yield from _describe_stage(stage, micro_batch)
     for edge in replica.edges:
@@ -231,7 +193,7 @@ def _describe_stage(stage: Stage, micro_batch: tuple[int, int]) -> Iterator[str]
 
 @dataclass(frozen=True, slots=True)
 class BatchAxis:
-    """Which part of a tensor dimension is the batch: the dimension is ``outer x rows x inner``."""
+    """The place of the batch in a tensor dimension: the dimension is ``outer x rows x inner``."""
 
     dim: int
     outer: int
@@ -240,45 +202,27 @@ class BatchAxis:
 
 @dataclass(frozen=True)
 class Plan:
-    """The whole decision. Rank numbers are positions in `devices`.
+    """The whole decision. Rank numbers are positions in `devices`."""
 
-    Attributes:
-        model: fingerprint of the ModelGraph it was made for.
-        cluster: name of the cluster.
-        devices: the devices in use, by rank; replica by replica, stage by stage.
-        idle_devices: devices of the cluster left over.
-        device_models: what each device in use is (``V100-32GB``), by rank; empty in plans that were made before this was written down.
-        task_graphs: the TaskGraphs of the model.
-        replicas: the outer data parallelism, each with a pipeline of its own.
-        batch_axes: per tensor that crosses stages, where its batch is; tensors without one are whole.
-        planned_rows: rows of the global batch that shares and estimates were made for.
-        step_seconds: predicted.
-        choices: why.
-        parameter_states: in which forms parameters and buffers live, each named once.
-        keeper_shares: per rank, its weight where state is shared out among owners; empty where all have the same.
-    """
-
-    model: str
-    cluster: str
-    devices: tuple[str, ...]
-    idle_devices: tuple[str, ...]
+    model: str  # fingerprint of the ModelGraph it was made for
+    cluster: str  # name of the cluster
+    devices: tuple[str, ...]  # the devices in use, by rank; replica by replica, stage by stage
+    idle_devices: tuple[str, ...]  # the other devices of the cluster
     task_graphs: tuple[TaskGraph, ...]
-    replicas: tuple[Replica, ...]
-    batch_axes: tuple[tuple[str, BatchAxis], ...]
-    planned_rows: int
-    step_seconds: float = 0.0
-    choices: tuple[Choice, ...] = ()
-    parameter_states: tuple[ParameterState, ...] = ()
-    device_models: tuple[str, ...] = ()
-    keeper_shares: tuple[int, ...] = ()
+    replicas: tuple[Replica, ...]  # the outer data parallelism, each with its own pipeline
+    batch_axes: tuple[tuple[str, BatchAxis], ...]  # per tensor that crosses stages, the place of its batch; tensors without one are whole
+    planned_rows: int  # rows of the global batch that shares and estimates were made for
+    step_seconds: float = 0.0  # predicted
+    choices: tuple[Choice, ...] = ()  # why
+    parameter_states: tuple[ParameterState, ...] = ()  # the forms of parameters and buffers, each named once
+    device_models: tuple[str, ...] = ()  # catalogue names of the devices in use (``V100-32GB``), by rank; empty in old plans
+    keeper_shares: tuple[int, ...] = ()  # per rank, its weight where state is sharded over owners; empty if all are equal
 
     @cached_property
     def rank_of(self) -> dict[str, int]:
-        """Rank of each device in use."""
         return {device: rank for rank, device in enumerate(self.devices)}
 
     def state_of(self, name: str) -> ParameterState:
-        """In which forms a parameter or buffer lives."""
         return self._state_of[name]
 
     @cached_property
@@ -292,12 +236,11 @@ class Plan:
 
     @property
     def pipelines(self) -> tuple[Pipeline, ...]:
-        """The pipeline of each replica."""
         return tuple(replica.pipeline for replica in self.replicas)
 
     @property
     def is_sharded(self) -> bool:
-        """Whether some stage divides tensors over its devices: what a device then holds depends on the axes of the model."""
+        """Whether some stage divides tensors over its devices, so that what a device holds depends on the axes of the model."""
         return any(stage.shards for replica in self.replicas for stage in replica.stages)
 
     @cached_property
@@ -312,10 +255,8 @@ class Plan:
         return {name: tuple(sorted(ranks)) for name, ranks in found.items()}
 
     def replica_rows(self, num_rows: int) -> tuple[tuple[int, int], ...]:
-        """The interval of the global batch's rows that each replica takes: by shares, but enough for all its devices if the rows suffice.
-
-        Raises:
-            ValueError: there are fewer rows than micro-batches of all replicas.
+        """The rows of each replica: by shares, but enough for all its devices if they suffice. Raises ValueError: too few for
+        micro-batches.
         """
         shares, wanted = [replica.share for replica in self.replicas], self._rows_of_all
         least = wanted if num_rows >= sum(wanted) else [pipeline.num_micro_batch for pipeline in self.pipelines]
@@ -327,7 +268,7 @@ class Plan:
         return tuple(replica.pipeline.num_micro_batch * replica.least_rows for replica in self.replicas)
 
     def micro_batch_rows(self, replica: int, num_rows: int) -> tuple[tuple[int, int], ...]:
-        """The intervals of the global batch's rows that a replica's micro-batches take."""
+        """The intervals of the global batch's rows of a replica's micro-batches."""
         return self._cut(replica, *self.replica_rows(num_rows)[replica])
 
     def all_micro_batch_rows(self, num_rows: int) -> tuple[tuple[tuple[int, int], ...], ...]:
@@ -338,7 +279,7 @@ class Plan:
         return intervals(divide_evenly(stop - start, self.replicas[replica].pipeline.num_micro_batch), start)
 
     def with_micro_batches_for(self, num_rows: int) -> Plan:
-        """The plan with as many micro-batches as a batch of this size has rows for, on every device: at least one, and no more than now."""
+        """The plan with no more micro-batches than a batch of this size has rows for on every device, but at least one."""
         if num_rows >= sum(self._rows_of_all):
             return self
         shares, least = [replica.share for replica in self.replicas], [replica.least_rows for replica in self.replicas]
@@ -357,7 +298,7 @@ class Plan:
         return replace(self, replicas=replicas)
 
     def _describe_states(self) -> Iterator[str]:
-        """What is shared out among owners, and what is kept on hosts."""
+        """Forms that are sharded over owners or on hosts, and dtypes of gradients."""
         found: dict[Form, dict[str, None]] = {}
         for name, form in (each for state in self.parameter_states for each in state.forms):
             if not form.is_plain:

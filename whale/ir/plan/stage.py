@@ -1,9 +1,7 @@
-"""What one virtual device of one model replica runs, on which rows, and how its ops are divided and treated.
+"""A stage: what one virtual device of one model replica runs, on which rows, and how its ops are divided and run.
 
-The axes of a split stage are divided over the devices of each split group. Its segments are runs of ops that are treated alike: kept, on
-the device or the host, or computed again, at once or in halves.
-
-The segments of a stage are its program: they cover its ops in order, without gap or overlap.
+The axes of a split stage are divided over the devices of each split group. The program of a stage are its segments, which cover its ops in
+order: their activations are kept, on the device or the host, or recomputed, for all rows at once or in halves.
 
     ops       embedding  linear  gelu  linear_1  add  linear_2
     program   |- kept --||------ recomputed ------||-- kept --|
@@ -25,33 +23,25 @@ BATCH = "batch"
 class Shard:
     """One axis of a split stage, divided over the devices of each split group.
 
-    Unless stated otherwise, every op that meets the axis works on parts of it, and every parameter that has it is held in
-    parts. An op meets one axis that is cut at most; where its operands are cut along another, a bridge stands between.
-
-    Attributes:
-        axis: name of the logical axis.
-        sizes: per device of a group, its units of the axis; their sum is the axis. For the batch, shares of the rows.
-        whole_in: ops that meet the axis, but do not work on parts of it.
-        whole_parameters: parameters and buffers that have the axis, but are not held in parts of it.
-        scattered: ops that sum over another axis that is cut: each device keeps its part of this axis of the sum.
-        arriving: values from other stages of which each device is handed its part only.
-        handed_on: values for other stages that stay in parts, whatever parts they arrive in.
+    Unless stated otherwise, every op that meets the axis works on parts of it, and every parameter that has it is held in parts. An op
+    meets
+    at most one cut axis; if its operands are cut along another, a bridge stands between.
     """
 
-    axis: str
-    sizes: tuple[int, ...]
-    whole_in: tuple[str, ...] = ()
-    whole_parameters: tuple[str, ...] = ()
-    scattered: tuple[str, ...] = ()
-    arriving: tuple[str, ...] = ()
-    handed_on: tuple[str, ...] = ()
+    axis: str  # name of the logical axis
+    sizes: tuple[int, ...]  # per device of a group, its units of the axis, which sum to the axis. For the batch, shares of the rows.
+    whole_in: tuple[str, ...] = ()  # ops that meet the axis, but do not work on parts of it
+    whole_parameters: tuple[str, ...] = ()  # parameters and buffers that have the axis, but are held whole
+    scattered: tuple[str, ...] = ()  # ops that sum over another cut axis: each device keeps its part of this axis of the sum
+    arriving: tuple[str, ...] = ()  # values from other stages of which each device receives its part only
+    handed_on: tuple[str, ...] = ()  # values for other stages that stay in parts, whatever parts they arrive in
 
     def __str__(self) -> str:
         return f"{self.axis} {':'.join(str(size) for size in self.sizes)}"
 
 
 def describe_shards(shards: Iterable[Shard]) -> str:
-    """Cuts as text; those whose names differ only in numbers (of layers) and that have equal sizes are shown once.
+    """Cuts as text; those with equal sizes and names that differ only in numbers (of layers) are shown once.
 
     Says how many ops meet an axis but work on all of it: ``hidden 16:16 (whole in 43 ops)``.
     """
@@ -69,27 +59,20 @@ def describe_shards(shards: Iterable[Shard]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Ops of a stage, one behind the other.
+    """Consecutive ops of a stage."""
 
-    Attributes:
-        first, last: names of the first and the last.
-        recompute: whether their activations are not kept, but computed again in the backward pass.
-        in_halves: whether the rows of a micro-batch go through them in two halves that take turns: one computes while what the
-            other exchanges inside its split group is on the way.
-        offload: whether what they keep for the backward pass (of what is computed again, what it reads) waits in the memory of the host.
-    """
-
-    first: str
+    first: str  # name of the first op, as `last`
     last: str
-    recompute: bool = False
+    recompute: bool = False  # whether their activations are recomputed in the backward pass
+    # whether two halves of a micro-batch's rows take turns: one computes while the other communicates in its split group
     in_halves: bool = False
-    offload: bool = False
+    offload: bool = False  # whether saved activations (of recomputed ops, their inputs) wait in the host's memory
 
 
 def program_of(
     ops: Sequence[str], recomputed: Sequence[tuple[str, str]] = (), *, in_halves: bool = False, offload: bool = False
 ) -> tuple[Segment, ...]:
-    """The program of a stage of these ops: the runs to recompute, by first and last op in order, and what lies between them."""
+    """The program of a stage of these ops: the recomputed runs, by first and last op in order, and what lies between them."""
     position = {name: index for index, name in enumerate(ops)}
     segments, start = [], 0
     for first, last in recomputed:
@@ -114,54 +97,33 @@ class VirtualDevice:
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """What the estimate of a step expects of one device of one stage.
+    """The predicted step of one device of one stage."""
 
-    Attributes:
-        forward, backward: seconds for one micro-batch of its rows; backward with what is computed again.
-        parameter_bytes: weights, gradients and optimizer state.
-        activation_bytes: what the stage keeps besides them when the device's memory is fullest.
-        capacity: bytes that a plan may use.
-    """
-
-    forward: float
-    backward: float
-    parameter_bytes: int
-    activation_bytes: int
-    capacity: int
+    forward: float  # seconds for one micro-batch of its rows
+    backward: float  # the same, with recomputation
+    parameter_bytes: int  # weights, gradients and optimizer state
+    activation_bytes: int  # everything else at the peak of the device's memory
+    capacity: int  # bytes that a plan may use
 
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """What one virtual device of one model replica runs.
+    """What one virtual device of one model replica runs."""
 
-    Attributes:
-        index: position in the pipeline.
-        task_graphs: names of the TaskGraphs it is made of.
-        ops: op names in graph order, with the cheap ones that several stages repeat.
-        virtual_device: where.
-        shares: per split group of the virtual device (per device, where nothing is split), its weight in the rows of a
-            micro-batch.
-        parameters: names of the parameters and buffers it holds.
-        estimates: per device.
-        split: devices of a split group. Groups are consecutive devices; all devices of a group take the same rows.
-        shards: what is divided over the devices of each group.
-        program: the segments that `ops` fall into, in order.
-    """
-
-    index: int
-    task_graphs: tuple[str, ...]
-    ops: tuple[str, ...]
+    index: int  # position in the pipeline
+    task_graphs: tuple[str, ...]  # names of its TaskGraphs
+    ops: tuple[str, ...]  # op names in graph order, with the cheap ones that several stages repeat
     virtual_device: VirtualDevice
-    shares: tuple[int, ...]
-    parameters: tuple[str, ...]
-    estimates: tuple[Estimate, ...] = ()
-    split: int = 1
-    shards: tuple[Shard, ...] = ()
-    program: tuple[Segment, ...] = ()
+    shares: tuple[int, ...]  # per split group (per device, if nothing is split), its weight in the rows of a micro-batch
+    parameters: tuple[str, ...]  # names of the parameters and buffers it holds
+    estimates: tuple[Estimate, ...] = ()  # per device
+    split: int = 1  # devices of a split group. Groups are consecutive devices; all devices of a group take the same rows.
+    shards: tuple[Shard, ...] = ()  # what is divided over the devices of each group
+    program: tuple[Segment, ...] = ()  # the segments of `ops`, in order
 
     @property
     def recomputed(self) -> tuple[tuple[str, ...], ...]:
-        """The ops of each segment that is computed again."""
+        """The ops of each recomputed segment."""
         position = {name: index for index, name in enumerate(self.ops)}
         return tuple(self.ops[position[own.first] : position[own.last] + 1] for own in self.program if own.recompute)
 
@@ -172,7 +134,7 @@ class Stage:
 
     @property
     def offloads(self) -> bool:
-        """Whether what it keeps for its backward passes waits in the memory of the host."""
+        """Whether its saved activations wait in the host's memory."""
         return any(segment.offload for segment in self.program)
 
     @property
@@ -182,29 +144,21 @@ class Stage:
         return tuple(devices[start : start + self.split] for start in range(0, len(devices), self.split))
 
     def rows(self, num_rows: int) -> tuple[int, ...]:
-        """Rows of a micro-batch that each device takes; the devices of a split group take the same ones.
-
-        Raises:
-            ValueError: there is less than one row per split group.
-        """
+        """Rows of a micro-batch of each device; those of a split group take the same. Raises ValueError: less than one per split group."""
         return tuple(size for size in divide(num_rows, self.shares, minimum=1) for _ in range(self.split))
 
     def row_intervals(self, num_rows: int, start: int = 0) -> tuple[tuple[int, int], ...]:
-        """Per device, the rows of a micro-batch that it takes, counted from `start`.
-
-        Raises:
-            ValueError: there is less than one row per split group.
-        """
+        """Per device, its rows of a micro-batch, counted from `start`. Raises ValueError: less than one per split group."""
         parts = intervals(divide(num_rows, self.shares, minimum=1), start)
         return tuple(part for part in parts for _ in range(self.split))
 
     @property
     def row_shard(self) -> Shard | None:
-        """How the rows of a split group are divided among its devices, where some of its ops work on rows of their own."""
+        """How the rows of a split group are divided among its devices, if some of its ops work on rows of their own."""
         return next((shard for shard in self.shards if shard.axis == BATCH), None)
 
     def border_shard(self, tensor: str) -> Shard | None:
-        """The axis, other than the batch, along which a tensor is in parts while it crosses the border of the stage."""
+        """The axis, other than the batch, along which a tensor is in parts at the border of the stage."""
         return next(
             (shard for shard in self.shards if shard.axis != BATCH and (tensor in shard.arriving or tensor in shard.handed_on)), None
         )
