@@ -1,4 +1,4 @@
-"""How long, and how much memory: what computing, holding and sending cost, and the event simulation of schedules."""
+"""Time and memory of a step: costs of computing, holding and sending, and the event simulation of schedules."""
 
 from whale.estimate.costs.bounds import bubble_share, exposed_sync, idle_seconds, pipeline_seconds
 from whale.estimate.costs.communication import (

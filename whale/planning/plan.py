@@ -41,11 +41,11 @@ from whale.planning.written import state_plan
 from whale.units import format_seconds
 
 Solve = Callable[[Placement, PricedPlacement | None], PricedPlacement]
-"""Solves a placement; it may begin with the rows of another solution."""
+"""Solves a placement, optionally starting with the rows of another solution."""
 
 
 def make_plan(graph: ModelGraph, cluster: Cluster, config: Config, *, rows: int | None = None) -> Plan:
-    """Decides which devices run which ops on how many rows; the arguments and errors are those of `plan_and_estimate`."""
+    """The plan; arguments and errors as of `plan_and_estimate`."""
     return plan_and_estimate(graph, cluster, config, rows=rows)[0]
 
 
@@ -55,15 +55,15 @@ def plan_and_estimate(graph: ModelGraph, cluster: Cluster, config: Config, *, ro
 
     Args:
         graph: the captured model.
-        cluster: the devices there are.
-        config: what the user set.
-        rows: rows of the global batch to plan for; None for the example's.
+        cluster: the devices.
+        config: the user's settings.
+        rows: of the global batch; None for the example's.
 
     Raises:
         AnnotationError: scopes that cannot be honoured.
-        ConfigError: keys that do not fit the model or one another.
+        ConfigError: settings that do not fit the model or one another.
         BatchError: fewer rows than devices and micro-batches need.
-        PlanError: no plan fits, or a tensor cannot travel between stages.
+        PlanError: no plan fits, or a tensor cannot be sent between stages.
     """
     if any(block.stages for block in config.replicas):
         return state_plan(graph, cluster, config, rows)
@@ -73,13 +73,9 @@ def plan_and_estimate(graph: ModelGraph, cluster: Cluster, config: Config, *, ro
 
 
 def plan_as_set(prices: Prices, config: Config, num_rows: int, pool: DevicePool | None = None) -> EstimatedPlan:
-    """The plan of what the scopes and settings say, estimated but not yet explained; the errors are those of `plan_and_estimate`.
+    """The plan that scopes and settings describe, estimated but not explained; errors as of `plan_and_estimate`.
 
-    Args:
-        prices: of the graph on the cluster.
-        config: settings.
-        num_rows: of the global batch.
-        pool: where scopes place it; None for all devices, by the rules. Replicas that are written down have devices of their own.
+    `pool`: where to place a model with scopes; None for all devices. Written replicas have devices of their own.
     """
     own = DevicePool(prices.cluster, prices.cluster) if pool is None else pool
     planned = partial(_planned, config=config, num_rows=num_rows, pool=own)
@@ -90,10 +86,9 @@ def plan_as_set(prices: Prices, config: Config, num_rows: int, pool: DevicePool 
 
 
 def _planned(prices: Prices, config: Config, num_rows: int, pool: DevicePool, depth: str | None = None) -> EstimatedPlan:
-    """The plan that the passes come to.
+    """One run of the passes.
 
-    Args:
-        depth: what is computed again where that is left to memory, as a policy; None: as much as memory demands.
+    `depth`: the recomputation policy where that is left to memory; None recomputes as much as memory demands.
     """
     graph, num_devices = prices.graph, len(pool.taken.devices)
     pricing, gather_rows = StagePricing.of(prices, config.communication.overlap), config.communication.gather_rows
@@ -127,7 +122,7 @@ def _solver(
     num_rows: int,
     asked: ReplicaBlock | None = None,
 ) -> Solver:
-    """The solver of replicas of one shape; `asked` is the block that they are written in."""
+    """The solver of replicas of one shape; `asked` is the block that describes them."""
     prices, graph = pricing.prices, pricing.prices.graph
     with contextlib.nullcontext() if asked is None else asked.placed_here():
         policy = read_policy(config.recompute.policy, pipeline)
@@ -151,7 +146,7 @@ def _solver(
 def _plan_blocks(
     pricing: StagePricing, config: Config, num_rows: int, depth: str | None
 ) -> tuple[list[Annotations | None], ChosenPlacement]:
-    """Replicas as the blocks of the configuration say; `depth` as for `_planned`."""
+    """Replicas as configured in blocks; `depth` as for `_planned`."""
     graph = pricing.prices.graph
     blocks, idle = read_replicas(graph, pricing.prices.cluster, config, num_rows)
     pricing = pricing.kept_by([block.shape.pipeline for block in blocks])
@@ -169,7 +164,7 @@ def _plan_blocks(
 def _solve_blocks(
     pricing: StagePricing, blocks: Sequence[Block], idle: tuple[str, ...], num_rows: int, weights: Sequence[int], depth: str | None
 ) -> ChosenPlacement:
-    """The best placement of blocks; equal ones share a solver. `weights` are of the rows, empty: balanced; `depth` as for `_planned`."""
+    """The best placement of blocks; equal ones share a solver. `weights` of the rows, empty to balance them; `depth` as for `_planned`."""
     made: dict[Hashable, Solver] = {}
     solvers = []
     for block in blocks:
@@ -188,20 +183,20 @@ def _solve_blocks(
 
 
 def _at_depth(solver: Solver, depth: str | None) -> Solver:
-    """The solver with this policy, where memory decides what is computed again."""
+    """The solver with this policy, where memory decides about recomputation."""
     if depth is None or solver.policy.kind != "auto":
         return solver
     return dataclasses.replace(solver, policy=read_policy(depth, solver.pipeline))
 
 
 def _together(placed: Sequence[Placement], idle: tuple[str, ...]) -> Placement:
-    """One placement out of those of each replica."""
+    """One placement from those of each replica."""
     rule = "; ".join(dict.fromkeys(own.rule for own in placed))
     return Placement(rule, tuple(replica for own in placed for replica in own.replicas), idle)
 
 
 def _demand(pipeline: PipelineShape, solver: Solver) -> tuple[list[float], list[float] | None]:
-    """Per rank, what one of its devices holds and computes; where the stages are still to be cut, what is in flight."""
+    """Per rank, what one of its devices holds and computes; before the stages are cut, micro-batches in flight, and None."""
     ranks = range(pipeline.num_ranks)
     if solver.fixed is None:
         return [float(sum(pipeline.in_flight[stage] for stage in pipeline.stages_of(rank))) for rank in ranks], None
@@ -225,7 +220,7 @@ def _choose_as_needed(solver: Solver, pool: DevicePool, *, prefers_intra_node: b
 
 
 def _choose(solver: Solver, solve: Solve, pool: DevicePool, *, prefers_intra_node: bool) -> tuple[PricedPlacement, dict[str, str]]:
-    """The fastest placement of replicas grouped as preferred; grouped the other way where only that fits in memory."""
+    """The fastest placement of replicas grouped as preferred; grouped the other way where only that fits."""
     memory, work = _demand(solver.pipeline, solver)
     preferred = pool.placements(solver.pipeline, memory, work, prefer_intra_node=prefers_intra_node)
     other = pool.placements(solver.pipeline, memory, work, prefer_intra_node=not prefers_intra_node)
@@ -256,7 +251,7 @@ def _price(solve: Solve, placement: Placement) -> str:
 
 
 def _best(solve: Solve, candidates: Sequence[Placement]) -> tuple[PricedPlacement, dict[str, str]]:
-    """The placement with the fastest step, and what is to be said of the others; each begins with the rows that the one before came to."""
+    """The placement with the fastest step, and remarks on the others; each starts with the rows of the one before."""
     solutions: list[PricedPlacement] = []
     remarks: dict[str, str] = {}
     first_error: MemoryShortage | None = None
@@ -276,10 +271,10 @@ def _best(solve: Solve, candidates: Sequence[Placement]) -> tuple[PricedPlacemen
 
 
 def estimated_plan(annotations: Sequence[Annotations | None], chosen: ChosenPlacement, *, gather_rows: bool) -> EstimatedPlan:
-    """The plan of a placement, estimated but not yet explained; `annotations` are those of each replica.
+    """The plan of a placement, estimated but not explained; `annotations` are those of each replica.
 
     Raises:
-        PlanError: it does not fit in memory, or a tensor cannot travel.
+        PlanError: it does not fit in memory, or a tensor cannot be sent.
     """
     prices, best = chosen.solver.prices, chosen.best
     names = [
@@ -312,7 +307,6 @@ def _estimated(
     joined: tuple[Replica, ...] = (),
     not_joined: tuple[Choice, ...] = (),
 ) -> EstimatedPlan:
-    """The plan with these replicas; the arguments are the attributes of `EstimatedPlan`."""
     prices, best = chosen.solver.prices, chosen.best
     graphs = task_graphs(prices.graph, annotations, best.replicas[0].assignment.stage_of)
     plan = bare_plan(prices, replicas, graphs, chosen.solver.num_rows, best.placement.idle)
@@ -324,28 +318,18 @@ def _estimated(
 
 @dataclasses.dataclass(frozen=True)
 class EstimatedPlan:
-    """A plan without reasons.
+    """A plan without reasons."""
 
-    Attributes:
-        annotations: the scopes of its first replica.
-        chosen: the placement that it was made of.
-        plan: with the figures of its estimate.
-        step: the estimate.
-        borders: choices about what crosses stages.
-        joined: the replicas that were joined, as they would be by themselves; empty where none were.
-        not_joined: why they were not, where that was to be asked.
-    """
-
-    annotations: Annotations | None
-    chosen: ChosenPlacement
-    plan: Plan
-    step: StepEstimate
-    borders: tuple[Choice, ...]
-    joined: tuple[Replica, ...]
-    not_joined: tuple[Choice, ...]
+    annotations: Annotations | None  # the scopes of its first replica
+    chosen: ChosenPlacement  # its placement
+    plan: Plan  # with the figures of its estimate
+    step: StepEstimate  # the estimate
+    borders: tuple[Choice, ...]  # choices about what crosses stages
+    joined: tuple[Replica, ...]  # the separate replicas that were joined; empty where none were
+    not_joined: tuple[Choice, ...]  # why they were not, where needed
 
     def finished(self) -> tuple[Plan, StepEstimate]:
-        """The plan with what led to it, verified, and the estimate of its step."""
+        """The plan with its choices, verified, and the estimate of its step."""
         plan, prices = self.plan, self.chosen.solver.prices
         choices = explain_choices(self.annotations, self.chosen, self.joined or plan.replicas)
         joining = explain_joining(self.joined, plan, prices) if self.joined else ()

@@ -1,4 +1,4 @@
-"""What passes ask of the estimate: what one stage costs each device of its virtual device, and at the end the figures of the plan."""
+"""What passes ask of the estimate: the cost of a stage on each of its devices, and the figures of the finished plan."""
 
 from __future__ import annotations
 
@@ -17,19 +17,11 @@ from whale.ir.plan import Estimate, Plan, Replica, Stage, TaskGraph, brought_bac
 from whale.planning.structure.stages import find_batch_axes
 from whale.sharding.parameters import parameter_shardings
 
-MAX_ROUNDS = 3
-"""So often it is tried again with less where the estimate finds that what was brought back does not fit."""
+MAX_ROUNDS = 3  # attempts with less where what was brought back does not fit
 
 
 def bare_plan(prices: Prices, replicas: tuple[Replica, ...], graphs: tuple[TaskGraph, ...], num_rows: int, idle: tuple[str, ...]) -> Plan:
-    """The plan of replicas, without figures and reasons.
-
-    Args:
-        prices: of the graph on the cluster.
-        graphs: the TaskGraphs.
-        num_rows: of the global batch.
-        idle: devices without work.
-    """
+    """The plan of replicas, without figures and reasons."""
     used = devices_of(replicas)
     return Plan(
         model=prices.graph.fingerprint,
@@ -46,10 +38,10 @@ def bare_plan(prices: Prices, replicas: tuple[Replica, ...], graphs: tuple[TaskG
 
 
 def with_estimate(plan: Plan, prices: Prices) -> tuple[Plan, StepEstimate]:
-    """The plan with the time of its step and the figures of its stages, and where they are from.
+    """The plan with the time of its step and the figures of its stages.
 
-    Where state is shared out and equal parts do not fit, parts follow free memory. Where no more is kept on hosts than does not fit on
-    devices, the plan is for all of that on hosts, and what fits is brought back.
+    Where state is sharded and equal parts do not fit, parts follow free memory. With offloading as needed, the plan offloads
+    all of it first, and then brings back what fits.
     """
     step = estimate_with(prices, plan)
     if prices.costs.zero and any(each.peak.total > each.capacity for each in step.devices):
@@ -61,14 +53,9 @@ def with_estimate(plan: Plan, prices: Prices) -> tuple[Plan, StepEstimate]:
 
 
 def _with_less_on_hosts(plan: Plan, step: StepEstimate, prices: Prices) -> tuple[Plan, StepEstimate]:
-    """The plan with as much back on devices as fits; as it is where it does not fit itself.
+    """The plan with as much back on devices as fits; unchanged where it does not fit itself.
 
-    Of parameters what ops read comes back first, then what the optimizer keeps, the largest first; activations stage by stage.
-
-    Args:
-        plan: nothing but its memory may be wrong.
-        step: its estimate.
-        prices: of its graph on its cluster.
+    First what ops read, then optimizer state, the largest parameters first; activations stage by stage.
     """
     for compute_only in (True, False):
         plan, step = _with_less_state(plan, step, prices, compute_only=compute_only)
@@ -81,7 +68,7 @@ def _with_less_on_hosts(plan: Plan, step: StepEstimate, prices: Prices) -> tuple
 
 
 def _with_activations_back(replica: Replica, index: int) -> Replica:
-    """The replica with what a stage keeps for its backward passes on its devices."""
+    """The replica with one stage's activations on its devices."""
 
     def back(stage: Stage) -> Stage:
         return replace(stage, program=tuple(replace(segment, offload=False) for segment in stage.program))
@@ -90,7 +77,7 @@ def _with_activations_back(replica: Replica, index: int) -> Replica:
 
 
 def _with_less_state(plan: Plan, step: StepEstimate, prices: Prices, *, compute_only: bool) -> tuple[Plan, StepEstimate]:
-    """The plan with as many parameters back on devices as fit: what ops read of them alone, or what the optimizer keeps."""
+    """The plan with as many parameters back on devices as fit: what ops read (`compute_only`), or optimizer state."""
     free = [round(each.capacity - each.peak.total) for each in map(step.of, plan.devices)]
     num_bytes = _bytes_on_hosts(plan, prices, compute_only=compute_only) if prices.training and min(free) >= 0 else {}
     for _ in range(MAX_ROUNDS):
@@ -112,7 +99,7 @@ def _with_less_state(plan: Plan, step: StepEstimate, prices: Prices, *, compute_
 
 
 def _bytes_on_hosts(plan: Plan, prices: Prices, *, compute_only: bool) -> dict[str, dict[int, int]]:
-    """Per parameter that can come back from hosts, the bytes of it that each rank would have on its device; those with most first."""
+    """Per parameter that can come back, its bytes on each rank's device; the largest first."""
     there = [own for own in plan.parameter_states if (own.compute.home if compute_only else own.kept.home) == "host"]
     if not compute_only:  # what ops read is on the host only where it did not fit
         there = [own for own in there if own.compute.home == "device"]
@@ -130,18 +117,17 @@ def _bytes_on_hosts(plan: Plan, prices: Prices, *, compute_only: bool) -> dict[s
 
 
 def _by_free_memory(plan: Plan, step: StepEstimate) -> tuple[int, ...]:
-    """Per rank, its weight where state is shared out: what its memory has left beside all else, in thousandths of the most."""
+    """Per rank, its weight in sharding state: the free memory besides all else, in thousandths of the most."""
     found = (step.of(device) for device in plan.devices)
     free = [max(0.0, each.capacity - each.peak.total + each.peak.optimizer) for each in found]
     return tuple(max(1, round(1000 * own / max(1.0, *free))) for own in free)
 
 
 def with_figures(plan: Plan, step: StepEstimate) -> Plan:
-    """The plan with what an estimate says of its step and its stages."""
+    """The plan with the figures of an estimate."""
     known: dict[tuple[str, int], Estimate] = {}
 
     def estimate_of(stage: Stage, device: str) -> Estimate:
-        """Once for all devices that do the same."""
         found = step.of(device)
         key = found.devices[0], stage.index
         if key not in known:
@@ -155,26 +141,18 @@ def with_figures(plan: Plan, step: StepEstimate) -> Plan:
     return replace(plan, replicas=replicas, step_seconds=step.step_seconds)
 
 
-BESIDE = 1e-7
-"""So much of the kernels counts beside the host that starts them: of divisions that take equally long, that in which devices work alike."""
+BESIDE = 1e-7  # weight of kernel time hidden behind the host: a tie-breaker that balances equally long divisions
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceCost:
-    """What one stage costs one device of its virtual device, by the rows that it takes of a micro-batch.
+    """What one stage costs one device of its virtual device, by its rows of a micro-batch."""
 
-    Attributes:
-        forward, backward: computing, what is computed again in the backward pass, and the messages inside a split group.
-        receive: seconds of waiting for what arrives, both ways.
-        part: bytes.
-        capacity: bytes that a plan may use on the device.
-    """
-
-    forward: Started
-    backward: Started
-    receive: Line
-    part: PartCost
-    capacity: int
+    forward: Started  # computing, and the messages inside a split group
+    backward: Started  # the same, with recomputation
+    receive: Line  # seconds of waiting for messages, both ways
+    part: PartCost  # bytes
+    capacity: int  # bytes that a plan may use on the device
 
     @property
     def seconds(self) -> Line:
@@ -191,12 +169,7 @@ class DeviceCost:
 
 
 def cost_alone(prices: Prices, part: Part, name: str, num_rows: float, recompute: Recompute = NOTHING) -> DeviceCost:
-    """What a part costs a device, without what it waits for.
-
-    Args:
-        num_rows: of a micro-batch on the device, about which the lines are taken.
-        recompute: what it computes again.
-    """
+    """What a part costs a device, without messages; lines are about `num_rows` of a micro-batch."""
     device = prices.cluster.by_name[name]
     forward, backward = prices.started(part, device, num_rows)
     repeated = prices.recomputing(part, recompute, device, num_rows)
@@ -207,7 +180,7 @@ def cost_alone(prices: Prices, part: Part, name: str, num_rows: float, recompute
 
 
 def received_line(prices: Prices, part: PartCost, devices: Sequence[Sequence[str]], stage: int, index: int) -> Line:
-    """Seconds of waiting for what arrives at a device of a stage from other stages, both ways."""
+    """Seconds that a device of a stage waits for messages of other stages, both ways."""
     own, receive = devices[stage], Line()
     for source, payload, num_messages in part.sends:
         sender = devices[source][index * len(devices[source]) // len(own)]

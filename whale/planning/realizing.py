@@ -1,4 +1,4 @@
-"""Plans for strategies whose devices all have names: their cuts, their rows and what they recompute are worked out."""
+"""Makes plans of strategies with named devices: finds their cuts, rows and recomputation."""
 
 from __future__ import annotations
 
@@ -29,13 +29,7 @@ from whale.planning.verify.refused import decide_in_memory
 
 @dataclass(eq=False)
 class Realizer:
-    """Makes plans of one graph on one cluster, by the passes of `make_plan`; what several of them share is worked out once.
-
-    Args:
-        prices: of the graph on the cluster; the model's scopes are not looked at.
-        config: settings; those of the pipeline are the strategies'.
-        num_rows: of the global batch.
-    """
+    """Makes plans of one graph on one cluster by the passes of `plan_and_estimate`, with shared caches; scopes are ignored."""
 
     prices: Prices
     config: Config
@@ -58,16 +52,15 @@ class Realizer:
 
     @cached_property
     def points(self) -> CutPoints:
-        """Where the model can be cut, if nothing is recomputed."""
+        """Where the model can be cut, without recomputation."""
         return self._cut_points(KEEP_ALL.kind)
 
     @cached_property
     def pieces(self) -> Pieces:
-        """What pieces of the model take on each kind of device."""
         return Pieces(self.prices, self.points, self.num_rows)
 
     def realize(self, strategy: Strategy) -> EstimatedPlan:
-        """The plan, estimated; where the estimate finds too little memory, made again with less.
+        """The plan, estimated; made again with less memory if the estimate finds too little.
 
         Raises:
             MemoryShortage: it does not fit.
@@ -97,7 +90,7 @@ class Realizer:
         return estimated_plan([None] * len(replicas), chosen, gather_rows=self.config.communication.gather_rows)
 
     def _at(self, prices: Prices) -> Realizer:
-        """The same with other prices, which differ in the memory that is spared."""
+        """The same with other prices, which differ only in reserved memory."""
         if prices is self.prices:
             return self
         other = copy(self)
@@ -105,7 +98,7 @@ class Realizer:
         return other
 
     def solver(self, replica: ReplicaSpec, policy: str | Shares) -> Solver:
-        """The solver of a pipeline of this shape, whatever its devices are."""
+        """The solver of a pipeline of this shape, on any devices."""
         ranks = replica.ranks or ()
         widths = tuple(rank.width for rank in ranks)
         key = replica.schedule, replica.num_chunks, replica.num_micro_batch, widths, policy

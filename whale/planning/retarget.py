@@ -1,12 +1,12 @@
-"""A plan carried over to another capture of its model: evaluation, prediction, other sizes.
+"""Carries a plan over to another capture of its model: evaluation, prediction, other sizes.
 
 Ops go where the parameters they read are held; for other sizes the same ops stay on the same stages:
 
 train, 16 tokens      %linear [b, 16, 64] on stage 0      shard of 16 positions 8:8
 train, 24 tokens      %linear [b, 24, 64] on stage 0      shard of 24 positions 12:12
 
-Axes are the same where they are the same part of a parameter: they take their names from what the graph does with them, so one axis may
-have another name where the loss is missing.
+Axes are the same where they are the same dimension of a parameter: their names depend on the graph's use of them, so an
+axis may have another name where the loss is missing.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ __all__ = ["carry_plan", "retarget_plan"]
 def retarget_plan(plan: Plan, train_graph: ModelGraph, other: ModelGraph) -> Plan:
     """A plan with the devices, shares and parameters of `plan` for the ops of `other`.
 
-    An op that reads parameters runs on the first stage that holds them all and is not before its producers. What is
-    computed from these stays with its producers, what is computed from the batch alone goes where it is read. Where nothing is
-    trained and there is no such stage, a later one is lent the parameters: it then has more of them than in training.
+    An op that reads parameters runs on the first stage that holds them all and is not before its producers. What is computed
+    from these stays with its producers; what is computed from the batch alone goes where it is read. Where nothing is trained
+    and there is no such stage, the parameters are lent to a later one, which then holds more than in training.
 
     Args:
         plan: made for `train_graph`.
         other: another capture of the model: evaluation, prediction, or other rows.
 
     Raises:
-        PlanError: the captures have unlike parameters, or an op finds no stage where it is trained or writes what it would be lent.
+        PlanError: the captures have different parameters, or an op has no stage where it is trained or writes a lent parameter.
     """
     own = {parameter.name for parameter in train_graph.parameters}
     unknown = sorted(parameter.name for parameter in other.parameters if parameter.name not in own)
@@ -171,7 +171,7 @@ def _edge(source: int, target: int, tensors: tuple[str, ...], graph: ModelGraph,
 
 
 def _with_rows_cut(carried: Replica, replica: Replica, graph: ModelGraph, axes: Axes) -> Replica:
-    """The carried replica, where joined replicas divide the rows of a stage: so they do here."""
+    """Divides the rows of stages whose rows joined replicas divide."""
     cuts = [stage.row_shard if len(stage.shards) == 1 else None for stage in replica.stages]
     stages = tuple(
         dataclasses.replace(stage, shards=(Shard(BATCH, cut.sizes),)) if cut and stage.ops else stage
@@ -181,7 +181,7 @@ def _with_rows_cut(carried: Replica, replica: Replica, graph: ModelGraph, axes: 
 
 
 def _task_graphs(plan: Plan, graph: ModelGraph, assignment: Assignment) -> tuple[TaskGraph, ...]:
-    """The TaskGraphs with the other graph's ops: those of a stage go to the first TaskGraph of that stage."""
+    """The TaskGraphs with the other graph's ops: those of a stage go to its first TaskGraph."""
     first = [stage.task_graphs[0] for stage in plan.replicas[0].stages]
     members: dict[str, list[str]] = {task_graph.name: [] for task_graph in plan.task_graphs}
     for op in graph.ops:
@@ -193,7 +193,7 @@ def _task_graphs(plan: Plan, graph: ModelGraph, assignment: Assignment) -> tuple
 def carry_plan(plan: Plan, graph: ModelGraph, other: ModelGraph) -> Plan:
     """A training plan for a capture of the same model at other sizes.
 
-    Where both captures run the same ops and may be cut alike, everything stays: cuts, shards, what is recomputed. Else ops go
+    Where both captures run the same ops and can be cut equally, everything stays: cuts, shards, recomputation. Else ops go
     where their parameters are, as in evaluation.
 
     Args:
@@ -230,7 +230,7 @@ def _as_it_is(plan: Plan, graph: ModelGraph, other: ModelGraph) -> Plan:
 
 
 def _check_training(graph: ModelGraph, other: ModelGraph) -> None:
-    """Whether what ranks sum in a step, gradients and weights of the loss, is the same in both."""
+    """What ranks sum in a step, gradients and weights of the loss, must be the same in both."""
     odd = sorted(reached_parameters(graph) ^ reached_parameters(other))
     if odd:
         raise PlanError(f"parameters are not trained at all sizes of the batch: {', '.join(odd)}")
@@ -297,16 +297,16 @@ def _pairs(own: Dimension, other: Dimension) -> Iterator[tuple[str, str]]:
 def retarget_shards(
     stage: Stage, ours: Axes, names: Mapping[str, str], graph: ModelGraph, axes: Axes, ops: Sequence[str], lent: Sequence[str] = ()
 ) -> tuple[Shard, ...]:
-    """Cuts for the ops of another capture: axes that are found again are cut, parameters lie as they do, ops are labelled anew.
+    """Cuts for the ops of another capture: known axes are cut, parameters stay as they are, ops are labelled anew.
 
     Args:
         stage: in the first capture.
-        ours: the axes of that.
+        ours: its axes.
         names: per axis there, its name here.
         graph: the other capture.
         axes: its axes.
         ops: of the stage, in graph order.
-        lent: parameters that its ops read and it does not hold; they are brought to it whole.
+        lent: parameters that its ops read and it does not hold; they are gathered whole.
     """
     cuts = carried((shard for shard in stage.shards if shard.axis != BATCH), names, axes)  # rows arrive whole there
     shards = as_held(stage, ours, tuple(Shard(cut.axis, cut.sizes) for cut in cuts), axes, lent)
@@ -314,17 +314,10 @@ def retarget_shards(
 
 
 def as_held(stage: Stage, ours: Axes, shards: tuple[Shard, ...], axes: Axes, lent: Sequence[str] = ()) -> tuple[Shard, ...]:
-    """Cuts along which only those parameters lie in parts that a stage holds in the very same ones; its program has the others whole.
+    """Cuts along which only those parameters lie in parts that the stage holds in exactly these parts; its program gathers the others.
 
-    What devices hold, and what they sum, is the training's, whatever is captured beside it: where a parameter is held in other parts,
-    or in parts of an axis that is none here, the program brings it together; where it is held whole, each device works on its part.
-
-    Args:
-        stage: in the first capture.
-        ours: the axes of that.
-        shards: cuts of the other.
-        axes: of the other.
-        lent: more parameters, which are whole there.
+    What devices hold and sum is fixed by training: a parameter held in other parts, or along an axis that does not exist here,
+    is gathered; of one held whole each device uses its part. `lent` parameters are whole.
     """
     held, known = (ParameterShardings((), each, ()) for each in (ours, axes))
     own = Pattern(stage.parameters, stage.split, stage.shards)
@@ -341,7 +334,7 @@ def as_held(stage: Stage, ours: Axes, shards: tuple[Shard, ...], axes: Axes, len
 
 
 class _Labelling:
-    """Goes through the ops in order: each works along the axis in which its parameter lies, else its first operand."""
+    """Labels ops in order: each works along the axis of its parameter's parts, else of its first operand's."""
 
     def __init__(self, graph: ModelGraph, axes: Axes, ops: Sequence[str], shards: tuple[Shard, ...]) -> None:
         self._graph, self._axes, self._ops = graph, axes, ops

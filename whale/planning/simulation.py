@@ -1,7 +1,4 @@
-"""What a step of a plan is predicted to be, in the figures that people ask for first, and what equal shares would cost.
-
-Equal shares: equal rows, equal parts of cuts, equally many blocks per stage.
-"""
+"""The predicted step of a plan in a few figures, and the cost of equal shares: equal rows, equal cuts, equally many blocks per stage."""
 
 from __future__ import annotations
 
@@ -25,21 +22,16 @@ from whale.planning.verify.verify import memory_faults
 
 @dataclass(frozen=True)
 class EvenShares:
-    """A plan with equal shares, beside the one that it is made of.
+    """A plan with equal shares."""
 
-    Attributes:
-        step_seconds: of its step; None where there is none, because its stages do not fit in memory.
-        reason: why it would not run; "" where it would.
-    """
-
-    step_seconds: float | None
-    reason: str = ""
+    step_seconds: float | None  # of its step; None where its stages do not fit in memory
+    reason: str = ""  # why it would not run, or ""
 
 
 def even_shares(plan: Plan, graph: ModelGraph, cluster: Cluster, config: Config) -> EvenShares:
-    """What a plan would cost if its replicas took equal rows, the devices of a stage equal parts, and its stages equally many blocks.
+    """Cost of the plan with equal rows, equal parts, and equally many blocks per stage.
 
-    Stages that the model's scopes say, or whose rows were gathered, stay as they are, and so do those of a model without repeated blocks.
+    Stages fixed by scopes, or with gathered rows, stay as they are, as do those of a model without repeated blocks.
 
     Args:
         plan: of the graph on the cluster.
@@ -59,7 +51,7 @@ def even_shares(plan: Plan, graph: ModelGraph, cluster: Cluster, config: Config)
 
 
 def _may_move(plan: Plan, graph: ModelGraph) -> bool:
-    """Whether stages can have equally many blocks: nobody says them, and there are blocks to count."""
+    """Whether stages can have equally many blocks: nothing fixes them, and there are blocks to count."""
     has_scopes = any(op.scope for op in graph.ops)
     is_joined = any(stage.row_shard for replica in plan.replicas for stage in replica.stages)
     has_stages = any(len(replica.stages) > 1 for replica in plan.replicas)
@@ -67,7 +59,7 @@ def _may_move(plan: Plan, graph: ModelGraph) -> bool:
 
 
 def _block(replica: Replica, config: Config) -> ReplicaBlock:
-    """A replica as it is, with the axes that the user had it cut, and equally many blocks in each stage."""
+    """The replica with the user's cut axes, and equally many blocks in each stage."""
     pipeline, policy = replica.pipeline, config.recompute.policy
     if pipeline.recomputed_stages:
         policy = tuple((stage.index, _recomputed(replica, stage)) for stage in replica.stages)
@@ -79,7 +71,6 @@ def _block(replica: Replica, config: Config) -> ReplicaBlock:
 
 
 def _recomputed(replica: Replica, stage: Stage) -> str:
-    """What a stage computes again, in a word."""
     if stage.index in replica.pipeline.recomputed_stages:
         return "full"
     return "blocks" if stage.recomputed else "none"
@@ -92,36 +83,28 @@ def _with_equal_parts(stage: Stage) -> Stage:
 
 @dataclass(frozen=True)
 class Simulation:
-    """A plan and the estimate of its step.
+    """A plan and the estimate of its step."""
 
-    Attributes:
-        plan: verified.
-        step: its estimate.
-        even: what equal shares would cost; None where nobody asked.
-    """
-
-    plan: Plan
-    step: StepEstimate
-    even: EvenShares | None = None
+    plan: Plan  # verified
+    step: StepEstimate  # its estimate
+    even: EvenShares | None = None  # what equal shares would cost, if asked for
 
     @property
     def samples_per_second(self) -> float:
-        """Rows of the global batch by the time of a step."""
         return self.plan.planned_rows / self.step.step_seconds
 
     @property
     def speedup(self) -> float | None:
-        """How many times as fast as with equal shares; None where they were not asked for, or make no plan."""
+        """Step time with equal shares relative to this plan's; None where unknown."""
         seconds = self.even.step_seconds if self.even else None
         return None if seconds is None else seconds / self.step.step_seconds
 
     @cached_property
     def bounds(self) -> Mapping[str, float]:
-        """Seconds that a step cannot be shorter than, by what they leave out.
+        """Lower bounds of the step in seconds.
 
-        ``evenly``: all that is computed, divided evenly among the devices in use. ``slowest``: what the device with the longest work
-        computes. ``schedule``: the closed form of the schedules, without messages. ``links``: the time in which the busiest link passes
-        its bytes.
+        ``evenly``: all computation, divided evenly among the devices in use. ``slowest``: the computation of the busiest device.
+        ``schedule``: the closed form of the schedules, without messages. ``links``: transfer time of the busiest link.
         """
         step = self.step
         num_devices = sum(len(each.devices) for each in step.devices)
@@ -133,7 +116,7 @@ class Simulation:
         }
 
     def _schedule_seconds(self, replica: Replica) -> float:
-        """The closed form of a replica's schedule for the time that each of its virtual devices computes, but for the optimizer."""
+        """The closed form of a replica's schedule with the computing time of its virtual devices, without the optimizer."""
         pipeline = replica.pipeline
         ranks = [0.0] * pipeline.num_ranks
         chunks: list[list[float]] = [[] for _ in ranks]

@@ -1,4 +1,4 @@
-"""What may be chosen of a plan: replicas, the devices of their stages, schedule, micro-batches, recomputation; what is None is open.
+"""What can be chosen of a plan: replicas, devices of their stages, schedule, micro-batches, recomputation; None means open.
 
 2 x (V100-32GB -> T4), zb_h2, 4 micro-batches        two replicas of two ranks
 1 x (A100-80GB, each split over 4), 1 micro-batch    one replica of one rank, whose stages are split over four devices
@@ -24,12 +24,7 @@ Placed = tuple[tuple[str, ...], ...]
 
 @dataclass(frozen=True)
 class RankSpec:
-    """The devices of a rank: one, or several that its stages are split over.
-
-    Attributes:
-        kind: of all of them.
-        width: how many.
-    """
+    """The devices of a rank: `width` of one type, over which its stages are split."""
 
     kind: Device
     width: int = 1
@@ -44,25 +39,15 @@ class RankSpec:
 
 @dataclass(frozen=True)
 class ReplicaSpec:
-    """A replica, or several that are identical.
+    """A replica, or several identical ones."""
 
-    Attributes:
-        ranks: the devices of each rank, in the order of the pipeline.
-        count: how many replicas.
-        names: of the devices of each rank, of one replica.
-        schedule: name of the schedule kind.
-        num_chunks: stages per rank.
-        num_micro_batch: of a step.
-        recompute: what its stages compute again, as ``recompute.policy``.
-    """
-
-    ranks: tuple[RankSpec, ...] | None = None
-    count: int = 1
-    names: Placed | None = None
-    schedule: str | None = None
-    num_chunks: int | None = None
-    num_micro_batch: int | None = None
-    recompute: str | Shares | None = None
+    ranks: tuple[RankSpec, ...] | None = None  # the devices of each rank, in the order of the pipeline
+    count: int = 1  # how many replicas
+    names: Placed | None = None  # of the devices of each rank, of one replica
+    schedule: str | None = None  # as in `BUILDERS`
+    num_chunks: int | None = None  # stages per rank
+    num_micro_batch: int | None = None  # of a step
+    recompute: str | Shares | None = None  # as ``recompute.policy``
 
     @cached_property
     def _hash(self) -> int:
@@ -73,7 +58,7 @@ class ReplicaSpec:
 
     @cached_property
     def num_ranks(self) -> int:
-        """Ranks, where they are said or named; else 1."""
+        """Number of ranks, if known; else 1."""
         return len(self.ranks or self.names or (None,))
 
     @cached_property
@@ -83,12 +68,12 @@ class ReplicaSpec:
 
     @cached_property
     def numbers(self) -> Mapping[RankSpec, int]:
-        """Ranks of each kind and width."""
+        """Ranks of each type and width."""
         return Counter(self.ranks or ())
 
     @cached_property
     def taken(self) -> Mapping[Device, int]:
-        """Devices of each kind that all its replicas take."""
+        """Devices of each type that all its replicas take."""
         taken: Counter[Device] = Counter()
         for rank, number in self.numbers.items():
             taken[rank.kind] += number * rank.width * self.count
@@ -100,7 +85,7 @@ class ReplicaSpec:
 
     @property
     def one(self) -> ReplicaSpec:
-        """What one replica is, whatever its order: of equal ones the ranks are one object."""
+        """One replica without its order; equal ones share the ranks object."""
         return ReplicaSpec(self.ranks)
 
     def __str__(self) -> str:
@@ -119,18 +104,11 @@ def _counted_model(kind: Device, number: int) -> str:
 
 @dataclass(frozen=True)
 class Strategy:
-    """A plan up to its cuts, its rows and what else follows.
+    """A plan up to its cuts, its rows and what follows from them."""
 
-    Attributes:
-        replicas: all of them; where the ranks of one are open, scopes and what is written down say what they are.
-        devices: that open replicas may take; None for all.
-        near: by which rule devices that have no names get them: replica after replica, each on as few hosts as can be (True), or rank
-            after rank, so that those who hold the same stage are neighbours (False).
-    """
-
-    replicas: tuple[ReplicaSpec, ...]
-    devices: tuple[Device, ...] | None = None
-    near: bool | None = None
+    replicas: tuple[ReplicaSpec, ...]  # where the ranks of one are open, scopes or written blocks define them
+    devices: tuple[Device, ...] | None = None  # that open replicas may take; None for all
+    near: bool | None = None  # placement of unnamed devices: replica after replica on few hosts (True), or rank after rank (False)
 
     @cached_property
     def _hash(self) -> int:
@@ -141,12 +119,12 @@ class Strategy:
 
     @property
     def is_open(self) -> bool:
-        """Whether scopes, or what is written down, say what the replicas are."""
+        """Whether scopes, or written blocks, define the replicas."""
         return any(replica.ranks is None for replica in self.replicas)
 
     @cached_property
     def taken(self) -> Mapping[Device, int]:
-        """Devices of each kind that it takes."""
+        """Devices of each type that it takes."""
         taken: Counter[Device] = Counter()
         for replica in self.replicas:
             taken.update(replica.taken)
@@ -176,12 +154,12 @@ class Strategy:
 
     @property
     def num_micro_batch(self) -> int:
-        """Of each replica, where all have as many."""
+        """Of each replica, if equal."""
         return self.replicas[0].num_micro_batch or 1
 
     @cached_property
     def unnamed(self) -> Strategy:
-        """What it is, whichever devices of a kind it has: replicas that are identical are one."""
+        """The strategy without device names; identical replicas are merged."""
         if self.is_open:
             return Strategy(tuple(dict.fromkeys(replace(replica, names=None) for replica in self.replicas)), self.devices)
         found: Counter[ReplicaSpec] = Counter()
@@ -216,10 +194,9 @@ def strategy_of(plan: Plan, cluster: Cluster) -> Strategy | None:
 
 
 def block_of(replica: Replica, *, is_cut_by_scopes: bool = False) -> ReplicaBlock:
-    """The settings of a replica that leave its cuts and its rows open, and nothing else.
+    """The settings of a replica, with its cuts and rows open.
 
-    Args:
-        is_cut_by_scopes: whether the model's scopes say what its stages are, and which of them are split.
+    `is_cut_by_scopes`: whether scopes define its stages and which are split.
     """
     pipeline, widths = replica.pipeline, {stage.split for stage in replica.stages}
     return ReplicaBlock(

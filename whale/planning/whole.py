@@ -1,4 +1,4 @@
-"""The plan of a whole model on the only device: nothing is asked for and memory is plenty, so nothing is decided, priced or estimated."""
+"""The plan of a whole model on the only device, with nothing to decide: no pricing, no estimate."""
 
 from __future__ import annotations
 
@@ -9,21 +9,14 @@ from whale.ir.plan import Pipeline, Plan, Replica, Stage, TaskGraph, VirtualDevi
 from whale.planning.structure.stages import assign
 from whale.planning.structure.structure import analyse
 
+# prefixes of keys that require planning, or may be refused, where they are set
 DECIDING = ("pipeline.", "replicas", "recompute.", "planning.", "memory.zero", "memory.offload", "gradient.dtype", "cluster.profile")
-"""Keys that ask for something, or may be refused, where they are set; they begin so."""
 
-MEMORY_MARGIN = 10
-"""So many times all weights and all results of ops are more than any step holds of them: kept, in its gradients, or between two ops."""
+MEMORY_MARGIN = 10  # multiple of all weights and all results of ops that surely exceeds the memory of a step
 
 
 def whole_plan(graph: ModelGraph, cluster: Cluster, config: Config) -> Plan | None:
-    """What `make_plan` comes to, but for the figures of the step and the reasons; None where something is to be decided.
-
-    Args:
-        graph: the captured model.
-        cluster: the devices there are.
-        config: what the user set.
-    """
+    """The plan of `make_plan` without figures and reasons; None where something is to be decided."""
     if len(cluster.devices) != 1 or graph.mode != "train" or any(name.startswith(DECIDING) for name in config.explicit):
         return None
     if any(op.scope or op.region for op in graph.ops) or not _has_ample_memory(graph, cluster, config):

@@ -1,7 +1,4 @@
-"""Plans that are written down whole: from a plan to its text, which read back is the same plan, and back.
-
-Of what is written nothing is chosen: only what follows from it is worked out.
-"""
+"""Plans written out in full: from a plan to its text, which reads back as the same plan. Nothing is chosen."""
 
 from __future__ import annotations
 
@@ -36,12 +33,11 @@ from whale.schedules import placement
 __all__ = ["state_plan", "write_plan"]
 
 
-MAX_NAMES = 2000
-"""Among at most this many ops the nearest name is looked for."""
+MAX_NAMES = 2000  # ops among which the nearest name is looked for
 
 
 def state_plan(graph: ModelGraph, cluster: Cluster, config: Config, rows: int | None = None) -> tuple[Plan, StepEstimate]:
-    """The plan that the blocks of a configuration write down, verified, and its estimate.
+    """The plan that the blocks of a configuration state in full, verified, and its estimate.
 
     Args:
         graph: the captured model.
@@ -50,8 +46,8 @@ def state_plan(graph: ModelGraph, cluster: Cluster, config: Config, rows: int | 
         rows: of the global batch; None for the sum of those of the replicas, else of the example.
 
     Raises:
-        ConfigError: what is written contradicts itself, the model or the cluster; all of it at once.
-        PlanError: the plan is none for another reason, or does not fit in memory.
+        ConfigError: what is written contradicts itself, the model or the cluster; all at once.
+        PlanError: the plan is invalid for another reason, or does not fit in memory.
     """
     found = _Written(graph, cluster, config)
     raise_faults(list(_other_models(graph, config)))
@@ -80,7 +76,7 @@ def state_plan(graph: ModelGraph, cluster: Cluster, config: Config, rows: int | 
 
 
 def _other_models(graph: ModelGraph, config: Config) -> Iterator[WhaleError]:
-    """The models that the plan was written for and that are others than this, each once."""
+    """The other models that the plan was written for."""
     own = model_fingerprint(graph)
     for model, block in {block.model: block for block in reversed(config.replicas)}.items():
         if model not in (None, own):
@@ -93,7 +89,7 @@ def _other_models(graph: ModelGraph, config: Config) -> Iterator[WhaleError]:
 
 
 def _with_rows(plan: Plan, prices: Prices) -> Plan:
-    """The plan with the rows that each replica takes of the batch it is for, and the bytes that these make on its edges."""
+    """The plan with the rows of each replica, and the bytes on its edges."""
     replicas = []
     for replica, (start, stop) in zip(plan.replicas, plan.replica_rows(plan.planned_rows), strict=True):
         largest = -(-(stop - start) // replica.pipeline.num_micro_batch)
@@ -103,7 +99,7 @@ def _with_rows(plan: Plan, prices: Prices) -> Plan:
 
 
 class _Written:
-    """What is written, beside the model and the cluster."""
+    """What is written, checked against the model and the cluster."""
 
     def __init__(self, graph: ModelGraph, cluster: Cluster, config: Config) -> None:
         self.graph, self.cluster, self.config = graph, cluster, config
@@ -114,7 +110,7 @@ class _Written:
         self._parts: dict[tuple[tuple[OpRange, ...], ...], tuple[Part, ...]] = {}
 
     def faults(self, block: ReplicaBlock) -> Iterator[WhaleError]:
-        """What is wrong with a block by itself, and beside the model's scopes."""
+        """Faults of a block by itself, and against the model's scopes."""
         if not block.stages:
             yield ConfigError("this replica has no stages, and others have; give them for all or for none", where=block.at())
             return
@@ -136,7 +132,7 @@ class _Written:
             )
 
     def _settings_beside(self, block: ReplicaBlock) -> Iterator[WhaleError]:
-        """Settings of the pipeline that say other than what is written, which they would not change."""
+        """Settings of the pipeline that contradict what is written."""
         stated = {f"pipeline.{name}": value for name, value in block.pipeline}
         for name, value in self.config.explicit_items():
             if name in stated and value != stated[name]:
@@ -182,7 +178,7 @@ class _Written:
         yield from faults or self._recompute_faults(stage, name, block.at("stages", number, "recompute"))
 
     def _recompute_faults(self, stage: StageBlock, name: str, where: object) -> Iterator[WhaleError]:
-        """Runs that are computed again are among the stage's ops, one behind the other."""
+        """Recomputed runs must be among the stage's ops, in order."""
         position = {op: index for index, op in enumerate(self._ops(stage.ops))}
         foreign = [op for op in dict.fromkeys(op for run in stage.recompute for op in run) if op not in position]
         for op in foreign:
@@ -205,7 +201,7 @@ class _Written:
             yield ConfigError(f"{show_range(run)} of {name} ends before its start", where=where)
 
     def scopes(self, block: ReplicaBlock) -> Annotations | None:
-        """The model's scopes on the devices of a block; None for a model without."""
+        """The model's scopes on the devices of a block; None without."""
         return read_scopes(self.graph, self.config, len({name for stage in block.stages for name in stage.devices}))
 
     def _ops(self, runs: Sequence[OpRange]) -> tuple[str, ...]:
@@ -227,7 +223,7 @@ class _Written:
         return self._parts[key]
 
     def replica(self, index: int, block: ReplicaBlock) -> Replica:
-        """A block as a replica of the plan; what depends on its rows is still open."""
+        """A block as a replica of the plan, without what depends on its rows."""
         with block.placed_here():
             pipeline = self._pipeline(block)
         parts, scopes = self._parts_of(block), self.scopes(block)
@@ -277,13 +273,10 @@ WIDTH = 140
 
 
 def write_plan(plan: Plan, graph: ModelGraph) -> str:
-    """The text, in YAML, with the model's fingerprint; what several replicas or stages say alike stands once, under a name.
-
-    Args:
-        graph: the model that the plan is for.
+    """The plan as YAML, with the model's fingerprint; repeated parts appear once and are referred to.
 
     Raises:
-        PlanError: state is shared out or kept on hosts, which the text does not say.
+        PlanError: state is sharded or offloaded, which YAML cannot express.
     """
     stages = (stage for replica in plan.replicas for stage in replica.stages)
     if any(stage.offloads for stage in stages) or not all(form.is_plain for state in plan.parameter_states for _, form in state.forms):

@@ -1,4 +1,4 @@
-"""Pipeline schedules: one pure function per file that says who computes what when, and the passes over all of them."""
+"""Pipeline schedules: builders order the computations, passes insert communication and recomputation, `verify` proves the result."""
 
 from whale.schedules.communication import insert_communication
 from whale.schedules.execution import Blocked, Edges, Execution, StuckRank, execute, replay

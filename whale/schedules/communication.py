@@ -1,15 +1,14 @@
-"""The pass that inserts communication, and puts everything that starts a message or a collective into one order, the same on all ranks.
-
-What every stage receives before, and sends after, its computations follows from the edges:
+"""Inserts communication into a schedule, with all launches (of messages and collectives) in one global order.
 
     an edge 0 -> 1 between ranks, plain recompute and early recompute on stage 0
+
     stage 0   F i, SEND_F i   ...                      RECV_B i, R i, B i     or    R i, RECV_B i, B i
     stage 1                   RECV_F i, F i, ... B i, SEND_B i
 
-What is launched, anywhere, is ordered by when it can be: a message by the end of the computation that makes it, if F, R,
-I and W took one unit of time, B two, and the network none; the sum of the loss after the last forward of all. Each rank
-launches its part of that order. So whatever shares a communicator is started in one order at both of its ends, and no
-two ranks wait for each other, even if each launch waited until the other end has come to its own:
+Launches are ordered by when they can happen if F, R, I and W take one unit of time, B two, and the network none; the
+sum of the loss comes after the last forward of all. Each rank launches its part of that order, so both ends of a
+communicator start its messages in the same order, and no two ranks wait for each other even if each launch blocks
+until the other end has arrived:
 
     time      1         2         3         4         5
     rank 0    0F0       0F1                           0B0            >> SEND, << POST: 0SEND_F1 before 1POST_B0,
@@ -17,8 +16,8 @@ two ranks wait for each other, even if each launch waited until the other end ha
     rank 1              1F0       1B0------ 1F1
               <<F0      <<F1                >>B0
 
-The argument: take the earliest launch that has not happened. Nothing launched before it is missing, so both of its
-ends can compute up to it; they arrive, and it happens.
+Proof: take the earliest launch that has not happened. All launches before it have happened, so both of its ends can
+compute up to it; both arrive, and it happens.
 """
 
 from __future__ import annotations
@@ -37,13 +36,12 @@ def insert_communication(schedule: Schedule, edges: Iterable[tuple[int, int]]) -
     """Adds SEND, POST and RECV wherever an edge joins stages on different ranks, and the LOSS.
 
     RECV_F stands right before F, SEND_F right after it, SEND_B right after B or I (after the SYNC that follows it).
-    RECV_B stands right before B or I; where R comes directly before B it stands before R (plain order), unless the
-    builder put a RECV_B between the two, which stays there (early recompute). A SEND_F hands over all that its stage
-    sends to other ranks, a RECV_F takes all that its stage needs from other ranks; SEND_B and RECV_B likewise,
-    backwards. A POST starts to receive what one SEND hands over to the rank; `insert_launches` says where it stands.
+    RECV_B stands right before B or I, and before an R that directly precedes them, unless the builder put a RECV_B between
+    the two (early recompute). A SEND_F carries all that its stage sends to other ranks, a RECV_F takes all that its stage
+    needs from them. A POST starts to receive what one SEND sends to this rank; `insert_launches` places it.
 
     Args:
-        schedule: with or without communication; what is there is replaced, so the pass may be repeated.
+        schedule: with or without communication; existing communication is replaced, so the pass is idempotent.
         edges: pairs (source stage, target stage), source before target, skips included.
     """
     known = Edges.of(schedule, edges)
@@ -92,10 +90,10 @@ def _early(actions: tuple[Action, ...]) -> frozenset[tuple[int | None, int | Non
 
 
 When = tuple[float, bool, int, int]
-"""When something can be launched: a time, whether it is the loss (after all made until then), stage and micro-batch."""
+"""Sort key of a launch: time, whether it is the loss (which comes after all launches of that time), stage and micro-batch."""
 
 Key = tuple[Kind, int | None, int | None]
-"""An action by what it is made of: there are tens of thousands, and a tuple is looked up soonest."""
+"""An action as a tuple, which hashes faster than an Action: there are tens of thousands."""
 
 Arrivals = Mapping[Key, Sequence[Key]]
 
@@ -106,8 +104,8 @@ _POST_OF = {send: post for post, send in SEND_OF.items()}
 def insert_launches(schedule: Schedule, edges: Edges) -> Schedule:
     """Adds the POSTs and the LOSS.
 
-    A POST stands before the computation in front of the one that it is for, so that the message travels meanwhile,
-    if the order of launches has it so; else earlier or later, as near as it may. A LOSS stands as early as it may.
+    A POST stands one computation ahead of the one that needs it, so that the message travels meanwhile; where the order
+    of launches forbids that, as near to it as allowed. A LOSS stands as early as allowed.
 
     Args:
         schedule: with SENDs and RECVs, without POSTs and LOSS.
@@ -129,7 +127,7 @@ def _key(action: Action) -> Key:
 
 
 def _made(schedule: Schedule, edges: Edges) -> tuple[Mapping[Key, float], float]:
-    """Per SEND when what it sends is made, in units of time, but for what a deadlock never lets run; and when the last forward ends."""
+    """Per SEND the time at which its contents exist (absent for what a deadlock keeps from running); and the end of the last forward."""
     units = {kind: (2.0 if kind is Kind.BACKWARD else 1.0,) * schedule.num_stages for kind in COMPUTE}
     run, made, last_forward = execute(schedule, edges, durations=units), dict[Key, float](), 0.0
     for actions, ends in zip(schedule.ranks, run.ends, strict=True):
@@ -142,7 +140,7 @@ def _made(schedule: Schedule, edges: Edges) -> tuple[Mapping[Key, float], float]
 
 
 def _arrivals(schedule: Schedule, edges: Edges, whens: Mapping[Key, When]) -> tuple[Arrivals, ...]:
-    """Per rank and message to it, by its SEND, the RECVs there that wait for it."""
+    """Per rank and message to it (identified by its SEND), the RECVs there that wait for it."""
     found = tuple(dict[Key, list[Key]]() for _ in schedule.ranks)
     for post, sender, receiver in edges.messages():
         here, send, receive = found[schedule.stage_rank[receiver]], SEND_OF[post], RECV_OF[post]
@@ -158,7 +156,7 @@ def _when(send: Key, made: Mapping[Key, float]) -> When:
 
 
 def _with_loss(actions: Sequence[Action], whens: Mapping[Key, When], loss: When) -> list[Action]:
-    """Puts LOSS behind the rank's own last forward and behind all that it sends before the last forward anywhere ends."""
+    """Puts LOSS after the rank's own last forward and after all that it sends before the last forward anywhere ends."""
     place = 0
     for position, action in enumerate(actions):
         if action.kind is Kind.FORWARD or (action.kind in SENDS and whens[_key(action)] < loss):
@@ -167,7 +165,7 @@ def _with_loss(actions: Sequence[Action], whens: Mapping[Key, When], loss: When)
 
 
 def _with_posts(actions: Sequence[Action], whens: Mapping[Key, When], loss: When, arrivals: Arrivals) -> tuple[Action, ...]:
-    """Puts each POST between the launches before and after it in the order of all."""
+    """Puts each POST between its neighbours in the global order of launches."""
     position_of = {_key(action): position for position, action in enumerate(actions) if action.kind in RECEIVES}
     computations = [position for position, action in enumerate(actions) if action.kind in COMPUTE]
     fixed = [
@@ -191,7 +189,7 @@ def _with_posts(actions: Sequence[Action], whens: Mapping[Key, When], loss: When
 
 
 def _merged(actions: Sequence[Action], places: Sequence[tuple[int, Action]]) -> tuple[Action, ...]:
-    """Actions with others put in front of given positions; `places` is in order."""
+    """Inserts actions at given positions; `places` is sorted."""
     result: list[Action] = []
     start = 0
     for place, post in places:

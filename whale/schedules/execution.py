@@ -1,13 +1,11 @@
-"""The execution of a schedule: every action at its earliest time, or stuck for good.
+"""Runs a schedule on counters: every action at its earliest time, or stuck for good.
 
-Ranks run side by side, each its own actions in order. Sends never block; an action that needs what
-another has not made yet waits. Without durations this proves that a schedule ends; with them it is the
-discrete-event simulation.
+`execute`: sends never block; an action waits for what other ranks have not made yet. Without durations this proves
+that the schedule ends; with them it gives times.
 
-`replay` proves that no two ranks wait for each other even where every launch waits until its other end has arrived. On some networks a
-send returns at once (Gloo). On others (NCCL) the first use of a communicator, and a send without a buffer, wait for the other end. The
-replay takes the strictest of all: a launch, be it a SEND, a POST or a LOSS, happens when all who take part have come to it, and nobody
-passes it before. RECVs need no counting: what they wait for has then happened at the POST.
+`replay`: every launch (SEND, POST, LOSS) blocks until all its participants have reached theirs. This is the strictest
+network: a Gloo send returns at once, but the first use of an NCCL communicator and an unbuffered send block. RECVs
+are not counted, because their message has then arrived at the POST.
 """
 
 from __future__ import annotations
@@ -22,22 +20,17 @@ from whale.ir.schedule import POSTS, SEND_OF, SENDS, Action, Kind, Schedule
 
 @dataclass(frozen=True)
 class Edges:
-    """The edges between the stages of one schedule.
-
-    Attributes:
-        pairs: (source, target), sorted, without repetition.
-        stage_rank: per stage, its rank.
-    """
+    """The edges between the stages of one schedule: sorted, distinct pairs (source, target)."""
 
     pairs: tuple[tuple[int, int], ...]
     stage_rank: tuple[int, ...]
 
     @staticmethod
     def of(schedule: Schedule, pairs: Iterable[tuple[int, int]] | None) -> Edges:
-        """Edges of a schedule; None stands for the chain in which every stage feeds the next.
+        """Edges of a schedule; `pairs` None means a chain in which every stage feeds the next.
 
         Raises:
-            ScheduleError: an edge leads backwards, or from or to a stage that is not there.
+            ScheduleError: an edge leads backwards, or from or to a stage that does not exist.
         """
         if pairs is None:
             pairs = ((stage, stage + 1) for stage in range(schedule.num_stages - 1))
@@ -56,20 +49,20 @@ class Edges:
         return tuple((source, target) for source, target in self.pairs if self.stage_rank[source] != self.stage_rank[target])
 
     def messages(self) -> Iterator[tuple[Kind, int, int]]:
-        """What the edges between ranks carry: the kind of POST it is received by, the sending stage, the receiving stage."""
+        """Per edge between ranks and direction: the kind of its POST, the sending stage, the receiving stage."""
         for source, target in self.crossing():
             yield Kind.POST_FORWARD, source, target
             yield Kind.POST_BACKWARD, target, source
 
     def sources(self) -> tuple[tuple[int, ...], ...]:
-        """Per stage, the stages that it takes tensors from."""
+        """Per stage, the stages that it reads from."""
         found: list[list[int]] = [[] for _ in self.stage_rank]
         for source, target in self.pairs:
             found[target].append(source)
         return tuple(map(tuple, found))
 
     def targets(self) -> tuple[tuple[int, ...], ...]:
-        """Per stage, the stages that it hands tensors to."""
+        """Per stage, the stages that read from it."""
         found: list[list[int]] = [[] for _ in self.stage_rank]
         for source, target in self.pairs:
             found[source].append(target)
@@ -84,7 +77,7 @@ _SENDS = {Kind.SEND_FORWARD: Kind.FORWARD, Kind.SEND_BACKWARD: Kind.BACKWARD}
 
 @dataclass(frozen=True, slots=True)
 class StuckRank:
-    """A rank that can never go on: the position of its action, and the action of another stage that it waits for."""
+    """A rank that can never continue: the position of its action, and the action of another stage that it waits for."""
 
     rank: int
     position: int
@@ -93,20 +86,15 @@ class StuckRank:
 
 @dataclass(frozen=True, slots=True)
 class Execution:
-    """When every action ran.
-
-    Attributes:
-        starts, ends: per rank, per action up to where the rank came.
-        stuck: ranks that did not come to their end.
-    """
+    """When every action ran: per rank, for each action that ran."""
 
     starts: tuple[list[float], ...]
     ends: tuple[list[float], ...]
-    stuck: tuple[StuckRank, ...]
+    stuck: tuple[StuckRank, ...]  # ranks that did not reach their end
 
 
 class _Table:
-    """The numbering of events in one flat table of times: F, B, and apart from them SEND_F, SEND_B if there are sends."""
+    """Indices of events in one flat table of times: F, B, and separately SEND_F, SEND_B if there are sends."""
 
     def __init__(self, schedule: Schedule, edges: Edges, latency: float) -> None:
         self.num_micro_batch = schedule.num_micro_batch
@@ -133,7 +121,7 @@ class _Table:
         return self.sent + 2 * self.half
 
     def rows(self, durations: Mapping[Kind, Sequence[float]]) -> dict[Kind, tuple[Waits, Sequence[float], int]]:
-        """Per kind: what it waits for, how long it takes, and where its end is written (-1: nowhere)."""
+        """Per kind: what it waits for, its durations per stage, and where its end is written (-1: nowhere)."""
         zero = [0.0] * len(self.forward)
         nothing, half, sent = self.nothing, self.half, self.sent
         table = {
@@ -153,7 +141,7 @@ class _Table:
         return {kind: (waits, durations.get(kind, zero), offset) for kind, (waits, offset) in table.items()}
 
     def action(self, event: int) -> Action:
-        """The action whose end an entry of the table is."""
+        """The action whose end is at this index."""
         kinds = (Kind.FORWARD, Kind.BACKWARD, Kind.SEND_FORWARD, Kind.SEND_BACKWARD)
         stage, micro_batch = divmod(event % self.half, self.num_micro_batch)
         return Action(kinds[event // self.half], stage, micro_batch)
@@ -165,10 +153,10 @@ def execute(
     """Runs a schedule that holds every action it needs.
 
     Args:
-        schedule: with or without communication. Without, what crosses ranks is on its way as soon as it is made,
-            and the consumer itself waits for it; an R directly before its B waits for the gradient as B does.
-        edges: who needs whom.
-        durations: per kind, the duration of one action per stage; 0 for kinds that are not given.
+        schedule: with or without communication. Without, a result crosses ranks as soon as it exists and the consumer
+            waits for it; an R directly before its B waits for the gradient as B does.
+        edges: between its stages.
+        durations: per kind, seconds of one action per stage; 0 for kinds that are absent.
         latency: from the end of F, B or I (of the SEND, where there are sends) to the arrival on another rank.
     """
     table = _Table(schedule, edges, latency)
@@ -225,18 +213,12 @@ def _precedes_its_backward(actions: tuple[Action, ...], position: int) -> bool:
 
 
 Launch = tuple[Kind, int | None, int | None]
-"""Kind, stage and micro-batch of the sender's action; LOSS is one for all."""
+"""Kind, stage and micro-batch of the sender's action; LOSS is the same for all ranks."""
 
 
 @dataclass(frozen=True, slots=True)
 class Blocked:
-    """A rank that stays at a launch for good.
-
-    Attributes:
-        rank: that stays.
-        position: of the launch among its actions.
-        absent: the ranks that never come to theirs.
-    """
+    """A rank blocked forever at the launch at `position` of its actions, because ranks `absent` never reach it."""
 
     rank: int
     position: int
@@ -244,7 +226,7 @@ class Blocked:
 
 
 def replay(schedule: Schedule) -> tuple[Blocked, ...]:
-    """Runs the launches of all ranks; returns those that stay at one, none if the schedule is free of deadlock."""
+    """Runs the launches of all ranks with blocking semantics; returns the ranks that stay blocked, () if there is no deadlock."""
     launches = [_launches(actions) for actions in schedule.ranks]
     parties = Counter(launch for own in launches for launch, _ in own)
     arrived: dict[Launch, list[int]] = {}

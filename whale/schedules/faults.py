@@ -1,4 +1,4 @@
-"""What a schedule lacks, what is there twice or in the wrong place, and what stands in the wrong order: found by positions of actions."""
+"""Checks of a schedule by the positions of its actions: missing, duplicate, misplaced, in the wrong order."""
 
 from __future__ import annotations
 
@@ -16,51 +16,40 @@ ABSENT = -1
 
 @dataclass(frozen=True)
 class Positions:
-    """Positions within the owner's actions.
-
-    Attributes:
-        num_micro_batch: micro-batches of the schedule.
-        stage_rank: per stage, its rank.
-        slots: per kind, at ``stage * num_micro_batch + micro_batch``; `ABSENT` where there is none.
-        syncs: per stage, positions of its SYNC.
-        posts: per rank, and per kind and sending stage of its POSTs, their positions by micro-batch; `ABSENT` where there is none.
-        losses, steps: per rank, positions of its LOSS and of its STEP.
-    """
+    """Positions within each rank's actions; `ABSENT` where there is none."""
 
     num_micro_batch: int
     stage_rank: tuple[int, ...]
-    slots: dict[Kind, list[int]]
-    syncs: tuple[list[int], ...]
-    posts: tuple[dict[tuple[Kind, int], list[int]], ...]
-    losses: tuple[list[int], ...]
-    steps: tuple[list[int], ...]
+    slots: dict[Kind, list[int]]  # per kind, at ``stage * num_micro_batch + micro_batch``
+    syncs: tuple[list[int], ...]  # per stage, positions of its SYNC
+    posts: tuple[dict[tuple[Kind, int], list[int]], ...]  # per rank, kind and sending stage: positions by micro-batch
+    losses: tuple[list[int], ...]  # per rank
+    steps: tuple[list[int], ...]  # per rank
 
     def of(self, kind: Kind, stage: int) -> list[int]:
-        """Per micro-batch, the position of a stage's action."""
         return self.slots[kind][stage * self.num_micro_batch : (stage + 1) * self.num_micro_batch]
 
     def posted(self, kind: Kind, sender: int, receiver: int) -> list[int]:
-        """Per micro-batch, the position of the POST on the receiving stage's rank for what the sending stage hands over."""
+        """Per micro-batch, the position of the POST on the receiving stage's rank for what `sender` sends."""
         return self.posts[self.stage_rank[receiver]].get((kind, sender), [ABSENT] * self.num_micro_batch)
 
     def last_backward(self, stage: int) -> int:
-        """The position of the last action of a stage that adds to its gradients."""
+        """The position of the stage's last action that adds to its gradients."""
         kinds = (Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
         return max(max(self.of(kind, stage), default=ABSENT) for kind in kinds)
 
     def any(self, *kinds: Kind) -> bool:
-        """Whether the schedule has an action of one of these kinds."""
         return any(max(self.slots[kind], default=ABSENT) > ABSENT for kind in kinds)
 
     @property
     def trains(self) -> bool:
-        """Whether there is any backward, SYNC or STEP; a schedule without is forward only."""
+        """Whether there is any backward, SYNC or STEP."""
         backward = (Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT, Kind.RECOMPUTE)
         return self.any(*backward) or any(self.syncs) or any(self.steps)
 
 
 def locate(schedule: Schedule) -> tuple[Positions, list[Fault]]:
-    """Finds every action's position; reports those on a wrong rank, of a stage or micro-batch out of range, or doubled."""
+    """Finds every action's position; reports those on a wrong rank, of a stage or micro-batch out of range, or duplicate."""
     m, owners = schedule.num_micro_batch, schedule.stage_rank
     slots = {kind: [ABSENT] * (len(owners) * m) for kind in (*COMPUTE, *SENDS, *RECEIVES)}
     found = Positions(
@@ -89,7 +78,7 @@ def locate(schedule: Schedule) -> tuple[Positions, list[Fault]]:
 
 
 def _place_rare(schedule: Schedule, rank: int, position: int, found: Positions) -> list[Fault]:
-    """Places a POST, SYNC, LOSS or STEP, or says what is wrong with an action that has no place."""
+    """Places a POST, SYNC, LOSS or STEP, or reports an action that has no place."""
     action = schedule.ranks[rank][position]
     wrong = _misplaced(schedule, rank, action)
     if wrong:
@@ -169,7 +158,7 @@ def _backward(positions: Positions, stage: int) -> Iterator[Fault]:
 
 
 def communication_faults(positions: Positions, edges: Edges) -> Iterator[Fault]:
-    """Every edge between ranks is sent along and received from, each micro-batch once; nothing else is."""
+    """Every edge between ranks has one SEND and one RECV per micro-batch, and there are no others."""
     crossing = edges.crossing()
     into, out_of = {target for _, target in crossing}, {source for source, _ in crossing}
     into_back, out_of_back = (out_of, into) if positions.trains else (set[int](), set[int]())
@@ -189,7 +178,7 @@ def communication_faults(positions: Positions, edges: Edges) -> Iterator[Fault]:
 
 
 def _post_faults(positions: Positions, edges: Edges) -> Iterator[Fault]:
-    """What comes to a rank from a stage of another is posted there, once for all the rank's stages; nothing else is."""
+    """What a rank receives from a stage of another rank is posted once for all its stages, and nothing else is."""
     wanted = tuple(set[tuple[Kind, int]]() for _ in positions.posts)
     for kind, sender, receiver in edges.messages():
         if kind is Kind.POST_FORWARD or positions.trains:
@@ -249,7 +238,7 @@ def order_faults(positions: Positions) -> Iterator[Fault]:
 
 
 def _reversed(rank: int, before: Sequence[int], after: Sequence[int], first: tuple[Kind, int], second: tuple[Kind, int]) -> Iterator[Fault]:
-    """The micro-batches for which the second action of a rank stands before the first; both as kind and stage, with their positions."""
+    """Micro-batches for which the second action stands before the first; both as (kind, stage), with positions."""
     if all(map(lt, before, after)):
         return
     for micro_batch, (a, b) in enumerate(zip(before, after, strict=True)):
@@ -281,7 +270,7 @@ def post_faults(positions: Positions, edges: Edges) -> Iterator[Fault]:
 
 
 def bucket_faults(positions: Positions, schedule: Schedule) -> Iterator[Fault]:
-    """No launch stands between a stage's last backward, during which buckets of gradients start, and its SYNC."""
+    """No launch stands between a stage's last backward, which starts buckets of gradients, and its SYNC."""
     for stage, found in enumerate(positions.syncs):
         rank = positions.stage_rank[stage]
         last = positions.last_backward(stage)
@@ -292,7 +281,7 @@ def bucket_faults(positions: Positions, schedule: Schedule) -> Iterator[Fault]:
 
 
 def channel_faults(positions: Positions, edges: Edges) -> Iterator[Fault]:
-    """Both ends of an edge agree on the order of its micro-batches, so that each channel is first in, first out."""
+    """Both ends of an edge agree on the order of its micro-batches: each channel is first in, first out."""
     for post, sender, receiver in edges.messages():
         send, rank = SEND_OF[post], positions.stage_rank[receiver]
         sent, taken = positions.of(send, sender), positions.posted(post, sender, receiver)

@@ -1,10 +1,10 @@
 """What a schedule holds: how many activations are alive, and until when a rank keeps what it sent.
 
-    rank 0   0SEND_F0 ...................... 0RECV_B0       B0 has come, so rank 1 has sent it, and had taken F0 before:
+    rank 0   0SEND_F0 ...................... 0RECV_B0       B0 has arrived, so rank 1 had taken F0 before it sent B0:
     rank 1             1RECV_F0 ... 1SEND_B0                0SEND_F0 is done
 
-Not every network tells whether a send is done before one waits for it. Where an answer comes later that the peer sent
-after it took the message, a wait is none any more.
+Not every network reports that a send is done without waiting for it. Once an answer that the peer sent after taking
+the message has arrived, waiting for the send returns at once.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from whale.schedules.execution import Edges
 
 
 def count_in_flight(schedule: Schedule) -> tuple[int, ...]:
-    """Per rank, the most chunk activations alive at once. Zero where no backward follows: nothing is kept for it."""
+    """Per rank, the most chunk activations alive at once; 0 without backward passes, which keep nothing."""
     return tuple(_peak(actions) for actions in schedule.ranks)
 
 
 def count_recomputed(schedule: Schedule) -> tuple[int, ...]:
-    """Per stage, the most recomputed activations alive at once, from R to the last of B or W; 0 where nothing is recomputed."""
+    """Per stage, the most recomputed activations alive at once, from R to the last of B or W."""
     alive, peak = [0] * schedule.num_stages, [0] * schedule.num_stages
     for action in (action for actions in schedule.ranks for action in actions if action.stage is not None):
         stage = action.stage
@@ -52,16 +52,16 @@ def _peak(actions: tuple[Action, ...]) -> int:
 
 
 Releases = dict[tuple[Action, int], tuple[Action, ...]]
-"""Per RECV of a rank, and per rank that it hears from in it: the SENDs to that rank which are done then."""
+"""Per RECV of a rank and per peer: the SENDs to that peer that are known to be done then."""
 
 
 def releases(schedule: Schedule, edges: Edges, rank: int) -> Releases:
-    """The SENDs of a rank that are known to be done at each of its RECVs, each at the first; those never known are left out.
+    """The SENDs of a rank that are known to be done at each of its RECVs, each at the earliest; those never known are absent.
 
     Args:
         schedule: with communication.
         edges: between its stages.
-        rank: whose sends.
+        rank: the sender.
     """
     found: dict[tuple[Action, int], list[Action]] = {}
     ends = {(schedule.stage_rank[sender], schedule.stage_rank[receiver]) for _, sender, receiver in edges.messages()}
@@ -74,11 +74,11 @@ def releases(schedule: Schedule, edges: Edges, rank: int) -> Releases:
 
 
 Message = tuple[int, int, int, Action, Action]
-"""Position of its SEND, position of the last RECV and of the first RECV that wait for it; its SEND, and its first RECV."""
+"""Position of its SEND, positions of the last and of the first RECV that wait for it; the SEND, and the first RECV."""
 
 
 Positions = Mapping[tuple[Kind, int], Mapping[int, int]]
-"""Per kind and stage of a rank's messages, where each micro-batch's stands among its actions."""
+"""Per (kind, stage) and micro-batch, the position of a message among the rank's actions."""
 
 
 def _positions(schedule: Schedule, rank: int) -> Positions:
@@ -91,7 +91,7 @@ def _positions(schedule: Schedule, rank: int) -> Positions:
 
 
 def _messages(schedule: Schedule, edges: Edges, source: int, target: int, positions: Mapping[int, Positions]) -> Iterator[Message]:
-    """What goes from one rank to another."""
+    """Messages from one rank to another."""
     here, there = positions[source], positions[target]
     readers: dict[tuple[Kind, int], list[tuple[Kind, int]]] = {}
     for post, sender, receiver in edges.messages():
@@ -105,7 +105,7 @@ def _messages(schedule: Schedule, edges: Edges, source: int, target: int, positi
 
 
 def _by_answer(sent: Iterable[Message], heard: Iterable[Message]) -> Iterator[tuple[Action, Action]]:
-    """Each message with the first RECV of an answer that its taker sent after it took it."""
+    """Each message with the first RECV of an answer that its receiver sent after taking it."""
     sent_at: list[int] = []  # of answers, last first; with the first RECV of any sent at this place or later
     earliest: list[tuple[int, Action]] = []
     for at, _, first, _, receive in sorted(heard, key=itemgetter(0), reverse=True):

@@ -1,6 +1,6 @@
-"""The schedules that a plan names: one per replica, built once for each distinct pipeline.
+"""The schedules of a plan: one per replica, built once for each distinct pipeline.
 
-A builder knows places in the pipeline. Two colocated stages on one virtual device, in a row, are one place to it:
+A builder knows ranks' places in the pipeline. Consecutive colocated stages on one virtual device share a place:
 
     place       0F0             0B0
     stages      0F0 1F0         1B0 0B0         stages 0 and 1 run at place 0
@@ -26,8 +26,7 @@ from whale.schedules.verify import verify
 Pairs = tuple[tuple[int, int], ...]
 """Edges as pairs of stages, sorted."""
 
-NUM_KEPT = 16
-"""So many schedules are kept: a plan is estimated, verified and run by the same ones, and a search's plans share some."""
+NUM_KEPT = 16  # a plan is estimated, verified and run by the same schedules; a search's plans share some
 
 
 def schedules_of(plan: Plan) -> tuple[Schedule, ...]:
@@ -35,18 +34,18 @@ def schedules_of(plan: Plan) -> tuple[Schedule, ...]:
 
     Raises:
         ConfigError: a schedule cannot be built in this shape.
-        ScheduleError: it is not complete, or comes to a deadlock.
+        ScheduleError: it is incomplete or deadlocks.
     """
     return _per_replica(plan, training_schedule)
 
 
 def short_schedules_of(plan: Plan, whole: Plan) -> tuple[Schedule, ...]:
-    """Per replica the schedule of a training in which the last micro-batches are left out, verified.
+    """Per replica its training schedule without the last micro-batches, verified.
 
-    Any order can be cut so, also one that can be built for some numbers of micro-batches alone.
+    Any schedule can be cut like this, also one that can only be built for some numbers of micro-batches.
 
     Args:
-        plan: with as many micro-batches as are left, or all of them.
+        plan: with the micro-batches that are left.
         whole: the same pipelines with all their micro-batches.
 
     Raises:
@@ -59,17 +58,13 @@ def short_schedules_of(plan: Plan, whole: Plan) -> tuple[Schedule, ...]:
 
 
 def forward_schedules_of(plan: Plan) -> tuple[Schedule, ...]:
-    """Per replica the forward passes of its pipeline alone, with communication, verified, for evaluation and prediction.
-
-    Raises:
-        ScheduleError: a schedule is not complete, or comes to a deadlock.
-    """
+    """Per replica its forward passes alone, with communication, verified: for evaluation and prediction."""
     return _per_replica(plan, _forward_schedule)
 
 
 @lru_cache(maxsize=NUM_KEPT)
 def training_schedule(pipeline: Pipeline, pairs: Pairs) -> Schedule:
-    """The schedule of one pipeline whose stages hand tensors on as the pairs say."""
+    """The schedule of one pipeline with edges `pairs`."""
     stage_rank = pipeline.stage_rank
     order = build(
         pipeline.schedule,
@@ -99,13 +94,7 @@ def _short_schedule(pipeline: Pipeline, pairs: Pairs, num_micro_batch: int) -> S
 
 
 def leave_out(schedule: Schedule, pairs: Pairs, num_micro_batch: int) -> Schedule:
-    """A schedule with communication that keeps so many micro-batches alone, in the same order.
-
-    Args:
-        schedule: of a training.
-        pairs: of stages between which tensors are handed on.
-        num_micro_batch: that are left, the first ones.
-    """
+    """A training schedule with communication, cut to its first micro-batches, in the same order."""
     left = (
         with_sync_and_step(action for action in actions if action.micro_batch is not None and action.micro_batch < num_micro_batch)
         for actions in schedule.ranks
@@ -123,12 +112,12 @@ def _check_places(pipeline: Pipeline, order: Schedule) -> None:
 
 
 def edge_pairs(replica: Replica) -> Pairs:
-    """The pairs of stages between which a replica hands tensors on."""
+    """The pairs of stages of a replica that an edge joins."""
     return tuple(sorted({(edge.source, edge.target) for edge in replica.edges}))
 
 
 def alike_schedules(plan: Plan) -> tuple[int, ...]:
-    """Per replica a number, equal for those that run equal schedules; numbered from 0 in order of their first replica."""
+    """Per replica a number that replicas with equal schedules share, from 0 in order of first appearance."""
     numbers: dict[tuple[Pipeline, Pairs], int] = {}
     return tuple(numbers.setdefault((replica.pipeline, edge_pairs(replica)), len(numbers)) for replica in plan.replicas)
 
@@ -145,7 +134,7 @@ def _per_replica(plan: Plan, make: Callable[[Pipeline, Pairs], Schedule]) -> tup
 
 
 def places(stage_rank: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-    """The stages of each place: runs of stages on one rank."""
+    """Runs of consecutive stages on one rank."""
     return tuple(tuple(stage for stage, _ in run) for _, run in groupby(enumerate(stage_rank), key=lambda item: item[1]))
 
 

@@ -1,6 +1,6 @@
-"""What a builder of schedules is: the order of one rank's computations as a pure function of a few numbers, and what it promises.
+"""`Builder`: the order of one rank's computations as a pure function of a few numbers, and the peak memory it promises.
 
-Orders of computations whose backward passes are whole: GPipe, 1F1B, eager and interleaved 1F1B, all-in-all-out; and forward alone.
+Orders with whole backward passes: GPipe, 1F1B, eager and interleaved 1F1B, all-in-all-out; and forward only.
 """
 
 from __future__ import annotations
@@ -15,19 +15,12 @@ from whale.ir.schedule import Action, Kind, Schedule
 
 @dataclass(frozen=True, slots=True)
 class ScheduleShape:
-    """The numbers that a schedule is built from.
+    """The numbers that a schedule is built from."""
 
-    Attributes:
-        num_ranks: pipeline ranks (virtual devices), p.
-        num_micro_batch: micro-batches of a step, m.
-        num_chunks: stages per rank, v.
-        group_size: micro-batches that pass one chunk before the next chunk has its turn, g.
-    """
-
-    num_ranks: int
-    num_micro_batch: int
-    num_chunks: int = 1
-    group_size: int = 1
+    num_ranks: int  # pipeline ranks (virtual devices), p
+    num_micro_batch: int  # micro-batches of a step, m
+    num_chunks: int = 1  # stages per rank, v
+    group_size: int = 1  # micro-batches that pass one chunk before the next chunk runs, g
 
     @property
     def num_stages(self) -> int:
@@ -46,27 +39,17 @@ _BACKWARD = (Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
 class Builder:
     """One kind of schedule.
 
-    Attributes:
-        name: the word that a recipe picks it by.
-        order: the computations (F, B or I and W, R) of one rank, in order. Where R runs before the
-            gradient is awaited, a RECV_B between R and B says so.
-        peak: the most chunk activations that a rank holds at once, from F to the last of B or W; never exceeded.
-        waiting: the most micro-batches of one of its stages whose weight gradients wait for their W at once; never exceeded, and 0
-            where B computes them.
-        placement: the rank of each stage.
-        chunks: stages per rank; None where any number will do.
-        takes_group: whether `ScheduleShape.group_size` means anything to it.
-        check: conditions of its own.
+    A RECV_B between R and B in `order` marks an R that does not wait for the gradient. `peak` and `waiting` are promises.
     """
 
-    name: str
-    order: Callable[[ScheduleShape, int], Iterable[Action]]
-    peak: Callable[[ScheduleShape, int], int]
-    placement: Callable[[ScheduleShape], tuple[int, ...]] = round_robin
-    chunks: int | None = 1
-    takes_group: bool = False
-    check: Callable[[ScheduleShape], list[ConfigError]] = lambda shape: []
-    waiting: Callable[[ScheduleShape, int], int] = lambda shape, rank: 0
+    name: str  # as recipes name it
+    order: Callable[[ScheduleShape, int], Iterable[Action]]  # the computations (F, B or I and W, R) of one rank
+    peak: Callable[[ScheduleShape, int], int]  # upper bound of chunk activations that a rank holds at once, from F to the last of B or W
+    placement: Callable[[ScheduleShape], tuple[int, ...]] = round_robin  # the rank of each stage
+    chunks: int | None = 1  # stages per rank; None for any number
+    takes_group: bool = False  # whether it uses `ScheduleShape.group_size`
+    check: Callable[[ScheduleShape], list[ConfigError]] = lambda shape: []  # further conditions on the shape
+    waiting: Callable[[ScheduleShape, int], int] = lambda shape, rank: 0  # most micro-batches of a stage between I and W
 
 
 def with_sync_and_step(order: Iterable[Action]) -> tuple[Action, ...]:
@@ -115,12 +98,12 @@ GPIPE = Builder("gpipe", _gpipe, lambda shape, rank: shape.num_micro_batch)
 
 
 def num_warm_up(shape: ScheduleShape, rank: int, ahead: int = 1) -> int:
-    """Forwards of 1F1B ahead of the first pair: so many for each stage that follows."""
+    """Forwards of 1F1B before the first pair: `ahead` for each stage that follows."""
     return min(ahead * (shape.num_ranks - 1 - rank), shape.num_micro_batch)
 
 
 def in_turn(shape: ScheduleShape, rank: int, ahead: int = 1) -> Iterator[Action]:
-    """Computations of one rank, whose only stage has the rank's number: some forwards, then forward and backward in turn."""
+    """Computations of one rank with one stage: warm-up forwards, then one forward, one backward."""
     num_ahead = num_warm_up(shape, rank, ahead)
     for micro_batch in range(num_ahead):
         yield Action(Kind.FORWARD, rank, micro_batch)
@@ -131,7 +114,6 @@ def in_turn(shape: ScheduleShape, rank: int, ahead: int = 1) -> Iterator[Action]
 
 
 def peak_in_turn(shape: ScheduleShape, rank: int, ahead: int = 1) -> int:
-    """What is ahead, and the one that comes next."""
     return min(num_warm_up(shape, rank, ahead) + 1, shape.num_micro_batch)
 
 
@@ -146,25 +128,25 @@ EAGER_ONE_F_ONE_B = Builder("eager_1f1b", partial(in_turn, ahead=2), partial(pea
 
 
 def _num_warm_up_interleaved(shape: ScheduleShape, rank: int) -> int:
-    """Forwards ahead of the first pair: the way to the end and back, and a group for each chunk but the last."""
+    """Forwards before the first pair: to the end of the pipeline and back, and a group for each chunk but the last."""
     ahead = 2 * (shape.num_ranks - rank - 1) + (shape.num_chunks - 1) * shape.group_size
     return min(ahead, shape.num_micro_batch * shape.num_chunks)
 
 
 def _interleaved(shape: ScheduleShape, rank: int) -> Iterator[Action]:
-    """Computations of one rank; the backwards take the same turns with the chunks in reverse.
+    """Computations of one rank; backwards visit the chunks in reverse.
 
-    A last group that is too small to run (see `num_vacant`) takes the turns of a larger one, with vacant places.
+    A last group that is too small to run (see `num_vacant`) is padded, and the padding left out.
     """
     full = replace(shape, num_micro_batch=shape.num_micro_batch + num_vacant(shape))
     return (action for action in group_by_group(full, rank) if (action.micro_batch or 0) < shape.num_micro_batch)
 
 
 def num_vacant(shape: ScheduleShape) -> int:
-    """Micro-batches that the last group is short of, to come round without a deadlock.
+    """Micro-batches that the last group must be padded by to avoid a deadlock.
 
-    With r left over for the last group, its first chunk is done on the last rank only after a backward that waits
-    for the first rank, which waits for that chunk, wherever g + r < 2 p - 2 (and r > 1 if there are but two chunks).
+    With r micro-batches in the last group, its first chunk ends on the last rank only after a backward that waits
+    for the first rank, which waits for that chunk, wherever g + r < 2 p - 2 (and r > 1 if there are only two chunks).
     """
     left_over = shape.num_micro_batch % shape.group_size
     least = 1 if shape.num_chunks > 2 else 2
@@ -174,7 +156,6 @@ def num_vacant(shape: ScheduleShape) -> int:
 
 
 def group_by_group(shape: ScheduleShape, rank: int) -> Iterator[Action]:
-    """A group passes chunk after chunk, then the next group does."""
     starts = range(0, shape.num_micro_batch, shape.group_size)
     groups = [range(start, min(start + shape.group_size, shape.num_micro_batch)) for start in starts]
     table = [(chunk, micro_batch) for group in groups for chunk in range(shape.num_chunks) for micro_batch in group]
@@ -188,12 +169,11 @@ def group_by_group(shape: ScheduleShape, rank: int) -> Iterator[Action]:
 
 
 def _peak_interleaved(shape: ScheduleShape, rank: int) -> int:
-    """The forwards of the warm-up and the one of the first pair."""
     return min(_num_warm_up_interleaved(shape, rank) + 1, shape.num_micro_batch * shape.num_chunks)
 
 
 def _check_interleaved(shape: ScheduleShape) -> list[ConfigError]:
-    """A smaller group would come round to the first rank before its first micro-batch does: a deadlock."""
+    """A smaller group would return to the first rank before its first micro-batch does: a deadlock."""
     least = min(shape.num_ranks, shape.num_micro_batch)
     if shape.group_size >= least:
         return []
@@ -237,7 +217,7 @@ def _aiao(shape: ScheduleShape, rank: int, *, early_loss: bool) -> Iterator[Acti
 
 
 def _peak_aiao(shape: ScheduleShape, rank: int, *, early_loss: bool) -> int:
-    """Everything is in flight at the turn; with the early loss the last stage holds one micro-batch only."""
+    """All micro-batches are in flight at the turn; with early loss the last stage holds only one."""
     if early_loss and rank == shape.num_ranks - 1:
         return shape.num_micro_batch * (shape.num_chunks - 1) + 1
     return shape.num_micro_batch * shape.num_chunks
@@ -248,13 +228,7 @@ AIAO_EARLY_LOSS = Builder("aiao_early_loss", partial(_aiao, early_loss=True), pa
 
 
 def forward_only(num_ranks: int, num_micro_batch: int, stage_rank: Sequence[int]) -> Schedule:
-    """Forwards alone, micro-batch after micro-batch through all stages, without SYNC or STEP: for evaluation and prediction.
-
-    Args:
-        num_ranks: pipeline ranks.
-        num_micro_batch: micro-batches.
-        stage_rank: per stage, its rank; any placement will do.
-    """
+    """Forwards only, micro-batch after micro-batch through all stages, without SYNC or STEP: for evaluation and prediction."""
     order = [(micro_batch, stage, rank) for micro_batch in range(num_micro_batch) for stage, rank in enumerate(stage_rank)]
     ranks = tuple(tuple(Action(Kind.FORWARD, stage, i) for i, stage, owner in order if owner == rank) for rank in range(num_ranks))
     return Schedule("forward_only", num_micro_batch, tuple(stage_rank), ranks)

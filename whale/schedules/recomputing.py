@@ -1,4 +1,4 @@
-"""Recomputation: the pass that inserts R into any schedule, and orders in which some R run while gradients are on their way."""
+"""Recomputation: the pass that inserts R into any schedule, and orders in which some R overlap the transfer of gradients."""
 
 from __future__ import annotations
 
@@ -13,42 +13,31 @@ from whale.schedules.orders import Builder, ScheduleShape, in_turn, num_warm_up,
 
 
 def insert_recompute(schedule: Schedule, stages: Iterable[int] | None = None) -> Schedule:
-    """Adds R directly before every B or I that has none, which is the plain order: RECV_B, R, B.
-
-    Args:
-        schedule: with or without communication.
-        stages: that recompute; all by default.
-    """
+    """Adds R directly before every B or I that has none (plain order: RECV_B, R, B) of `stages`, all by default."""
     wanted = frozenset(range(schedule.num_stages) if stages is None else stages)
     return replace(schedule, ranks=tuple(tuple(before_backward(actions, wanted)) for actions in schedule.ranks))
 
 
 def recompute_only(schedule: Schedule, stages: Iterable[int]) -> Schedule:
-    """R before every B or I of these stages, and of no other, where it is if the schedule has one already.
-
-    Args:
-        schedule: with or without communication.
-        stages: that recompute.
-    """
+    """R for exactly these stages; an R that the schedule already has stays where it is."""
     wanted = frozenset(stages)
     ranks = ((each for each in actions if each.kind is not Kind.RECOMPUTE or each.stage in wanted) for actions in schedule.ranks)
     return insert_recompute(replace(schedule, ranks=tuple(map(tuple, ranks))), wanted)
 
 
 def recomputes(schedule: Schedule) -> bool:
-    """Whether it has R actions."""
     return any(action.kind is Kind.RECOMPUTE for actions in schedule.ranks for action in actions)
 
 
 def before_backward(
     actions: Iterable[Action], stages: Container[int | None], early: Container[tuple[int | None, int | None]] = ()
 ) -> Iterator[Action]:
-    """Adds R before the B or I of some stages; a RECV_B between the two marks those whose R awaits no gradient.
+    """Adds R before the B or I of some stages.
 
     Args:
         actions: of one rank.
         stages: that recompute.
-        early: (stage, micro-batch) whose R runs before the gradient is awaited.
+        early: (stage, micro-batch) whose R runs before the gradient arrives, marked by a RECV_B after the R.
     """
     done = set()
     for action in actions:
@@ -83,7 +72,7 @@ def before_backward(
 
 
 def _cool_down(shape: ScheduleShape, rank: int) -> set[tuple[int | None, int | None]]:
-    """(stage, micro-batch) of the backwards that no forward comes between."""
+    """(stage, micro-batch) of the backwards after the last forward."""
     m = shape.num_micro_batch
     return {(rank, micro_batch) for micro_batch in range(m - num_warm_up(shape, rank), m)}
 

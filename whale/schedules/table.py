@@ -1,6 +1,5 @@
-"""The table of builders, and `build`, which picks one by its name.
-
-Zero bubble: orders whose weight gradients (W) wait, so that input gradients (I) reach the earlier stages sooner.
+"""The table of builders and `build`, which picks one by name; and zero-bubble orders, in which weight gradients (W) wait so that input
+gradients (I) reach earlier stages sooner.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ from whale.units import counted
 
 
 def _with_late_weights(shape: ScheduleShape, rank: int, num_ahead: int, lag: int) -> Iterator[Action]:
-    """So many forwards, then F and I in turn; the first W after backward number `lag`, then one after each backward."""
+    """Warm-up forwards, then F and I in turn; the first W after backward number `lag`, then one after each backward."""
     m = shape.num_micro_batch
     for micro_batch in range(num_ahead):
         yield Action(Kind.FORWARD, rank, micro_batch)
@@ -84,9 +83,8 @@ ZB_H2 = Builder(
 def _zb_v(shape: ScheduleShape, rank: int) -> Iterator[Action]:
     """Capitals are the chunk on the way down (stage r), small letters the one on the way up (stage 2p - 1 - r).
 
-    Each letter is the next micro-batch of its kind. Input and weight part follow each other except at the end, where the weight parts
-    fill the gaps. The order is laid out for at least 2 p - 1 micro-batches, which it needs to be full; of a smaller number the actions
-    that there are run in that order.
+    Each letter is the next micro-batch of its kind. W follows its I except at the end, where W fills the gaps. The order
+    is laid out for at least 2 p - 1 micro-batches, which it needs to be full; with fewer, missing actions are skipped.
     """
     p, m = shape.num_ranks, _num_laid_out(shape)
     num_ahead = 2 * p - 1 - rank  # forwards of the chunk down when all fill: the chunk up has done p of them
@@ -107,18 +105,18 @@ def _num_laid_out(shape: ScheduleShape) -> int:
 
 
 def _v_shape(shape: ScheduleShape) -> tuple[int, ...]:
-    """Two stages a rank, down and up again: rank r has stages r and 2p - 1 - r."""
+    """Two stages per rank, down and up again: rank r has stages r and 2p - 1 - r."""
     down = tuple(range(shape.num_ranks))
     return down + down[::-1]
 
 
 def _peak_v(shape: ScheduleShape, rank: int) -> int:
-    """In chunks, each half as large as a stage of 1F1B: p micro-batches' worth of both chunks, if there are enough."""
+    """In chunks, each half a stage of 1F1B."""
     return min(2 * shape.num_ranks, 2 * shape.num_micro_batch, shape.num_micro_batch + rank + 1)
 
 
 def _waiting_v(shape: ScheduleShape, rank: int) -> int:
-    """At the end, where they fill the gaps of the last p; of the chunk on the way down."""
+    """The peak is at the end, where W of the chunk on the way down fills the gaps of the last p micro-batches."""
     num_of_last = shape.num_ranks - (_num_laid_out(shape) - shape.num_micro_batch)
     return max(1, min(rank + 1, num_of_last))
 
@@ -151,8 +149,8 @@ def build(name: str, *, num_ranks: int, num_micro_batch: int, num_chunks: int = 
         name: one of `BUILDERS`.
         num_ranks: pipeline ranks (virtual devices).
         num_micro_batch: micro-batches of a step.
-        num_chunks: stages per rank. 1 also stands for "as many as the schedule has", which are 2 for zb_v.
-        group_size: of interleaving; None for as many micro-batches as there are ranks.
+        num_chunks: stages per rank. 1 also means the schedule's own number (2 for zb_v).
+        group_size: of interleaving; None for the number of ranks.
 
     Raises:
         ConfigError: there is no such schedule, or it cannot be built in this shape; all reasons at once.
@@ -171,10 +169,10 @@ def build(name: str, *, num_ranks: int, num_micro_batch: int, num_chunks: int = 
 def most_held(
     name: str, *, num_ranks: int, num_micro_batch: int, num_chunks: int = 1, group_size: int | None = None
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """What `build` would promise, without building: per rank, the most chunk activations alive at once, and the most micro-batches of one
-    of its stages whose weight gradients wait for their W at once, 0 where B computes them.
+    """What `build` promises, without building; arguments and errors as there.
 
-    Args and errors are those of `build`.
+    Returns:
+        Per rank, the most chunk activations alive, and the most micro-batches of one stage whose weight gradients wait for W.
     """
     builder = _builder(name)
     shape = _shape(builder, num_ranks, num_micro_batch, num_chunks, group_size)
@@ -182,11 +180,7 @@ def most_held(
 
 
 def placement(name: str, *, num_ranks: int, num_chunks: int = 1) -> tuple[int, ...]:
-    """The rank of each stage, as `build` would place them; its length is the number of stages that the schedule runs.
-
-    Raises:
-        ConfigError: there is no such schedule, or not with so many chunks.
-    """
+    """The rank of each stage as `build` places them; raises ConfigError as `build`."""
     builder = _builder(name)
     return builder.placement(_shape(builder, num_ranks, num_ranks, num_chunks, None))
 

@@ -1,4 +1,4 @@
-"""The proof that a schedule is complete, in order, free of deadlock, and within the memory it promises."""
+"""Proves that a schedule is complete, in order, free of deadlock, and within the peak memory it promises."""
 
 from __future__ import annotations
 
@@ -24,18 +24,16 @@ from whale.schedules.holding import count_in_flight
 def verify(schedule: Schedule, edges: Iterable[tuple[int, int]] | None = None, *, places: Sequence[str] = ()) -> None:
     """Checks a schedule and reports all its faults at once.
 
-    Checked are: every action once and on its stage's rank; F before R before B (or I before W);
-    communication complete along the edges and in the same order at both ends of each; SYNC and STEP at their ends;
-    no deadlock with sends that never block and receives that do, nor where every launch waits for its other end;
-    peak in flight as promised. A deadlock is looked for only where nothing is missing or out of order, because
-    either would be reported again as one.
+    Every action once and on its stage's rank; F before R before B (or I before W); communication complete along the edges
+    and in one order at both ends; SYNC and STEP at their ends; no deadlock, with non-blocking sends and with launches that
+    block until the other end arrives; peak in flight as promised. Deadlocks are looked for only if nothing is missing or
+    out of order, which would be reported twice.
 
     Args:
         schedule: with communication, or as a builder made it.
-        edges: pairs of stages. With them given the communication between ranks must be there; None stands for the
-            chain in which every stage feeds the next, and a schedule without any SEND is then taken as one
-            in which communication is yet to be inserted.
-        places: per rank, where its actions are written (``file:line``), for the messages.
+        edges: pairs of stages; communication along them is then required. None means a chain, and no communication is
+            required of a schedule without any SEND.
+        places: per rank, ``file:line`` of its actions, for the messages.
 
     Raises:
         ScheduleError: all the faults.

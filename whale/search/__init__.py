@@ -1,4 +1,4 @@
-"""The search over plans: the fastest that fits, and what came next. Without torch."""
+"""The search over plans: the best that fits, and the runners-up. Without torch."""
 
 from whale.search.deciding import decide
 from whale.search.result import Candidate, SearchResult

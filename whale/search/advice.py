@@ -1,6 +1,6 @@
-"""Advice about a cluster: what each group of devices adds, who takes the front, what more or faster would bring, the least memory.
+"""Advice about a cluster: what each device type, more devices or faster links bring, which type runs the first stages, the least memory.
 
-Each piece compares two searches, or two plans of one, and has the numbers of both.
+Each piece of advice compares two searches, or two plans of one search, and states both numbers.
 """
 
 from __future__ import annotations
@@ -28,53 +28,34 @@ from whale.search.result import Candidate, SearchResult
 from whale.search.searching import search
 from whale.units import format_bytes, format_seconds
 
-EFFORT = 30.0
-"""Plans that each search of a changed cluster makes at most where ``planning.effort`` is not set: there are many of them."""
+EFFORT = 30.0  # plans per search of a changed cluster where ``planning.effort`` is not set: there are many such searches
 
-WORTH = 1.02
-"""From so many times as good on, a change is worth its words: two searches of one choice differ by less."""
+WORTH = 1.02  # a smaller ratio is no gain: two searches of one choice differ by less
 
-FACTOR = 2
-"""So many times as fast are the links that are asked about."""
+FACTOR = 2  # links are asked about at this multiple of their bandwidth
 
 About = Literal["devices", "front", "state", "more", "link", "memory", "redundancy", "depth"]
 
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """One sentence, and the two numbers behind it.
+    """One sentence, and the two numbers behind it."""
 
-    Attributes:
-        about: what it is about.
-        subject: which devices, links or settings.
-        says: the sentence.
-        value: of the plan that it speaks for, by the objective; of memory bytes, of redundancy the seconds of a copying, of depths blocks.
-            None where there is none.
-        beside: of the plan that it is compared with, likewise.
-    """
-
-    about: About
-    subject: str
-    says: str
-    value: float | None
-    beside: float | None
+    about: About  # topic
+    subject: str  # which devices, links or settings
+    says: str  # the sentence
+    value: float | None  # of the plan it argues for, by the objective (memory: bytes; redundancy: seconds of a copy; depth: blocks)
+    beside: float | None  # of the plan it is compared with; None where there is none
 
 
 @dataclass(frozen=True)
 class Advised:
-    """All advice.
+    """All advice."""
 
-    Attributes:
-        found: the search on the cluster as it is; None where nothing fits.
-        fault: why nothing fits; "" where something does.
-        advice: what there is to say.
-        state: ``memory.zero`` and ``memory.offload`` of the plan; "" where nothing fits.
-    """
-
-    found: SearchResult | None
-    fault: str
-    advice: tuple[Advice, ...]
-    state: str = ""
+    found: SearchResult | None  # the search on the cluster as it is; None where nothing fits
+    fault: str  # why nothing fits, or ""
+    advice: tuple[Advice, ...]  # all of it
+    state: str = ""  # ``memory.zero`` and ``memory.offload`` of the plan; "" where nothing fits
 
 
 def advise(
@@ -84,10 +65,10 @@ def advise(
 
     Args:
         graph: the captured model.
-        cluster: the devices there are.
-        config: settings; the objective is theirs, and so is the effort of each search where it is set.
+        cluster: the devices.
+        config: settings, with the objective and, where set, the effort of each search.
         rows: of the global batch; None for the example's.
-        tell: is called with what is searched for next.
+        tell: is called before each search with what it looks for.
 
     Raises:
         ConfigError: nothing is left to search for.
@@ -113,7 +94,7 @@ def advise(
 
 @dataclass(frozen=True)
 class _Adviser:
-    """What all searches have in common; the arguments are those of `advise`."""
+    """What all searches share; arguments as of `advise`."""
 
     graph: ModelGraph
     cluster: Cluster
@@ -130,13 +111,9 @@ class _Adviser:
         using: Device | None = None,
         effort: float | None = None,
     ) -> SearchResult:
-        """The outcome of a search on a cluster, told before it begins; what is known to be good there is where it starts.
+        """Reports and runs a search; `start` are known good strategies, `using` a device type that every plan must have.
 
-        As in any plan as little state is shared out or on hosts as fits, or more where that is faster.
-
-        Args:
-            using: a kind that all plans have.
-            effort: of it; None for that of a changed cluster.
+        As in any plan, as little state is sharded or offloaded as fits, or more where that is faster.
         """
         if self.tell is not None:
             self.tell(what)
@@ -155,7 +132,7 @@ class _Adviser:
         return replace(next(each for each in self._by_state if each.step is step), plan=plan)
 
     def groups(self, found: SearchResult) -> Iterator[Advice]:
-        """Whether each kind of device is worth using."""
+        """Whether each device type is worth using."""
         for kind, num_devices in self.counts.items():
             if len(self.counts) > 1 or num_devices > 1:
                 used = sum(self.cluster.by_name[name].kind == kind for name in found.plan.devices)
@@ -182,7 +159,7 @@ class _Adviser:
         return Advice("devices", name, f"use {subject}: {ratio:.2f}x ({numbers})", found.value, without)
 
     def _fewer(self, found: SearchResult, name: str, subject: str) -> Advice:
-        """Of devices that are all alike: beside one of them."""
+        """For identical devices: all against one of them."""
         text = found.objective.text
         try:
             alone = self.searched(f"one {name}", self.cluster.only([found.plan.devices[0]])).value
@@ -211,7 +188,7 @@ class _Adviser:
         return Advice("devices", name, says, found.value, value)
 
     def _best_with(self, kind: Device) -> tuple[float, StepEstimate] | None:
-        """The best plan with a kind of device, by a search of such plans alone: value and step; None where there is none."""
+        """Value and step of the best plan with a device type, by a search of such plans only; None where there is none."""
         try:
             found = self.searched(f"with the {self.names[kind]}", self.cluster, using=kind)
         except (PlanError, AnnotationError):
@@ -232,7 +209,7 @@ class _Adviser:
         return Advice("devices", name, f"the {name} may be left out: the others alone are as good ({numbers})", without, value)
 
     def front(self, found: SearchResult) -> Iterator[Advice]:
-        """Which kind computes the first stage, and what it would be with another there."""
+        """Which device type computes the first stage, and the time with another there."""
         replica = self._mixed(found.plan)
         if replica is None:
             return
@@ -255,7 +232,7 @@ class _Adviser:
         return self.cluster.by_name[replica.stages[0].virtual_device.devices[0]].kind
 
     def _mixed(self, plan: Plan) -> Replica | None:
-        """A replica whose pipeline runs over several kinds."""
+        """A replica whose pipeline runs over several device types."""
         for replica in plan.replicas:
             names = (stage.virtual_device.devices[0] for stage in replica.stages)
             if len({self.cluster.by_name[name].kind for name in names}) > 1:
@@ -263,7 +240,7 @@ class _Adviser:
         return None
 
     def states(self, found: SearchResult) -> Iterator[Advice]:
-        """Why state is shared out or on hosts, where settings leave it open; right after the search."""
+        """Why state is sharded or offloaded, where settings leave it open; must follow the search directly, which fills `_by_state`."""
         said = state_choice(found.plan)
         if said is None:
             return
@@ -275,7 +252,7 @@ class _Adviser:
             yield Advice("state", "memory", f"{said.decision}: {min(others) / found.value:.2f}x ({numbers})", found.value, min(others))
 
     def on_hosts(self) -> Iterator[Advice]:
-        """Whether what does not fit would with some of it on hosts, where settings do not say where state lives."""
+        """Whether offloading would make the model fit, where settings do not set it."""
         if "memory.offload" in self.config.explicit:
             return
         try:
@@ -287,13 +264,13 @@ class _Adviser:
         yield Advice("state", "memory.offload", says, found.value, None)
 
     def more(self, found: SearchResult | None) -> Iterator[Advice]:
-        """What one more device of each kind would bring; the cluster's plan is still there to take."""
+        """What one more device of each type would bring; the present plan stays possible."""
         for kind, name in self.names.items():
             cluster, where = one_more(self.cluster, kind)
             yield self._changed(found, "more", name, f"one more {name} {where}", cluster)
 
     def links(self, found: SearchResult) -> Iterator[Advice]:
-        """What links twice as fast would bring, also where the plan uses none because they are slow."""
+        """What links twice as fast would bring, also where the plan avoids them because they are slow."""
         hosts = self.cluster.hosts
         if len(hosts) > 1:
             faster = faster_between(self.cluster, FACTOR)
@@ -303,14 +280,14 @@ class _Adviser:
             yield self._changed(found, "link", "inside hosts", "links inside hosts twice as fast", faster, self._as_it_is(found, faster))
 
     def _as_it_is(self, found: SearchResult, cluster: Cluster) -> float:
-        """What the plan comes to on a cluster of the same devices: a search there need not come by it again."""
+        """The value of the present plan on a changed cluster, which a search there may miss."""
         prices = Prices(self.graph, cluster, Costs.for_model(self.config, self.graph, cluster))
         return found.objective.of(found.plan, estimate_with(prices, found.plan))
 
     def _changed(
         self, found: SearchResult | None, about: About, subject: str, what: str, cluster: Cluster, as_it_is: float | None = None
     ) -> Advice:
-        """What a search on a changed cluster brings; `as_it_is`: what the plan that there is comes to there, where it is known."""
+        """What a changed cluster brings; `as_it_is` is the value of the present plan there, where known."""
         try:
             changed = self.searched(what, cluster, [] if found is None else [found])
         except PlanError:
@@ -330,7 +307,7 @@ class _Adviser:
         return Advice(about, subject, f"{what}: {found.value / value:.2f}x ({text(value)}, {text(found.value)} now)", value, found.value)
 
     def memory(self, found: SearchResult | None) -> Advice:
-        """With how little memory on each device the model would train."""
+        """The least memory per device that trains the model."""
         if self.tell is not None:
             self.tell("the least memory")
         config = self.config.with_values({"planning.objective": "memory"})
@@ -349,7 +326,7 @@ class _Adviser:
         return Advice("memory", "the fullest device", f"{says} (the plan above needs devices of {format_bytes(now)})", need, now)
 
     def redundancy(self, found: SearchResult) -> Iterator[Advice]:
-        """What copies of the state on second hosts would take."""
+        """What redundant copies of the state on other hosts would cost."""
         costs = Costs.for_model(self.config, self.graph, self.cluster)
         copies = redundancy_of(found.plan, Prices(self.graph, self.cluster, costs), self.config.memory.redundancy_steps)
         if copies is not None:
@@ -359,22 +336,17 @@ class _Adviser:
 
     @cached_property
     def counts(self) -> Counter[Device]:
-        """Devices of each kind."""
         return Counter(device.kind for device in self.cluster.devices)
 
     @cached_property
     def names(self) -> dict[Device, str]:
-        """What each kind is called: its model, with its memory where several kinds have one."""
+        """What each device type is called: its model, with its memory where several types share the model."""
         models = Counter(kind.model for kind in self.counts)
         return {kind: kind.model if models[kind.model] == 1 else f"{kind.model} of {format_bytes(kind.memory)}" for kind in self.counts}
 
 
 def of_depth(sizes: Sequence[Largest]) -> Advice:
-    """How deep the model may become.
-
-    Args:
-        sizes: `largest`, from the state that takes the most memory of devices to what takes the least.
-    """
+    """How deep the model may become; `sizes` as `largest` yields them, from the state that needs most device memory to the least."""
     most, plain = max(each.num_blocks for each in sizes), sizes[0]
     best = next(each for each in sizes if WORTH * each.num_blocks >= most)  # no more is shared out or on hosts than brings something
     told = [f"memory.zero: {own.zero}, memory.offload: {own.offload}, {format_seconds(own.step.step_seconds)}" for own in (best, plain)]
@@ -384,12 +356,12 @@ def of_depth(sizes: Sequence[Largest]) -> Advice:
 
 
 def state_choice(plan: Plan) -> Choice | None:
-    """What was decided of the state of parameters, where settings left it open and it is not plain."""
+    """The choice about parameter state, where settings left it open and it is not plain."""
     return next((each for each in plan.choices if (each.pass_name, each.subject) == ("memory", "state")), None)
 
 
 def said_state(plan: Plan, config: Config) -> str:
-    """``memory.zero`` and ``memory.offload`` of a plan that was made with these settings."""
+    """``memory.zero`` and ``memory.offload`` of a plan made with these settings."""
     said = state_choice(plan)
     if said is not None:
         return said.decision
@@ -400,7 +372,7 @@ def said_state(plan: Plan, config: Config) -> str:
 
 
 def why_slower(step: StepEstimate, seconds: float) -> str:
-    """Why a step is slower than another of so many seconds: its longest work, its links, or stages that wait for one another."""
+    """Why a step is slower than `seconds`: compute, links, or waiting for other stages."""
     slow = step.straggler
     work, waits = f"{slow.name} {slow.does('computes')} for {format_seconds(slow.busy)}", slow.does("waits")
     if slow.busy >= seconds:

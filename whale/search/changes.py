@@ -1,4 +1,4 @@
-"""Clusters that differ from one that there is: with one more device, faster links, or memory without end."""
+"""Clusters changed in one respect: one more device, faster links, or unlimited memory."""
 
 from __future__ import annotations
 
@@ -7,15 +7,14 @@ from itertools import count
 
 from whale.ir.cluster import Cluster, Device, Host, Link
 
-PLENTY_BYTES = 1 << 50
-"""Memory of a device where what fits is no question."""
+PLENTY_BYTES = 1 << 50  # device memory that fits everything
 
 
 def one_more(cluster: Cluster, kind: Device) -> tuple[Cluster, str]:
-    """A cluster with one more device of a kind, and where it is, in words.
+    """A cluster with one more device of a type, and its place in words.
 
-    It is in the first host that has several devices and one of that kind; else on a host of its own, like the first that has one, if
-    a network links any two hosts; else beside that one. A host that is paid for as a whole costs as much more as it has more devices.
+    It joins the first host with several devices and one of that type; else it gets a host of its own like the first that
+    has one, if a network links any two hosts; else it joins that host. A host priced as a whole costs proportionally more.
     """
     having = [host for host in cluster.hosts if any(device.kind == kind for device in host.devices)]
     crowded = next((host for host in having if len(host.devices) > 1), None)
@@ -33,20 +32,18 @@ def one_more(cluster: Cluster, kind: Device) -> tuple[Cluster, str]:
 
 
 def faster_between(cluster: Cluster, factor: float) -> Cluster:
-    """A cluster whose links between hosts, and cards, have so many times the bandwidth."""
+    """Multiplies the bandwidth of links between hosts and of network cards."""
     hosts = tuple(replace(host, card=None if host.card is None else host.card * factor) for host in cluster.hosts)
     network = None if cluster.network is None else _faster(cluster.network, factor)
     return replace(cluster, hosts=hosts, network=network, pairs=tuple((pair, _faster(link, factor)) for pair, link in cluster.pairs))
 
 
 def faster_inside(cluster: Cluster, factor: float) -> Cluster:
-    """A cluster whose links inside hosts have so many times the bandwidth."""
+    """Multiplies the bandwidth of links inside hosts."""
     return replace(cluster, hosts=tuple(replace(host, link=_faster(host.link, factor)) for host in cluster.hosts))
 
 
 def with_plenty(cluster: Cluster) -> Cluster:
-    """A cluster on whose devices anything fits."""
-
     def roomy(host: Host) -> Host:
         return replace(host, devices=tuple(replace(device, memory=PLENTY_BYTES) for device in host.devices))
 

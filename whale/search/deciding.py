@@ -1,6 +1,6 @@
-"""The plan of a run or of a simulation: searched for, written down by the user, or made before and verified; with its estimate.
+"""The plan of a run or a simulation, with its estimate: searched for, written by the user, or made before and verified.
 
-Of a range of numbers of rows each is searched for, and they are compared by what a sample takes.
+In a range of row counts each is searched, and their times per sample are compared.
 """
 
 from __future__ import annotations
@@ -47,18 +47,18 @@ def decide(
     """The plan, and the estimate of its step.
 
     Args:
-        plan: made before, as a value or a JSON file; or written down, in a YAML file, which fixes what it says; None plans, by a
-            search where nothing says how the model is divided.
+        plan: an existing plan (a value or a JSON file); or a YAML file, which fixes what it states; None plans, by a search
+            where nothing says how the model is divided.
         graph: the captured model.
         cluster: to run on.
         config: settings.
-        rows: of the global batch to plan for; None for the example's. A plan that was made before has its own.
-        runner_up: which runner-up of the search it shall be, from 1; None for the best.
-        tell: is called by a search with what it has seen so far.
+        rows: of the global batch; None for the example's. An existing plan has its own.
+        runner_up: which runner-up of the search to take, from 1; None for the best.
+        tell: is called by a search with its progress.
 
     Raises:
-        ConfigError: a written plan does not fit the model, the cluster or itself; or there is no search for the objective to rule.
-        PlanError: the file cannot be read, or the plan does not serve this model and cluster, or there is none.
+        ConfigError: a written plan contradicts the model, the cluster or itself; or the objective needs a search and there is none.
+        PlanError: the file cannot be read, the plan does not serve this model and cluster, or there is none.
     """
     is_written = isinstance(plan, (str, Path)) and Path(plan).suffix in (".yaml", ".yml")
     if plan is None or is_written:
@@ -108,7 +108,7 @@ def _searched(
 
 
 def _best_batch(graph: ModelGraph, cluster: Cluster, config: Config, rows: int | None, tell: Callable[[str], None] | None) -> SearchResult:
-    """The outcome for the best number of rows of the range that is set."""
+    """The search result for the best number of rows of the configured range."""
     ends = range_of(str(config.planning.batch_rows))
     assert ends is not None, "checked where it was read"
     if rows is not None:
@@ -117,7 +117,7 @@ def _best_batch(graph: ModelGraph, cluster: Cluster, config: Config, rows: int |
 
 
 def _rule(graph: ModelGraph, cluster: Cluster, config: Config, rows: int | None) -> tuple[Plan, StepEstimate] | None:
-    """The plan without a search, where none that the search looks at is sure to be it: before the search, which may be interrupted."""
+    """The plan without a search, where the search might not consider it; made before the search, which may be interrupted."""
     if config.pipeline.num_stages is None or is_divided(graph, config):  # it is in the space
         return None
     with contextlib.suppress(WhaleError):
@@ -126,12 +126,11 @@ def _rule(graph: ModelGraph, cluster: Cluster, config: Config, rows: int | None)
 
 
 def _as_ruled(plan: Plan, step: StepEstimate, why: str) -> tuple[Plan, StepEstimate]:
-    """The plan without a search, which says why it is taken."""
     return replace(plan, choices=(Choice("search", "strategy", "the plan without a search", bound=why), *plan.choices)), step
 
 
 def _asked(config: Config, runner_up: int | None) -> str | None:
-    """What only a search can give, where that is asked for."""
+    """What is asked for that only a search can give."""
     if config.planning.objective != "step_time":
         return f"planning.objective {config.planning.objective}"
     if config.planning.batch_rows is not None:
@@ -140,7 +139,6 @@ def _asked(config: Config, runner_up: int | None) -> str | None:
 
 
 def _check_asked(pin: str, config: Config, runner_up: int | None) -> None:
-    """Refuses what needs a search where a pin leaves none."""
     asked = _asked(config, runner_up)
     if asked is not None:
         raise ConfigError(f"{asked} needs a search, but {pin} leaves nothing to search", hint=f"remove it, or {asked}")
@@ -153,23 +151,23 @@ def with_states(
     *,
     may_compare: bool,
 ) -> Planned:
-    """The plan with as little shared out and kept on hosts as fits; with more where it is faster, since less is computed again.
+    """The plan with as little sharded and offloaded as fits; with more where that is faster because less is recomputed.
 
-        zero 0  -->  nothing fits, or some is computed again  -->  zero 2  -->  nothing fits  -->  zero 3
-             -->  nothing fits  -->  what does not fit on hosts, of the optimizer's or of activations, whichever is faster:
-                                     zero 0 or, where it is faster, zero 2, where hosts step a part each
+        zero 0  -->  nothing fits, or some is recomputed  -->  zero 2  -->  nothing fits  -->  zero 3
+             -->  nothing fits  -->  offload as needed, of the optimizer or of activations, whichever is faster:
+                                     zero 0 or, where faster, zero 2, where each host steps a part
                                      -->  nothing fits  -->  zero 3
-             -->  nothing fits  -->  what does not fit on hosts of the optimizer's and of weights, in the same order
+             -->  nothing fits  -->  offload as needed, of the optimizer and of weights, in the same order
 
     Args:
         config: settings; ``memory.zero`` and ``memory.offload`` may be ``auto``.
         num_devices: of the cluster.
         planned: makes the plan of settings that leave neither open.
-        may_compare: whether a plan that fits may give way to a faster one that shares out more.
+        may_compare: whether a plan that fits may give way to a faster one that shards more.
 
     Raises:
-        OutOfMemory: nothing fits; with the figures of the state that takes least.
-        WhaleError: there is no plan for another reason than memory.
+        OutOfMemory: nothing fits; of the state that needs least.
+        WhaleError: there is no plan for another reason.
     """
     zero, is_open = config.memory.zero, config.memory.offload == "auto"
     as_needed = is_open or config.memory.offload_as_needed
@@ -225,7 +223,7 @@ def _because(planned: Planned, zero: str, offload: str, reason: str) -> Planned:
 
 
 def _computes_again(plan: Plan, config: Config) -> bool:
-    """Whether memory made it compute anything twice."""
+    """Whether memory made it recompute anything."""
     if "recompute.policy" in config.explicit and config.recompute.policy != "auto":
         return False
     stages = (stage for replica in plan.replicas for stage in replica.stages)
@@ -238,14 +236,7 @@ _WRITES_ONE = "whale plan ... --output FILE writes one"
 
 
 def given_plan(plan: Plan | str | Path, graph: ModelGraph, cluster: Cluster, config: Config, rows: int | None) -> tuple[Plan, StepEstimate]:
-    """The plan with the figures of its step on this cluster, and the estimate.
-
-    Args:
-        plan: as a value or a JSON file.
-        graph: the captured model.
-        cluster: to run on.
-        config: settings.
-        rows: that are asked for; None for those of the plan.
+    """An existing plan with the figures of its step on this cluster, and the estimate; arguments as `decide`.
 
     Raises:
         PlanError: the file cannot be read, or the plan does not serve this model, these rows and this cluster.
@@ -270,7 +261,7 @@ def given_plan(plan: Plan | str | Path, graph: ModelGraph, cluster: Cluster, con
 
 
 def _with_figures_of(plan: Plan, step: StepEstimate) -> Plan:
-    """The plan with what its step takes now: a cluster with other figures, or a profile, makes that another than it was."""
+    """The plan with its step time now, which other figures of the cluster or a profile change."""
     if step.step_seconds == plan.step_seconds:
         return plan
     anew = Choice(
@@ -287,7 +278,7 @@ def _with_figures_of(plan: Plan, step: StepEstimate) -> Plan:
 
 @contextmanager
 def _told_of(path: str | Path | None) -> Iterator[None]:
-    """Faults inside tell the file, which is one of two where plans are compared."""
+    """Adds the file to faults inside: of two compared plans it says which."""
     try:
         yield
     except PlanError as fault:
@@ -306,22 +297,18 @@ def _read(path: Path) -> Plan:
 
 
 def numbers_of_rows(low: int, high: int) -> tuple[int, ...]:
-    """The least of a range, twice, four times ... as many, and the most."""
+    """low, 2 low, 4 low ... and high."""
     doubled = (low << exponent for exponent in range((high // low).bit_length()))
     return tuple(dict.fromkeys((*doubled, high)))
 
 
 def best_batch(low: int, high: int, searched: Callable[[int], SearchResult]) -> SearchResult:
-    """The outcome with the number of rows whose samples are best by the objective; its plan says what the others come to.
+    """The search result whose time per sample is best; its plan says what the other row counts give.
 
-    Ctrl-C ends it with the best so far, if there is one.
-
-    Args:
-        low, high: the range.
-        searched: searches with a number of rows.
+    Ctrl-C returns the best so far, if there is one.
 
     Raises:
-        WhaleError: there is a plan for none of them; that of the fewest rows.
+        WhaleError: no row count has a plan; the error of the smallest.
     """
     found, faults, is_whole = dict[int, SearchResult](), dict[int, WhaleError](), True
     for rows in numbers_of_rows(low, high):

@@ -1,6 +1,6 @@
-"""Why a search ends without a plan, and what would help: how much more memory, or how many devices.
+"""Why a search finds no plan, and what would help: how much more memory, or how many devices.
 
-Of the user's settings, and their division of the model, each is taken out in turn, and what is left is tried.
+Each setting of the user, and the division of the model, is removed in turn, and the rest is tried.
 """
 
 from __future__ import annotations
@@ -26,23 +26,21 @@ from whale.search.open import OpenSpace
 from whale.search.ranking import FreeSpace
 from whale.units import counted, format_bytes
 
-NUM_NEAREST = 24
-"""Of so many sets of replicas, those that come nearest, it is worked out how much memory they would need."""
+NUM_NEAREST = 24  # sets of replicas, the closest to fitting, whose memory need is worked out
 
-MOST = 64.0
-"""Memories are not imagined larger than so many times."""
+MOST = 64.0  # largest multiple of the memory that is considered
 
 
 def failure(
     faults: Sequence[WhaleError], short: Sequence[tuple[Strategy, MemoryShortage]], space: FreeSpace | OpenSpace, free: FreeSpace
 ) -> WhaleError:
-    """The error that says it.
+    """The error for a search without a plan.
 
     Args:
         faults: of the plans that were tried.
         short: strategies that did not fit, with why.
         space: that was searched.
-        free: that there would be if nothing divided the model.
+        free: the space if nothing divided the model.
     """
     remedies = _Remedies(free)
     if isinstance(space, OpenSpace):
@@ -72,16 +70,16 @@ def failure(
 
 
 def commonest(faults: Sequence[WhaleError]) -> WhaleError:
-    """The first fault of the type and the line that most of them have; splits, which the search tries by itself, come last."""
+    """The first fault of the most frequent type and line; faults of splits, which the search itself tries, come last."""
     own = [fault for fault in faults if not isinstance(fault, NothingToCut)] or faults
     counts = Counter((type(fault), str(fault.where)) for fault in own)
     return max(own, key=lambda fault: counts[type(fault), str(fault.where)])
 
 
 def _missing(strategy: Strategy, nearest: MemoryShortage, space: OpenSpace) -> int:
-    """How many bytes more of each device a strategy needs.
+    """How many more bytes each device needs for a strategy.
 
-    The planner's closed form may be a little below the estimate, so it is planned once more with as much memory as that asks for.
+    The planner's closed form may be a little below the estimate, so it is planned once more with that much memory.
     """
     missing = nearest.num_bytes
     kinds = {device.kind for device in space.prices.cluster.devices}
@@ -123,7 +121,7 @@ class _Remedies:
         self._nearest = sorted(self.lineups, key=lambda strategy: (lacking[strategy], len(strategy.replicas)))[:NUM_NEAREST]
 
     def all(self) -> Iterator[str]:
-        """With how much memory something would fit, and with how many devices."""
+        """How much memory, and how many devices, would make something fit."""
         scale, cluster = self._scale(), self._free.space.cluster
         kinds = tuple(dict.fromkeys(device.kind for device in cluster.devices))
         if scale < MOST:
@@ -136,20 +134,20 @@ class _Remedies:
             yield f"a pipeline of about {' or '.join(found)}"
 
     def fits(self, scale: float) -> bool:
-        """Whether something would fit, roughly, in memories that are so many times larger."""
+        """Whether something would roughly fit in memories `scale` times larger."""
         return any(
             all(self._holds(replica, self._forms.num_rows / strategy.num_replicas, scale) for replica in strategy.replicas)
             for strategy in self._nearest
         )
 
     def _holds(self, replica: ReplicaSpec, rows: float, scale: float) -> bool:
-        """Whether one replica with so many rows would fit in memories that are so many times larger, whatever devices there are."""
+        """Whether one replica with so many rows would fit in memories `scale` times larger, whatever devices exist."""
         m = self._free.freedom.micro_batches or max(1, int(rows))
         own = replace(replica, num_micro_batch=m, schedule=replica.schedule or "1f1b", num_chunks=replica.num_chunks or 1)
         return any(self._takes_all(own, max(1, math.ceil(rows / m)), scale, policy) for policy in ("none", "auto"))
 
     def _takes_all(self, replica: ReplicaSpec, rows: int, scale: float, policy: str) -> bool:
-        """Whether it does where each stage takes as much of the model as fits, one after another."""
+        """The same, where each stage in turn takes as much of the model as fits."""
         solver, place, num_units = self._forms.planner.solver(replica, policy), 0, self._forms.planner.points.num_units
         for stage, rank in enumerate(solver.pipeline.stage_rank):
             ends = np.arange(place + 1, num_units + 1)
@@ -163,7 +161,7 @@ class _Remedies:
         return place == num_units
 
     def _scale(self) -> float:
-        """How many times larger the memories would have to be."""
+        """How many times larger the memories must be, by bisection."""
         low, high = 1.0, MOST
         for _ in range(8):
             middle = (low * high) ** 0.5
@@ -174,7 +172,7 @@ class _Remedies:
         return high
 
     def _fewest(self, kind: Device) -> int | None:
-        """How many devices of a kind hold the model as one pipeline, no deeper than is set; None where no number does."""
+        """How many devices of a type hold the model as one pipeline, no deeper than configured; None where no number does."""
         most, asked = self._free.space.num_places, self._free.freedom.num_ranks
         numbers = range(1, min(most, asked or most) + 1)
 
@@ -193,14 +191,13 @@ PINS = (
     ("memory.fraction",),
     ("planning.search",),
 )
-"""Settings that may leave no plan where there would be one; those of a line are taken out together."""
+"""Settings that may rule out every plan; those of a line are removed together."""
 
-EFFORT = 2
-"""Plans that are made at most to see whether there is one, and six more while nothing fits."""
+EFFORT = 2  # plans to see whether there is one, and six more while nothing fits
 
 
 def with_blame(fault: WhaleError, graph: ModelGraph, config: Config, planned: Callable[[ModelGraph, Config], object]) -> WhaleError:
-    """A fault whose hint names the settings, or the division of the model, without which there is a plan; as it was where there are none.
+    """Adds to a fault's hint the settings, or the division of the model, without which there is a plan.
 
     Args:
         fault: why there is no plan.
@@ -225,7 +222,7 @@ def _is_planned(planned: Callable[[ModelGraph, Config], object], graph: ModelGra
 
 
 def _without(fault: WhaleError, graph: ModelGraph, config: Config) -> Iterator[tuple[str, ModelGraph, Config]]:
-    """What may be to blame, in words, with the model and the settings that are left without it."""
+    """What may be to blame, in words, with the model and settings that are left without it."""
     for pins in PINS:
         own = {name: value for name, value in config.explicit_items() if name in pins}
         if own:

@@ -1,9 +1,9 @@
-"""What a step of a strategy takes, in closed form: the stages cut, the rows divided, messages and sums over the links that there are.
+"""The closed form of a strategy's step time: stages cut, rows divided, messages and gradient sums over the links.
 
     lanes   each replica by itself (`whale.search.lane`)
-    end     of each rank: what its last backward pass does not hide of the sums of its gradients, and its optimizer
+    end     per rank: gradient sums that its last backward pass does not hide, and its optimizer
 
-The plan and its simulation have the last word; what is planned first follows from this.
+It ranks strategies; plan and simulation decide.
 """
 
 from __future__ import annotations
@@ -28,28 +28,18 @@ from whale.search.freedom import Order
 from whale.search.lane import WEIGHTS_LAST, Lane
 from whale.search.places import Hops, Numbers, Places
 
-UNSURE = 0.15
-"""What overflows a device by less than this may fit, as plans count it."""
+UNSURE = 0.15  # share by which a device may overflow in closed form and still fit in a plan
 
-SMALL = 4096
-"""A pipeline of so many stages, times places to cut, gets the cut of its plan; a larger one a cut that is found sooner."""
+SMALL = 4096  # up to this many stages x cut points a pipeline gets the cut of its plan; larger ones a quicker cut
 
-IN_TURN = 1.5
-"""Where replicas are split over several numbers of devices, those of the narrower ones sum with one after another, and others wait."""
+IN_TURN = 1.5  # factor of gradient sums where replicas have different split widths: those of the narrower ones sum one after another
 
-BACKWARD = 2 / 3
-"""About this share of the time for a micro-batch is its backward pass."""
+BACKWARD = 2 / 3  # approximate share of the backward pass in the time of a micro-batch
 
 
 @dataclass(frozen=True, slots=True)
 class ClosedForm:
-    """A step.
-
-    Attributes:
-        seconds: of it.
-        lack: bytes that the device lacks which lacks most; 0 where all seems to fit.
-        held: bytes on the fullest device.
-    """
+    """Seconds of a step; bytes that the fullest device lacks (0 if all seems to fit); bytes that it holds."""
 
     seconds: float
     lack: float = 0.0
@@ -62,11 +52,7 @@ class ClosedForm:
 
 @dataclass(eq=False)
 class ClosedForms:
-    """The closed forms of strategies for one graph on one cluster.
-
-    Args:
-        planner: makes their plans.
-    """
+    """The closed forms of strategies for one graph on one cluster."""
 
     planner: Realizer
     _totals: dict[tuple[Device, int], tuple[Floats, Floats]] = field(default_factory=dict, init=False)
@@ -82,10 +68,10 @@ class ClosedForms:
         return self.planner.num_rows
 
     def of(self, strategy: Strategy) -> ClosedForm:
-        """A strategy with its micro-batches and its order.
+        """The closed form of a strategy with its micro-batches and its order.
 
-        Where memory decides what is computed again, it takes as much of the time for all as it must free of what that would; of what is a
-        little too much it is not known whether it fits.
+        Where memory decides about recomputation, the time lies between none and full recomputation, by the share of bytes
+        that must be freed; for a small overflow it is uncertain whether it fits at all.
         """
         firsts, own = self.places.firsts(strategy), strategy.replicas[0].recompute
         try:
@@ -105,7 +91,7 @@ class ClosedForms:
         return ClosedForm(seconds, min(kept.lack, recomputed.lack), recomputed.held)
 
     def unsure(self, strategy: Strategy) -> float:
-        """On few devices a strategy is planned though it holds more than there is room for, by the closed form, by up to this share."""
+        """Share by which the closed form may overflow and still be planned; on few devices (all named) everything may."""
         return 1e-9 if strategy.near is None else UNSURE
 
     def _with(self, strategy: Strategy, firsts: Sequence[Numbers], policy: str | Shares) -> tuple[ClosedForm, list[Lane]]:
@@ -120,16 +106,16 @@ class ClosedForms:
         return ClosedForm(seconds, max(0.0, lack), max(float(lane.held.max()) for lane in lanes)), lanes
 
     def least(self, strategy: Strategy, num_micro_batch: int) -> tuple[float, float]:
-        """At least so many seconds of a step, if nothing but computing took time, and bytes on its fullest device."""
+        """Lower bounds, from computing alone: seconds of a step, and bytes on its fullest device."""
         speed = sum(replica.count * self.speed(replica) for replica in strategy.replicas)
         fewest = min(replica.num_devices // replica.count for replica in strategy.replicas)
         return 1 / speed, self._state(fewest, num_micro_batch) / fewest
 
     def relaxed(self, strategy: Strategy, orders: Sequence[Order], counts: Sequence[int]) -> tuple[Floats, Floats]:
-        """At least so many seconds of a step, and about so many bytes on its fullest device, if the model could be cut anywhere.
+        """A lower bound of seconds, and about the bytes on the fullest device, if the model could be cut anywhere.
 
         Returns:
-            ``[orders, counts]`` and ``[counts]``, of numbers of micro-batches.
+            ``[orders, counts]`` and ``[counts]``, where counts are numbers of micro-batches.
         """
         m = np.array(counts, dtype=np.float64)
         points, training = self.planner.points, self.planner.prices.training
@@ -165,11 +151,11 @@ class ClosedForms:
         return self.num_rows / speeds + end, held
 
     def _least_end(self, strategy: Strategy, replica: ReplicaSpec, hidden: Floats, rates: Sequence[Line] | None) -> Floats:
-        """What sums of gradients and the optimizer add to a step, if the ranks of a replica have as much of the model as they are fast.
+        """What gradient sums and the optimizer add to a step, if ranks hold parts of the model in proportion to their speed.
 
         Args:
             hidden: seconds of the last backward passes.
-            rates: per rank, seconds of a bucket of gradients by bytes; None where nobody else has any.
+            rates: per rank, seconds of a bucket of gradients by bytes; None for a single replica.
         """
         ranks, pieces = replica.ranks or (), self.planner.pieces
         whole = {
@@ -182,7 +168,7 @@ class ClosedForms:
         return update + np.maximum(reduced - hidden, 0.0)
 
     def _turns(self, orders: tuple[Order, ...], counts: tuple[int, ...], num_ranks: int) -> tuple[Floats, Floats]:
-        """In a pipeline of equal ranks, how long one waits, in micro-batches, and micro-batches alive in the mean of the ranks."""
+        """In a pipeline of equal ranks: idle time of one in micro-batches, and micro-batches alive in the mean of the ranks."""
         key = orders, counts, num_ranks
         if key not in self._known_turns:
             m, (forward, weights) = np.array(counts), self._shares
@@ -195,7 +181,7 @@ class ClosedForms:
 
     @cached_property
     def _shares(self) -> tuple[float, float]:
-        """About this share of the time of a micro-batch is its forward pass, and its weight gradients."""
+        """Approximate shares of the forward pass and of weight gradients in the time of a micro-batch."""
         rows = float(self.num_rows)
         sums = self.planner.pieces.sums(self.planner.cluster.devices[0].kind, 1, rows)
         forward, backward, weights = (float(each[0, -1] + rows * each[1, -1]) for each in (sums.forward, sums.backward, sums.weights))
@@ -208,7 +194,7 @@ class ClosedForms:
 
     @cached_property
     def _least_crossing(self) -> tuple[float, float]:
-        """Bytes that cross where least does, both ways, as a line."""
+        """Bytes that cross at the cheapest cut, both ways, as a line over rows."""
         points = self.planner.points
         inner = slice(1, -1) if points.num_units > 1 else slice(None)
         return float(points.crossing_fixed[inner].min()), float(points.crossing_per_row[inner].min())
@@ -218,7 +204,7 @@ class ClosedForms:
         return max(0, int(self._state(replica.num_devices // replica.count, num_micro_batch)) - self.room(replica))
 
     def _state(self, num_devices: int, num_micro_batch: int) -> float:
-        """Bytes of all parameters with what training adds, on so many devices together that have equal parts of them."""
+        """Bytes of all parameters with their gradients and optimizer state, on devices that hold equal parts."""
         prices, whole = self.planner.prices, float(self.planner.points.parameters[0, -1])
         if num_micro_batch > 1:
             return whole
@@ -227,30 +213,30 @@ class ClosedForms:
 
     @staticmethod
     def _in_turn(strategy: Strategy) -> float:
-        """How many times as long sums take as if each device had but one to do at a time."""
+        """Factor of the sums' time over that of devices with one sum at a time."""
         return IN_TURN if len({rank.width for replica in strategy.replicas for rank in replica.numbers}) > 1 else 1.0
 
     def shares(self, replicas: Sequence[ReplicaSpec]) -> list[float]:
-        """Rows of each replica, if devices took as many as they are fast."""
+        """Rows of each replica in proportion to its speed."""
         speeds = [self.speed(replica) for replica in replicas]
         total = sum(speed * replica.count for speed, replica in zip(speeds, replicas, strict=True))
         return [self.num_rows * speed / total for speed in speeds]
 
     def speed(self, replica: ReplicaSpec) -> float:
-        """How often the devices of one replica would do the work on all rows in a second."""
+        """1 / seconds in which the devices of one replica process all rows."""
         key = replica.ranks or ()
         if key not in self._speeds:
             self._speeds[key] = sum(number * self.speed_of(rank) for rank, number in replica.numbers.items())
         return self._speeds[key]
 
     def speed_of(self, rank: RankSpec) -> float:
-        """How often the devices of a rank would do it."""
+        """1 / seconds in which the devices of a rank process all rows."""
         if rank not in self._speeds:
             self._speeds[rank] = 1 / float(self.totals(rank.kind, rank.width, np.array([float(self.num_rows)]))[0])
         return self._speeds[rank]
 
     def totals(self, kind: Device, width: int, rows: Floats) -> Floats:
-        """Seconds of the whole model on a device of a split group, by rows of a micro-batch: lines between some numbers of them."""
+        """Seconds of the whole model on a device of a split group, by rows of a micro-batch, interpolated."""
         if (kind, width) not in self._totals:
             grid = 2.0 ** (np.arange(2 * self.num_rows.bit_length() + 1) / 2)
             values = [self.planner.pieces.whole_seconds(kind, width, float(own)) for own in grid]
@@ -267,7 +253,7 @@ class ClosedForms:
         return self._cut(replica, solver, placed, units, self.places.hops(firsts), self.places.slowest(firsts, replica), about)
 
     def _names(self, replica: ReplicaSpec, firsts: Numbers) -> Placed:
-        """The devices of a replica; those of a group stand behind its first one in the cluster's order."""
+        """The devices of a replica; a group's devices follow its first one in the cluster's order."""
         devices = self.planner.cluster.devices
         return tuple(
             tuple(devices[first + place].name for place in range(rank.width))
@@ -284,7 +270,7 @@ class ClosedForms:
         where: Sequence[str | None],
         about: int,
     ) -> Lane:
-        """The lane of a replica whose stages are cut."""
+        """The lane of a replica with given cuts."""
         pipeline, pieces, ranks = solver.pipeline, self.planner.pieces, replica.ranks or ()
         times, hosts, repeated = np.zeros((3, 2, len(ranks))), np.zeros((2, len(ranks))), np.zeros(len(ranks))
         defers = pipeline.schedule in WEIGHTS_LAST
@@ -314,7 +300,7 @@ class ClosedForms:
         return Lane(replica, pipeline, times, hosts, repeated, crossing, places, held, room)
 
     def _crossing(self, solver: Solver, units: Sequence[int], hops: Hops) -> Floats:
-        """Of `Lane.hops`."""
+        """`Lane.hops`."""
         points, pipeline = self.planner.points, solver.pipeline
         ranks, found = pipeline.stage_rank, np.zeros((2, 2, pipeline.num_ranks))
         share = 0.5 if self.planner.prices.training else 1.0
@@ -333,7 +319,7 @@ class ClosedForms:
         return found
 
     def _rows(self, lanes: Sequence[Lane], m: int) -> list[int]:
-        """Rows of each replica: the division with which the slowest is fastest."""
+        """Rows of each replica that minimise the slowest."""
         if len(lanes) == 1:
             return [max(m, -(-self.num_rows // lanes[0].replica.count))]
         every = np.arange(m, max(m, self.num_rows) + 1, dtype=np.float64)
@@ -353,7 +339,7 @@ class ClosedForms:
 
         Args:
             rates: per rank, seconds of a bucket of gradients by bytes.
-            alike: whether all replicas have as many ranks, so that sums hide behind backward passes.
+            alike: whether all replicas have equally many ranks, so that sums hide behind backward passes.
         """
         pipeline, prices = lane.pipeline, self.planner.prices
         passes, ends = lane.ends(float(rows))
@@ -374,7 +360,7 @@ class ClosedForms:
         return max(last, passes) if alike else passes + total
 
     def _exposed(self, spec: RankSpec, stages: Sequence[tuple[int, int]], rows: float, rate: Line, *, late: bool, hides: bool) -> float:
-        """Seconds of the sums of a rank's gradients after its last backward pass, or after its last weight gradients."""
+        """Seconds of a rank's gradient sums after its last backward pass, or after its last weight gradients."""
         if rate == Line():
             return 0.0
         pieces = self.planner.pieces
@@ -392,7 +378,7 @@ class ClosedForms:
 
     @cached_property
     def _tied(self) -> float:
-        """Bytes of gradients of parameters that pieces far from one another read."""
+        """Gradient bytes of parameters that distant pieces share (tied weights)."""
         parameters = self.planner.points.parameters
         twice = float(np.diagonal(parameters, 1).sum() - parameters[0, -1])
         trained = float(self.planner.pieces.trained(self.planner.cluster.devices[0].kind, 1)[-1])

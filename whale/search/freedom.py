@@ -1,4 +1,4 @@
-"""What the user left to the search, and what stays as it was set."""
+"""What the user leaves to the search, and what is fixed."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from whale.config.keys import Shares
 from whale.ir.cluster import Device
 from whale.schedules import BUILDERS, ScheduleShape
 
-FOR_MEMORY = ("none", "blocks", "full")
-"""Where least memory is looked for, what is computed again is not left to what fits: each of these is tried where none is set."""
+FOR_MEMORY = ("none", "blocks", "full")  # for the least memory, each of these is tried instead of recomputing as needed
 
 
 RECOMPUTING = ("recompute_early", "last_no_recompute", "shifted_critical_path")
@@ -18,28 +17,23 @@ RECOMPUTING = ("recompute_early", "last_no_recompute", "shifted_critical_path")
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """In which order the stages of a replica compute.
-
-    Attributes:
-        schedule: name of the schedule kind.
-        num_chunks: stages per rank.
-    """
+    """The order in which the stages of a replica compute: the schedule's name, and stages per rank."""
 
     schedule: str
     num_chunks: int = 1
 
     def alive(self, num_ranks: int, num_micro_batch: int) -> float:
-        """Micro-batches that a rank has in flight, in the mean of the first and the last."""
+        """Micro-batches in flight on a rank, in the mean of the first and the last."""
         builder, shape = BUILDERS[self.schedule], ScheduleShape(num_ranks, num_micro_batch, self.num_chunks, num_ranks)
         return (builder.peak(shape, 0) + builder.peak(shape, num_ranks - 1)) / 2 / self.num_chunks
 
     @property
     def recomputes(self) -> bool:
-        """Whether it computes whole stages again, whatever the memory."""
+        """Whether it recomputes whole stages regardless of memory."""
         return self.schedule in RECOMPUTING
 
     def policy(self, policy: str | Shares) -> str | Shares:
-        """What is computed again where a policy is set: in an order that does so by itself, automatically is in full."""
+        """The recomputation policy under this order: one that recomputes by itself turns "auto" into "full"."""
         return "full" if policy == "auto" and self.recomputes else policy
 
 
@@ -56,38 +50,26 @@ ORDERS = (
     Order("last_no_recompute"),
     Order("shifted_critical_path"),
 )
-"""The orders that are tried where none is set; the last three compute whole stages again."""
+"""The orders that are tried where none is set; the last three recompute whole stages."""
 
 
 @dataclass(frozen=True)
 class Freedom:
-    """What the search may choose from.
+    """What the search may choose from."""
 
-    Attributes:
-        orders: schedules with their chunks.
-        micro_batches: their number; None for any power of two or divisor of the rows between.
-        num_ranks: of each replica; None for any.
-        near: whether replicas stay on one host where they can (True), or identical devices are dealt out (False); None for both.
-        alike: whether replicas must be identical, because samples depend on one another: then they are joined.
-        fewer: whether on many devices replicas of one kind may leave others of it out, as the cheapest plan does.
-        policies: of recomputation, each tried with every strategy.
-        config: the settings with which plans are made.
-        using: a kind of device that is among those of every plan; None for any.
-    """
-
-    orders: tuple[Order, ...]
-    micro_batches: int | None
-    num_ranks: int | None
-    near: bool | None
-    alike: bool
-    fewer: bool
-    policies: tuple[str | Shares, ...]
-    config: Config
-    using: Device | None = None
+    orders: tuple[Order, ...]  # schedules with their chunks
+    micro_batches: int | None  # their number; None for any power of two or divisor of the rows between
+    num_ranks: int | None  # of each replica; None for any
+    near: bool | None  # whether replicas stay on one host where possible (True), or identical devices are dealt out (False); None for both
+    alike: bool  # whether replicas must be identical, because samples depend on one another: then they are joined
+    fewer: bool  # whether replicas of one device type may leave out others, as the cheapest plan does
+    policies: tuple[str | Shares, ...]  # of recomputation, each tried with every strategy
+    config: Config  # the settings that plans are made with
+    using: Device | None = None  # a device type that every plan must use; None for any
 
 
 def pin_of(config: Config) -> str | None:
-    """What decides the whole plan, so that nothing is searched for; None where nothing does."""
+    """The setting that decides the whole plan, so that there is no search; None where nothing does."""
     pins = {
         "planning.search off": config.planning.search == "off",
         "the plan that is written down": any(block.stages for block in config.replicas),
@@ -96,20 +78,19 @@ def pin_of(config: Config) -> str | None:
 
 
 def _counts(block: ReplicaBlock) -> bool:
-    """Whether a block says how many micro-batches its replica has."""
+    """Whether a block sets the number of micro-batches."""
     return block.micro_batch_rows is not None or "num_micro_batch" in dict(block.pipeline)
 
 
 def _orders(block: ReplicaBlock) -> bool:
-    """Whether a block says in which order its stages compute."""
+    """Whether a block sets the schedule."""
     return not dict(block.pipeline).keys().isdisjoint(("schedule", "num_chunks", "group_size"))
 
 
 def freedom_of(config: Config, *, mixes_samples: bool) -> Freedom:
     """What a configuration leaves open: every key that was not set.
 
-    Args:
-        mixes_samples: whether samples depend on one another, so that more than one micro-batch would change what is computed.
+    `mixes_samples`: samples depend on one another, so that more than one micro-batch would change the result.
     """
     pipeline = config.pipeline
     is_order_set = not config.explicit.isdisjoint(("pipeline.schedule", "pipeline.num_chunks", "pipeline.group_size"))

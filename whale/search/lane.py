@@ -1,7 +1,7 @@
-"""One replica whose stages are cut: what its ranks take for a micro-batch and hold, and from that what a step of it takes.
+"""One replica with its stages cut: times and memory of its ranks, and from them the time of its passes.
 
-pipeline    max over the ranks r of  m t_r + (what passes outside of it on the ranks before r)  + the messages of one micro-batch
-            and where messages are slow, or few micro-batches may be in flight,  m (t_1 + ... + t_p + messages) / in flight
+pipeline    max over the ranks r of  m t_r + (warm-up and drain of the other ranks)  + the messages of one micro-batch;
+            where messages are slow, or few micro-batches may be in flight,  m (t_1 + ... + t_p + messages) / in flight
 """
 
 from __future__ import annotations
@@ -15,35 +15,26 @@ from whale.estimate.costs.line import Floats
 from whale.planning.pipeline.scheduling import PipelineShape
 from whale.planning.strategy import ReplicaSpec
 
-WEIGHTS_LAST = ("zb_h1", "zb_h2", "zb_v")
-"""Schedules whose weight gradients come when there is nothing else to do: those of the last micro-batches when all else is done."""
+WEIGHTS_LAST = ("zb_h1", "zb_h2", "zb_v")  # zero bubble: weight gradients fill idle time; the last come after all else
 
 
 @dataclass(frozen=True, slots=True)
 class Lane:
-    """A replica, cut.
+    """A replica with its stages cut. "Lines" are (fixed, per row of a micro-batch).
 
-    Attributes:
-        replica: what it is.
-        pipeline: its shape.
-        times: of the ranks, about a number of rows of a micro-batch: F, B, W as lines, ``[3, 2, ranks]``.
-        hosts: likewise of the host that starts F and B, ``[2, ranks]``.
-        recomputed: of each rank the share of F that B has again, by itself.
-        hops: seconds of what crosses from each rank to the next, one way, in the mean of all chunks, and of the link where all devices
-            send, for all chunks: as lines, ``[2, 2, ranks]``.
-        places: the rank of each stage, and its pieces.
-        held, rooms: per rank, bytes that it holds, and may.
+    `hops`, ``[2, 2, ranks]``, are lines of seconds: of one way from each rank to the next in the mean of its chunks; and of the link where
+    all devices send, over all chunks.
     """
 
     replica: ReplicaSpec
     pipeline: PipelineShape
-    times: Floats
-    hosts: Floats
-    recomputed: Floats
+    times: Floats  # F, B, W as lines, ``[3, 2, ranks]``
+    hosts: Floats  # host time that starts F and B, ``[2, ranks]``
+    recomputed: Floats  # per rank, 1 where the schedule itself recomputes F within B
     hops: Floats
-    places: tuple[tuple[int, int, int], ...]
-    held: Floats
-    rooms: Floats
+    places: tuple[tuple[int, int, int], ...]  # (rank, first piece, end) of each stage
+    held: Floats  # bytes per rank
+    rooms: Floats  # bytes that each rank may hold
 
     def ranks(self, rows: Floats) -> tuple[Floats, Floats, Floats]:
         """F, B and W of each rank for a micro-batch of these rows: ``[ranks, rows]``."""
@@ -64,7 +55,7 @@ class Lane:
         return found
 
     def _idle(self, rows: Floats, forward: Floats, backward: Floats, weights: Floats) -> Floats:
-        """Seconds for which each rank waits: ``[ranks, rows]``."""
+        """Seconds that each rank waits: ``[ranks, rows]``."""
         pipeline = self.pipeline
         m, v = pipeline.num_micro_batch, pipeline.num_chunks
         hops = self.hops[0, 0, :, None] + self.hops[0, 1, :, None] * (rows / m)
@@ -73,7 +64,7 @@ class Lane:
         return idle_seconds(pipeline.schedule, forward, backward, weights, m, v, recomputed=recomputed, hops=hops, alive=alive)
 
     def ends(self, rows: float) -> tuple[float, Floats]:
-        """Seconds of all micro-batches of a step of so many rows, and when each rank ends its last backward pass, or weight gradients."""
+        """Seconds of all micro-batches of a step, and when each rank ends its last backward pass or weight gradients."""
         pipeline = self.pipeline
         m, passes = pipeline.num_micro_batch, float(self.seconds(np.array([rows]))[0])
         forward, backward, weights = self.ranks(np.array([rows / m]))

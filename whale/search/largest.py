@@ -1,9 +1,9 @@
-"""The deepest version of a model with repeated blocks that trains on given devices, for each state of its parameters.
+"""The deepest version of a model with repeated blocks that trains on given devices, for each parameter state.
 
-bound      no deeper than where the forms of all parameters, each once, fill all memories
+bound      depth at which one copy of all parameter forms fills all memories
    | search    a strategy that fits a depth, by speed
-   | again     the same strategy, ever deeper: a strategy alone is judged soon, that none fits is not
-   | search    a little deeper than the last; where none is found, that is the deepest
+   | repeat    the same strategy at larger depths: one strategy is checked quickly, that none fits is not
+   | search    a little deeper; where nothing is found, the last is the deepest
 """
 
 from __future__ import annotations
@@ -29,35 +29,22 @@ from whale.search.open import is_divided
 from whale.search.searching import search
 
 MAX_BLOCKS = 4096
-"""Deeper models are not looked at."""
 
-_EFFORT = 20
-"""Of the searches."""
+_EFFORT = 20  # of each search
 
-_TRIES = 2
-"""Plans that searches make beyond the effort while nothing fits: strategies follow one another by what they seem to lack."""
+_TRIES = 2  # plans per search beyond the effort while nothing fits: strategies come in the order of what they seem to lack
 
-_GRAIN = 25
-"""Depths are told apart by one part in so many, which is finer than the estimate of memory is true."""
+_GRAIN = 25  # depths closer than one part in this many count as equal; the estimate of memory is coarser
 
-_NUM_KNOWN = 2
-"""So many strategies that were found last are tried before others are searched for."""
+_NUM_KNOWN = 2  # latest strategies that are tried before another search
 
 _STATES = (("0", "none"), ("2", "none"), ("3", "none"), ("3", "optimizer"), ("3", "optimizer+parameters"))
-"""``memory.zero`` and ``memory.offload``, from what takes the most memory of devices to what takes the least."""
+"""``memory.zero`` and ``memory.offload``, from the most device memory to the least."""
 
 
 @dataclass(frozen=True)
 class Largest:
-    """The deepest model that fits with a state.
-
-    Attributes:
-        zero, offload: the state, as ``memory.zero`` and ``memory.offload`` name it.
-        num_blocks: how deep it is.
-        graph: of it.
-        plan: for it.
-        step: its estimate.
-    """
+    """The deepest model that fits with a state (`zero`, `offload`), its plan and estimate."""
 
     zero: str
     offload: str
@@ -68,25 +55,17 @@ class Largest:
 
     @property
     def num_parameters(self) -> int:
-        """Elements that are trained."""
         return sum(each.spec.num_elements for each in self.graph.parameters if each.kind == "parameter")
 
 
 @dataclass(frozen=True)
 class Depths:
-    """One model in all depths, on a cluster.
+    """One model in all depths, on a cluster."""
 
-    Attributes:
-        deepened: gives the model with so many blocks.
-        num_captured: the blocks that it has; no fewer are tried.
-        cluster: the devices there are.
-        rows: of the global batch; None for the example's.
-    """
-
-    deepened: Callable[[int], ModelGraph]
-    num_captured: int
-    cluster: Cluster
-    rows: int | None
+    deepened: Callable[[int], ModelGraph]  # makes the model with so many blocks
+    num_captured: int  # its own blocks; fewer are not tried
+    cluster: Cluster  # the devices
+    rows: int | None  # of the global batch; None for the example's
     _graphs: dict[int, ModelGraph] = field(default_factory=dict, init=False, repr=False)
 
     def graph(self, num_blocks: int) -> ModelGraph:
@@ -95,7 +74,7 @@ class Depths:
         return self._graphs[num_blocks]
 
     def most(self, config: Config) -> int:
-        """No deeper: what the forms take on devices grows with the blocks, and each form of a parameter is somewhere once at least."""
+        """An upper bound: each form of each parameter needs room at least once, and grows linearly with the blocks."""
         (one, there), (two, over) = (self._least(self.num_captured + more, config) for more in (0, 1))
         rooms = sum(
             Costs.for_model(config, self.graph(self.num_captured), self.cluster).capacity(each.kind) for each in self.cluster.devices
@@ -108,7 +87,7 @@ class Depths:
         return max(self.num_captured, min(MAX_BLOCKS, *bounds))
 
     def _least(self, num_blocks: int, config: Config) -> tuple[int, int]:
-        """Bytes on devices and on hosts, if each form of each parameter were there once."""
+        """Bytes on devices and on hosts with one copy of each form of each parameter."""
         graph = self.graph(num_blocks)
         prices = Prices(graph, self.cluster, Costs.for_model(config, graph, self.cluster))
         held = [state_bytes(each, prices.state_of[each.name], training=prices.training) for each in graph.parameters]
@@ -133,19 +112,19 @@ class Depths:
         return Realizer(prices, settings, graph.num_rows if self.rows is None else self.rows).realize(strategy).finished()
 
     def _is_free(self, graph: ModelGraph, config: Config) -> bool:
-        """Whether a strategy alone says what a plan is."""
+        """Whether a strategy alone determines a plan."""
         return pin_of(config) is None and not is_divided(graph, config) and len(self.cluster.devices) > 1
 
 
 def open_states(config: Config) -> tuple[tuple[Choice, str], ...]:
-    """The states that settings leave open: where ``memory.offload`` is not set, the host's memory is among what is tried."""
+    """The states that settings leave open; where ``memory.offload`` is not set, offloading is tried."""
     zero = None if config.memory.zero == "auto" else config.memory.zero
     is_open = "memory.offload" not in config.explicit or config.memory.offload == "auto"
     return tuple(dict.fromkeys((zero or each, home if is_open else config.memory.offload) for each, home in _STATES))
 
 
 def largest(depths: Depths, config: Config, tell: Callable[[str], None]) -> Iterator[Largest]:
-    """The deepest model for each state that fits one at all, from what takes the most memory of devices to what takes the least.
+    """The deepest model for each state that fits at all, from the most device memory to the least.
 
     Args:
         depths: plans the model.
@@ -153,7 +132,7 @@ def largest(depths: Depths, config: Config, tell: Callable[[str], None]) -> Iter
         tell: is called with each depth that is tried.
 
     Raises:
-        OutOfMemory: not even the captured blocks fit, with any state; that of the last.
+        OutOfMemory: not even the captured blocks fit with any state; of the last.
         WhaleError: there is no plan for another reason.
     """
     fault: OutOfMemory | None = None
@@ -180,26 +159,17 @@ def largest(depths: Depths, config: Config, tell: Callable[[str], None]) -> Iter
 
 @dataclass(frozen=True)
 class _State:
-    """The depths that fit with one state.
-
-    Attributes:
-        depths: plans the model.
-        config: settings, with the state.
-        tell: is called with each depth that is tried.
-        known: plans that fitted some depth with this state or another, the last found last; more are added.
-        found: plans that fit, the fastest by depth.
-        _too_deep: of strategies by their place in `known`, the least depth that did not fit.
-    """
+    """The depths that fit with one state."""
 
     depths: Depths
     config: Config
     tell: Callable[[int], None]
-    known: list[Plan]
-    found: dict[int, tuple[Plan, StepEstimate]] = field(default_factory=dict, init=False)
-    _too_deep: dict[int, int] = field(default_factory=dict, init=False)
+    known: list[Plan]  # plans that fitted some depth with any state, latest last; extended here
+    found: dict[int, tuple[Plan, StepEstimate]] = field(default_factory=dict, init=False)  # by depth, the fastest plan that fits
+    _too_deep: dict[int, int] = field(default_factory=dict, init=False)  # by index in `known`, the least depth that did not fit
 
     def deepest(self, least: int) -> int:
-        """The largest number that fits, to one part in `_GRAIN`, from one that does.
+        """The largest depth that fits, to one part in `_GRAIN`, starting from `least`.
 
         Raises:
             OutOfMemory: the least does not fit.
@@ -222,7 +192,7 @@ class _State:
 
     @property
     def _recent(self) -> Sequence[int]:
-        """The last strategies, by their place; those that are split come last, as they take ten times as long to plan."""
+        """Indices of the latest strategies; split ones last, as they take ten times as long to plan."""
         last = range(len(self.known))[: -_NUM_KNOWN - 1 : -1]
         return sorted(last, key=lambda number: self.known[number].is_sharded)
 
@@ -232,7 +202,7 @@ class _State:
         self.known.append(self.found[num_blocks][0])
 
     def _fits(self, num_blocks: int, number: int) -> bool:
-        """Whether the strategy of a known plan does."""
+        """Whether the strategy of a known plan fits."""
         self.tell(num_blocks)
         try:
             self._add(num_blocks, self.depths.again(num_blocks, self.config, self.known[number]))
@@ -247,8 +217,9 @@ class _State:
 
 
 def _deepest(fits: Callable[[int], bool], least: int, too_many: int) -> int:
-    """The largest number that fits, to one part in `_GRAIN`, from one that does: steps begin small and double, as what does not fit takes
-    longest to find out; what is then left between is narrowed from below.
+    """The largest number that fits, to one part in `_GRAIN`.
+
+    Steps start small and double, since failures take longest; the rest is narrowed from below.
     """
     best, step = least, _grain(least)
     while too_many - best > _grain(best):

@@ -1,4 +1,4 @@
-"""What is least in the best plan: the time of a step, what a sample costs, or the memory of the fullest device."""
+"""What the best plan minimises: the time of a step, the cost of a sample, or the memory of the fullest device."""
 
 from __future__ import annotations
 
@@ -25,20 +25,14 @@ MILLION = 1_000_000
 
 @dataclass(frozen=True)
 class Objective:
-    """How plans are judged; less is better.
+    """How plans are judged; less is better."""
 
-    Attributes:
-        name: as ``planning.objective`` takes it.
-        cluster: with a price for every device where the cost counts.
-        num_rows: of a step.
-    """
-
-    name: str
-    cluster: Cluster
-    num_rows: int
+    name: str  # value of ``planning.objective``
+    cluster: Cluster  # for cost, with a price for every device
+    num_rows: int  # of a step
 
     def of(self, plan: Plan, step: StepEstimate) -> float:
-        """Of a plan, with its estimate."""
+        """The value of a plan with its estimate."""
         if self.name == "memory":
             return max(each.peak.total for each in step.devices)
         if self.name == "step_time":
@@ -48,27 +42,26 @@ class Objective:
         return self._sample(per_hour) * step.step_seconds
 
     def likely(self, strategy: Strategy, seconds: Value, held: Value) -> Value:
-        """Of a strategy, in closed form: from seconds of a step, and bytes on the fullest device."""
+        """The value of a strategy, from the closed form of its step seconds and of bytes on the fullest device."""
         if self.name == "memory":
             return held
         return seconds if self.name == "step_time" else seconds * self._sample(self._per_hour(strategy))
 
     def of_sample(self, value: float, num_rows: int) -> float:
-        """What compares plans for batches of several sizes, of a plan's value and its rows."""
+        """Makes values of batches of different sizes comparable."""
         return value / num_rows if self.name == "step_time" else value
 
     def text(self, value: float) -> str:
-        """A value, as people read it."""
         if self.name == "memory":
             return f"{format_bytes(round(value))} on the fullest device"
         return format_seconds(value) if self.name == "step_time" else format_cost(value)
 
     def _sample(self, per_hour: float) -> float:
-        """Of a second."""
+        """The cost of a second per sample."""
         return per_hour / SECONDS_PER_HOUR / self.num_rows
 
     def _per_hour(self, strategy: Strategy) -> float:
-        """What the devices cost, or the cheapest that it can take."""
+        """The price of its devices, or of the cheapest that it can take."""
         named = strategy.names or [device.name for device in strategy.devices or ()]
         if named:
             return self.cluster.price_per_hour(named) or 0.0
@@ -76,7 +69,7 @@ class Objective:
 
     @cached_property
     def _cheapest(self) -> Mapping[Device, tuple[float, ...]]:
-        """Per kind, what so many of the cheapest devices cost an hour at least: of a host's price each device bears its part."""
+        """Per device type, the lower bound of what n of the cheapest devices cost per hour; a host's price is shared by its devices."""
         prices: dict[Device, list[float]] = {}
         for device in self.cluster.devices:
             prices.setdefault(device.kind, []).append(self.cluster.price_share(device))
@@ -84,16 +77,12 @@ class Objective:
 
 
 def format_cost(cost: float) -> str:
-    """What a sample costs, for people: ``20.5 per million samples``."""
+    """``20.5 per million samples``."""
     return f"{cost * MILLION:.4g} per million samples"
 
 
 def check_prices(cluster: Cluster) -> None:
-    """Refuses a cluster in which a device has no price.
-
-    Raises:
-        ClusterError: naming the kinds, and how a price is written.
-    """
+    """Raises ClusterError where a device has no price."""
     unpriced = Counter(device.model for device in cluster.devices if cluster.price_per_hour((device.name,)) is None)
     if not unpriced:
         return

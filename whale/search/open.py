@@ -1,12 +1,12 @@
-"""The strategies around what a user has divided, by scopes or replicas that are written down: devices, order, micro-batches, recomputation.
+"""Strategies around a division by scopes or written replicas: devices, order, micro-batches, recomputation.
 
-Let T_d be the time in which a device d alone would do for all rows of the batch what its rank does. The devices of a rank divide the rows:
+Let T_d be the time in which a device d alone would process all rows of what its rank computes. Then
 
-    a rank with all rows        1 / (the sum of 1 / T_d over its devices)
+    a rank with all rows        1 / (the sum of 1 / T_d over its devices, which divide the rows)
     a replica with all rows     `pipeline_seconds` of its ranks
-    a step                      1 / (the sum of 1 / these over the replicas), for they divide the rows
+    a step                      1 / (the sum of 1 / these over the replicas, which divide the rows)
 
-Messages and sums of gradients are left out: the plans that are ranked first are simulated with them.
+Messages and gradient sums are left out: the plans ranked first are simulated with them.
 """
 
 from __future__ import annotations
@@ -41,20 +41,13 @@ from whale.search.space import COMPLETE, host_looks, micro_batch_counts
 
 
 def is_divided(graph: ModelGraph, config: Config) -> bool:
-    """Whether scopes, or replicas that are written down, say how a model is divided."""
+    """Whether scopes or written replicas say how a model is divided."""
     return bool(config.replicas) or any(op.scope for op in graph.ops)
 
 
 @dataclass(eq=False)
 class OpenSpace:
-    """What is looked at around a division.
-
-    Args:
-        forms: know the model and the cluster.
-        freedom: what may be chosen.
-        objective: judges.
-        config: settings.
-    """
+    """The search space around a division."""
 
     forms: ClosedForms
     freedom: Freedom
@@ -72,13 +65,13 @@ class OpenSpace:
 
     @property
     def first(self) -> Strategy:
-        """With what is set, and else the defaults, on all devices."""
+        """What is set, defaults for the rest, on all devices."""
         return self._strategy(
             self.prices.cluster.devices, self.freedom.orders[0], self.freedom.micro_batches or 1, self.freedom.policies[0]
         )
 
     def realize(self, strategy: Strategy, prices: Prices | None = None) -> EstimatedPlan:
-        """Its plan, by these prices or those of the space."""
+        """The plan of a strategy, with these prices or those of the space."""
         prices = prices or self.prices
         if strategy == self.first:
             estimated = plan_as_set(prices, self.config, self.forms.num_rows)
@@ -92,11 +85,10 @@ class OpenSpace:
         return plan_as_set(prices, config, self.forms.num_rows, DevicePool(prices.cluster, taken, in_any_order=True, stated=placed))
 
     def known(self, start: Sequence[Strategy]) -> Iterator[Ranked]:
-        """The plan without a search: none that is found is worse."""
+        """The plan without a search, so that the result is never worse."""
         yield Ranked(self.first, 0.0, effort_of(self.first))
 
     def ranked(self) -> Iterator[Ranked]:
-        """All strategies, best first."""
         found = [Ranked(strategy, self._likely(strategy), effort_of(strategy)) for strategy in self._every()]
         self.num_strategies = len(found) + 1
         yield from sorted(found, key=lambda each: each.place)
@@ -131,19 +123,19 @@ class OpenSpace:
 
     @cached_property
     def _sizes_asked(self) -> tuple[int, ...]:
-        """The virtual devices of a replica that the scopes make of all devices, in the first order."""
+        """Devices per virtual device that the scopes make of all devices, in the first order."""
         return self._sizes_in(len(self.prices.cluster.devices), self.freedom.orders[0])
 
     @cached_property
     def _has_order(self) -> bool:
-        """Whether there is something to order."""
+        """Whether there is more than one stage to order."""
         if not self._is_written:
             return len(self._sizes_asked) > 1
         settings = (dict(block.pipeline).get("num_stages", self.config.pipeline.num_stages) for block in self.config.replicas)
         return any(op.scope for op in self.prices.graph.ops) or any(number not in (None, 1) for number in settings)
 
     def _orders(self, num_devices: int) -> Iterator[Order]:
-        """Those in which the same TaskGraphs stand apart: with chunks they do only where there are more of them than devices."""
+        """Orders that keep the same virtual devices; with chunks only where there are more TaskGraphs than devices."""
         if not self._has_order:
             yield self.freedom.orders[0]
             return
@@ -152,10 +144,10 @@ class OpenSpace:
                 yield order
 
     def _subsets(self) -> Iterator[Sequence[Device]]:
-        """All devices, then those without some: on few devices any of them are left out, on more all of a kind or none.
+        """All devices, then subsets: on few devices any, on many without whole device types.
 
-        Others than make the virtual devices that all of them do are no choice: TaskGraphs that stand apart would share devices, or scopes
-        without a count not take all.
+        A subset must give the same virtual devices as all devices do: otherwise separate TaskGraphs would share devices, or
+        scopes without a count would not take all.
         """
         cluster = self.prices.cluster
         if self._is_written:
@@ -176,7 +168,7 @@ class OpenSpace:
                 yield found
 
     def _sizes(self, num_devices: int, order: Order) -> tuple[int, ...] | None:
-        """The virtual devices that the scopes make; None where they cannot be honoured."""
+        """Devices per virtual device; None where the scopes cannot be honoured."""
         with suppress(AnnotationError):
             return self._sizes_in(num_devices, order)
         return None
@@ -188,14 +180,14 @@ class OpenSpace:
         return self.config.with_values({"pipeline.schedule": order.schedule, "pipeline.num_chunks": order.num_chunks})
 
     def _look(self, devices: Sequence[Device]) -> object:
-        """What is equal for devices that stand for one another: identical ones on hosts that look the same."""
+        """Equal for subsets that are equivalent: identical devices on equivalent hosts."""
         looks, by_host = host_looks(self.prices.cluster), dict[str, list[object]]()
         for device in devices:
             by_host.setdefault(device.host, []).append((device.kind, device.price_per_hour))
         return frozenset(Counter((looks[host], tuple(own)) for host, own in by_host.items()).items())
 
     def _placed(self, strategy: Strategy) -> tuple[tuple[Placed, ...], ...]:
-        """Placements of the replicas: on few devices all that there are, on many kinds along the pipeline in every order."""
+        """Placements of the replicas: on few devices all, on many the device types along the pipeline in every order."""
         devices, order = strategy.devices or (), self._order_of(strategy)
         if (devices, order) not in self._placements:
             taken = self.prices.cluster.only([device.name for device in devices])
@@ -210,7 +202,7 @@ class OpenSpace:
         return Order(own.schedule, own.num_chunks or 1) if own.schedule else self.freedom.orders[0]
 
     def _divided(self, strategy: Strategy) -> tuple[PipelineShape, Assignment]:
-        """What the scopes make of the devices of a strategy; micro-batches of the pipeline are not to be read."""
+        """What the scopes make of the devices of a strategy; the pipeline's micro-batches do not count."""
         number, order = len(strategy.devices or ()), self._order_of(strategy)
         if (number, order) not in self._stages:
             config = self._in(order)
@@ -221,7 +213,6 @@ class OpenSpace:
         return self._stages[number, order]
 
     def _likely(self, strategy: Strategy) -> float:
-        """What the objective roughly says of a strategy, with its devices in the best order."""
         try:
             seconds = self._of_written(strategy) if self._is_written else self._of_scopes(strategy)
         except WhaleError:
@@ -229,19 +220,19 @@ class OpenSpace:
         return self.objective.likely(strategy, seconds, seconds)
 
     def _of_written(self, strategy: Strategy) -> float:
-        """Seconds of two ranks that each do the whole model on the first device: of written replicas no more is known before a plan."""
+        """Seconds of two ranks with the whole model each on the first device: more about written replicas only a plan shows."""
         order, m = self._order_of(strategy), strategy.num_micro_batch
         rank = self.forms.planner.pieces.whole_seconds(self.prices.cluster.devices[0].kind, 1, self.forms.num_rows / m)
         return float(pipeline_seconds(order.schedule, [rank, rank], m, order.num_chunks))
 
     def _of_scopes(self, strategy: Strategy) -> float:
-        """Seconds that a step roughly takes on the devices that are named, or on those that are best."""
+        """Approximate seconds of a step on the named devices, or on the best placement."""
         named = tuple(replica.names for replica in strategy.replicas if replica.names is not None)
         every = (named,) if named else self._placed(strategy)
         return min((1 / sum(1 / self._with_all_rows(strategy, replica) for replica in placed) for placed in every), default=math.inf)
 
     def _with_all_rows(self, strategy: Strategy, placed: Placed) -> float:
-        """Seconds of a replica that does all rows on these devices of each rank."""
+        """Seconds of one replica with all rows."""
         order, m, ranks = self._order_of(strategy), strategy.num_micro_batch, list[float]()
         for rank, names in enumerate(placed):
             kinds = [self.prices.kinds[name] for name in names]
@@ -249,7 +240,7 @@ class OpenSpace:
         return float(pipeline_seconds(order.schedule, ranks, m, order.num_chunks))
 
     def _speed(self, strategy: Strategy, order: Order, rank: int, kind: Device, number: int) -> float:
-        """Of what a rank of so many devices does for all rows, how much a device does in a second."""
+        """1 / T_d of a device in a rank of so many devices."""
         m = strategy.num_micro_batch
         key = len(strategy.devices or ()), order, m, kind, rank, number
         if key not in self._speeds:

@@ -1,7 +1,7 @@
-"""Which devices a strategy has, and the links between them: by their names where these are said, else by one of two rules.
+"""Which devices a strategy has, and the links between them: named ones, or by one of two rules.
 
-near    replica after replica takes the next devices of its kinds: messages stay inside hosts, sums of gradients cross them
-far     rank after rank: those who hold the same stage are neighbours, and messages cross
+near    replica after replica takes the next devices of its types: messages stay inside hosts, gradient sums cross them
+far     rank after rank: holders of the same stage are neighbours, and messages cross hosts
 """
 
 from __future__ import annotations
@@ -23,31 +23,21 @@ from whale.planning.strategy import RankSpec, ReplicaSpec, Strategy
 Numbers = NDArray[np.int64]
 
 _Taken = tuple[tuple[int, int], ...]
-"""Widths and numbers of the groups that others have of a kind."""
+"""(width, number) of the groups of a device type that are already taken."""
 
 
 @dataclass(frozen=True, slots=True)
 class Hops:
-    """The way of a micro-batch from each rank to the next, the slowest of all replicas.
+    """Transfer of a micro-batch from each rank to the next, the slowest over all replicas."""
 
-    Attributes:
-        latency: seconds.
-        per_byte: seconds of a byte that goes alone.
-        crowded: of a byte where all devices that share the link send at once.
-    """
-
-    latency: Floats
-    per_byte: Floats
-    crowded: Floats
+    latency: Floats  # seconds
+    per_byte: Floats  # seconds per byte of a single transfer
+    crowded: Floats  # seconds per byte where all devices that share the link send at once
 
 
 @dataclass(eq=False)
 class Places:
-    """The devices of strategies on one cluster.
-
-    Args:
-        prices: know the cluster and its links.
-    """
+    """The devices of strategies on one cluster."""
 
     prices: Prices
     _groups: dict[tuple[Device, int, int, _Taken], tuple[Numbers, tuple[int, ...]]] = field(default_factory=dict, init=False)
@@ -55,13 +45,13 @@ class Places:
     _known: dict[bytes, Line] = field(default_factory=dict, init=False)
 
     def firsts(self, strategy: Strategy) -> list[Numbers]:
-        """Per replica specification, by number, the first device of each rank of each replica: ``[replicas, ranks]``."""
+        """Per replica specification, the index of the first device of each rank of each replica: ``[replicas, ranks]``."""
         if strategy.replicas[0].names is not None:
             return [np.array([[self._number[names[0]] for names in replica.names or ()]]) for replica in strategy.replicas]
         return [np.stack([rank[:, 0] for rank in ranks], axis=1) for ranks in self._placed(strategy)]
 
     def named(self, strategy: Strategy) -> Strategy:
-        """The strategy with names for all devices; replicas stand in the order of the cluster's devices."""
+        """The strategy with all devices named; replicas in the order of the cluster's devices."""
         if strategy.is_open or strategy.replicas[0].names is not None:
             return strategy
         names = [device.name for device in self.prices.cluster.devices]
@@ -74,7 +64,7 @@ class Places:
         return replace(strategy, replicas=tuple(replica for _, replica in sorted(found, key=lambda each: each[0])))
 
     def _placed(self, strategy: Strategy) -> list[list[Numbers]]:
-        """Per replica specification and rank the groups of its replicas: ``[replicas, devices]``."""
+        """Per replica specification and rank, the devices of its groups: ``[replicas, devices]``."""
         taken: dict[Device, _Taken] = {}
         placed = []
         for replica in strategy.replicas:
@@ -93,7 +83,7 @@ class Places:
         return placed
 
     def _take(self, rank: RankSpec, number: int, before: _Taken) -> tuple[Numbers, tuple[int, ...]]:
-        """So many groups of devices, each on one host as long as hosts have room for one, and the devices that are left."""
+        """Groups of devices, each on one host as long as hosts have room for one, and the devices that are left."""
         key = rank.kind, rank.width, number, before
         if key not in self._groups:
             free = self._of_kind[rank.kind]
@@ -114,7 +104,7 @@ class Places:
         return self._groups[key]
 
     def num_looks(self, strategy: Strategy) -> int:
-        """Replicas that differ in how their ranks lie on hosts; identical ones are simulated as one."""
+        """How many replicas differ in how their ranks lie on hosts; identical ones are simulated as one."""
         found = 0
         for own in self.firsts(strategy):
             hosts = self._host[own]
@@ -123,7 +113,7 @@ class Places:
         return found
 
     def hops(self, firsts: Numbers) -> Hops:
-        """The ways between the ranks of some replicas, last that from the last rank to the first."""
+        """The hops between ranks of some replicas, the last from the last rank to the first."""
         a, b = firsts, np.roll(firsts, -1, axis=1)
         hosts = self._host[a], self._host[b]
         if self.prices.cluster.pairs:
@@ -142,16 +132,16 @@ class Places:
         return Hops(latency, per_byte, crowded)
 
     def slowest(self, firsts: Numbers, replica: ReplicaSpec) -> list[str | None]:
-        """Per rank, of the hosts on which replicas have it that with the slowest link; None of a rank that is not split."""
+        """Per rank, the host with the slowest link that holds it; None for a rank that is not split."""
         hosts = self._host[firsts]
         slow = np.take_along_axis(hosts, self._inside[hosts, 2].argmax(axis=0)[None, :], axis=0)[0].tolist()
         names = self.prices.cluster.hosts
         return [names[host].name if rank.width > 1 else None for host, rank in zip(slow, replica.ranks or (), strict=True)]
 
     def sums(self, firsts: Sequence[Numbers]) -> list[list[Line]]:
-        """Per replica specification and rank, seconds of the sum of a bucket of gradients, by bytes, over all that hold as much.
+        """Per replica specification and rank, seconds of a gradient bucket's all-reduce by bytes, over all holders of the same stages.
 
-        Other replicas have a rank's stages as far along their pipelines.
+        Replicas of other depths hold a rank's stages at the same relative position.
         """
         found = []
         for own in firsts:
@@ -161,7 +151,7 @@ class Places:
         return found
 
     def ends(self, firsts: Sequence[Numbers]) -> Line:
-        """Likewise of what the first and the last rank of all replicas hold."""
+        """The same for parameters that the first and the last rank of all replicas hold."""
         return self._all(np.unique(np.concatenate([own[:, [0, -1]].reshape(-1) for own in firsts])).reshape(1, -1))[0]
 
     def _all(self, owners: Numbers) -> list[Line]:
@@ -190,7 +180,7 @@ class Places:
 
     @cached_property
     def _of_kind(self) -> dict[Device, tuple[int, ...]]:
-        """The devices of each kind, the cheapest first."""
+        """The devices of each type, the cheapest first."""
         found: dict[Device, list[int]] = {}
         cluster = self.prices.cluster
         for number in sorted(range(len(cluster.devices)), key=lambda number: cluster.price_share(cluster.devices[number])):
@@ -199,12 +189,12 @@ class Places:
 
     @cached_property
     def _host(self) -> Numbers:
-        """Per device the number of its host."""
+        """Per device, the index of its host."""
         return np.repeat(np.arange(len(self.prices.cluster.hosts)), [len(host.devices) for host in self.prices.cluster.hosts])
 
     @cached_property
     def _inside(self) -> Floats:
-        """Per host, latency and seconds per byte of its link, and the latter where all its devices send: ``[hosts, 3]``."""
+        """Per host: latency, seconds per byte of its link, and seconds per byte where all its devices send: ``[hosts, 3]``."""
         found = [
             (host.link.latency, 1 / host.link.bandwidth, (len(host.devices) if host.link.shared else 1) / host.link.bandwidth)
             for host in self.prices.cluster.hosts
@@ -213,7 +203,7 @@ class Places:
 
     @cached_property
     def _look(self) -> Numbers:
-        """Per host a number that hosts share over which sums take as long: where some are linked in their own way none do."""
+        """Per host a number that is equal for hosts with equal all-reduce times; unique where host pairs have own links."""
         cluster, alike = self.prices.cluster, dict[object, int]()
         looks = [host.name if cluster.pairs else (host.link, cluster.card(host.name), len(host.devices)) for host in cluster.hosts]
         return np.array([alike.setdefault(look, len(alike)) for look in looks])

@@ -1,5 +1,5 @@
-"""The strategies of a free space, best first by the closed form: of a set of replicas relaxed, as if the model could be cut anywhere, until
-it comes first; then with its cuts.
+"""The strategies of a free space, best first: a family of strategies by a relaxed closed form (the model could be cut anywhere) until it
+comes first, then single strategies by the closed form with their cuts.
 """
 
 from __future__ import annotations
@@ -22,38 +22,27 @@ from whale.search.freedom import Freedom, Order
 from whale.search.objective import Objective
 from whale.search.space import Space
 
-PER_PLAN = 64
-"""So many devices, or tasks of the simulation, take about as long as all else that there is to making a small plan."""
+PER_PLAN = 64  # devices, or tasks of the simulation, that take about as long as the fixed part of a small plan
 
-SPLIT = 6
-"""A plan with split stages takes about so many times as long to make."""
+SPLIT = 6  # how many times longer a plan with split stages takes to make
 
-EASE = 1e-4
-"""What takes as much effort as a small plan is looked at as if it were slower by this share: many are about equally fast."""
+EASE = 1e-4  # penalty per unit of effort in the order of strategies: many are about equally fast
 
-FORMS = 2
-"""So many strategies are cut in closed form as long as a small plan may be made."""
+FORMS = 2  # closed forms with cuts, per small plan of the effort
 
 
 @dataclass(frozen=True, slots=True)
 class Ranked:
-    """A strategy, and what it promises.
+    """A strategy and its closed form."""
 
-    Attributes:
-        strategy: whole but for the names of its devices, on many.
-        value: what the objective says of its closed form.
-        effort: how many small plans take as long to make.
-        lack: bytes that it seems to lack.
-    """
-
-    strategy: Strategy
-    value: float
-    effort: float
-    lack: float = 0.0
+    strategy: Strategy  # complete but for device names on many devices
+    value: float  # by the objective
+    effort: float  # of making its plan, in small plans
+    lack: float = 0.0  # bytes that it seems to lack
 
     @property
     def place(self) -> float:
-        """Where it stands among others."""
+        """Sort key."""
         return self.value * (1 + EASE * self.effort)
 
     def comes_near(self, limit: float) -> bool:
@@ -62,57 +51,39 @@ class Ranked:
 
 @dataclass(eq=False, slots=True)
 class _Family:
-    """Strategies that differ in their order and their micro-batches.
+    """Strategies that differ in their order and their micro-batches."""
 
-    Attributes:
-        strategy: without these.
-        orders, counts: the orders, and numbers of micro-batches.
-        values: relaxed, ``[orders, counts]``; infinite for what is in none, or was cut. None until they are looked at.
-    """
-
-    strategy: Strategy
+    strategy: Strategy  # without these
     orders: Sequence[Order]
     counts: Sequence[int]
-    values: Floats | None = None
+    values: Floats | None = None  # relaxed, ``[orders, counts]``; infinite for invalid ones and those already cut. None until first needed.
 
 
 @dataclass(eq=False)
 class FreeSpace:
-    """What is looked at where nothing says how a model is divided.
-
-    Args:
-        forms: closed forms.
-        freedom: what may be chosen.
-        objective: judges.
-        effort: how many small plans may be made.
-
-    Attributes:
-        num_strategies: that there are, once some were ranked.
-    """
+    """The search space where nothing says how a model is divided."""
 
     forms: ClosedForms
     freedom: Freedom
     objective: Objective
-    effort: float = math.inf
-    num_strategies: int = field(default=0, init=False)
+    effort: float = math.inf  # how many small plans may be made
+    num_strategies: int = field(default=0, init=False)  # in the space, once some were ranked
 
     @property
     def takes_ungathered(self) -> bool:
-        """Whether what is set gathers no rows in any case."""
+        """Whether the settings rule out gathering rows anyway."""
         return (self.freedom.micro_batches or 1) > 1 or not self.freedom.config.communication.gather_rows
 
     @cached_property
     def space(self) -> Space:
-        """The strategies there are."""
         planner = self.forms.planner
         return Space(planner.cluster, self.freedom, planner.num_rows, planner.points.num_units, planner.pieces.can_split)
 
     def realize(self, strategy: Strategy) -> EstimatedPlan:
-        """Its plan."""
         return self.forms.planner.realize(self.forms.places.named(strategy))
 
     def known(self, start: Sequence[Strategy]) -> Iterator[Ranked]:
-        """Strategies that are good elsewhere, and that there are devices for; they need not be in the space."""
+        """Known good strategies that the devices suffice for; they need not be in the space."""
         counts, by_name = self.space.counts, self.forms.planner.cluster.by_name
         for each in start:
             if each.is_open or any(counts.get(kind, 0) < number for kind, number in each.taken.items()):
@@ -122,7 +93,7 @@ class FreeSpace:
             yield from (Ranked(replace(each.unnamed, near=near), 0.0, effort_of(each)) for near in (True, False))
 
     def ranked(self) -> Iterator[Ranked]:
-        """All strategies, best first; those that seem not to fit come last, the one that lacks least first."""
+        """All strategies, best first; those that seem not to fit come last, the least lacking first."""
         number, num_forms = count(), 0
         heap: list[tuple[float, float, int, _Family | Ranked]] = [(0.0, least, next(number), family) for least, family in self._families()]
         heapify(heap)
@@ -142,7 +113,7 @@ class FreeSpace:
             heappush(heap, (0.0, float(first.values.min()), next(number), first))
 
     def _families(self) -> Iterator[tuple[float, _Family]]:
-        """Sets of replicas, with what they come to at least if nothing but computing took time."""
+        """Families with the lower bound of their value from computing alone."""
         for strategy in self.space.lineups(self.alone):
             orders, counts = self.space.turns(strategy)
             if not orders or not counts or any(self.forms.shortage(replica, counts[0]) for replica in strategy.replicas):
@@ -154,7 +125,6 @@ class FreeSpace:
             yield self.objective.likely(strategy, seconds, held), _Family(strategy, orders, counts)
 
     def _relaxed(self, family: _Family) -> Floats:
-        """The values of a family, if the model could be cut anywhere."""
         strategy, orders, counts = family.strategy, family.orders, family.counts
         seconds, held = self.forms.relaxed(strategy, orders, counts)
         values = np.array(self.objective.likely(strategy, seconds, np.broadcast_to(held, seconds.shape)))  # a copy
@@ -166,7 +136,7 @@ class FreeSpace:
         return eased
 
     def alone(self, replica: ReplicaSpec, num_micro_batch: int) -> float:
-        """Seconds in which replicas compute what devices as fast as theirs take of the rows, if all devices of the cluster took some."""
+        """Seconds of replicas of one kind for the rows that match their speed, if all devices of the cluster took some."""
         forms = self.forms
         rows = max(forms.num_rows * forms.speed(replica) / forms.planner.pieces.cluster_speed, num_micro_batch) / num_micro_batch
         rank = (replica.ranks or ())[0]
@@ -174,7 +144,7 @@ class FreeSpace:
         return (num_micro_batch + replica.num_ranks - 1) * whole
 
     def _cut(self, family: _Family) -> Iterator[Ranked]:
-        """The strategy of a family that promises most, in closed form with its cuts, by each policy."""
+        """The most promising strategy of a family in closed form with its cuts, by each policy."""
         assert family.values is not None
         order, place = divmod(int(family.values.argmin()), len(family.counts))
         family.values[order, place] = math.inf
@@ -186,10 +156,9 @@ class FreeSpace:
 
 
 def effort_of(strategy: Strategy, num_looks: int | None = None) -> float:
-    """How many small plans take as long to make as one of a strategy.
+    """How many small plans take as long to make as this strategy's.
 
-    Args:
-        num_looks: replicas that are simulated, because they differ in their hosts; None for one of each specification.
+    `num_looks`: replicas that are simulated, because they differ in their hosts; None for one of each specification.
     """
     replicas = strategy.unnamed.replicas
     stages = sum(replica.num_ranks * (replica.num_chunks or 1) for replica in replicas) * (num_looks or len(replicas)) / len(replicas)
@@ -198,7 +167,7 @@ def effort_of(strategy: Strategy, num_looks: int | None = None) -> float:
 
 
 def ordered(strategy: Strategy, order: Order, plain: Order, num_micro_batch: int, policy: str | Shares) -> Strategy:
-    """A set of replicas with an order, those of one rank with the plain one, micro-batches, and what is computed again."""
+    """Sets order, micro-batches and policy; replicas of one rank get the plain order."""
 
     def with_order(replica: ReplicaSpec) -> ReplicaSpec:
         own = order if replica.num_ranks > 1 else plain

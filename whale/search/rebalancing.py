@@ -1,10 +1,8 @@
-"""Whether another plan pays, now that devices are faster or slower than the plan at work was made for.
+"""Whether another plan pays, now that devices are faster or slower than the present plan assumes. A function of measured values.
 
-    stay      the step of the plan at work, at the speeds that were measured
-    move      the step of the plan that is best at these speeds; planning, opening it, and bringing state to where it wants it
-    pays      (1 - move / stay) is at least `LEAST_GAIN`, and so much of the horizon is longer than the move takes
-
-Nothing is measured here: what was comes as values.
+stay      the step of the present plan at the measured speeds
+move      the step of the best plan at these speeds; planning, opening it, moving state
+pays      (1 - move / stay) is at least `LEAST_GAIN`, and saves more within the horizon than the move takes
 """
 
 from __future__ import annotations
@@ -23,34 +21,22 @@ from whale.search.deciding import decide
 from whale.search.objective import Objective
 from whale.units import format_duration, format_seconds
 
-LEAST_GAIN = 0.05
-"""Of a step: what is predicted to bring less is within the error of predictions."""
+LEAST_GAIN = 0.05  # of a step; a smaller predicted gain is within the error of predictions
 
 
 @dataclass(frozen=True)
 class PlanMove:
-    """Another plan beside the one at work, both at the speeds that were measured.
+    """Another plan and the present one, both at the measured speeds."""
 
-    Attributes:
-        plan: that is best at these speeds.
-        cluster: with these speeds.
-        own_seconds: per rank of the plan, what it computes itself in a step (`DeviceEstimate.own_seconds`).
-        stay_seconds, move_seconds: of a step, of the plan at work and of the other.
-        gain: the share of a step (by the objective of the search) that it saves; below 0 where it loses.
-        least_gain: that is wanted.
-        cost_seconds: until the first step under it, predicted.
-        horizon: seconds in which it has to bring that.
-    """
-
-    plan: Plan
-    cluster: Cluster
-    own_seconds: tuple[float, ...]
-    stay_seconds: float
-    move_seconds: float
-    gain: float
-    least_gain: float
-    cost_seconds: float
-    horizon: float
+    plan: Plan  # the best at these speeds
+    cluster: Cluster  # with these speeds
+    own_seconds: tuple[float, ...]  # per rank of the plan, its own computing in a step (`DeviceEstimate.own_seconds`)
+    stay_seconds: float  # of a step of the present plan
+    move_seconds: float  # of a step of the other
+    gain: float  # saved share of a step, by the objective; negative where it loses
+    least_gain: float  # required
+    cost_seconds: float  # predicted, until the first step of the other plan
+    horizon: float  # seconds within which the move must pay
 
     @property
     def against(self) -> str:
@@ -81,17 +67,17 @@ def best_move(
     overhead: float = 0.0,
     least_gain: float = LEAST_GAIN,
 ) -> PlanMove:
-    """The best plan at other speeds, beside the one at work. What the user has set stays as it is set.
+    """The best plan at other speeds, compared with the present one. What the user has set stays.
 
     Args:
-        plan: at work.
+        plan: the present one.
         graph: the captured model.
         cluster: with the speeds that the plan was made for.
         config: settings.
-        slowdowns: that were measured, by device; the others are as they were.
-        given: the plan that the user gave, whose strategy stays: of it, cuts and rows may change. None where none was given.
-        overhead: seconds that planning, and putting a plan to work, take beside bringing state to where it is wanted.
-        least_gain: of a step, that is wanted.
+        slowdowns: measured, by device; others are unchanged.
+        given: the plan that the user gave, of which only cuts and rows may change; None where none was given.
+        overhead: seconds of planning and of opening a plan, without moving state.
+        least_gain: required share of a step.
 
     Raises:
         WhaleError: as `decide`.
@@ -122,6 +108,6 @@ def best_move(
 
 
 def step_seconds(plan: Plan, graph: ModelGraph, cluster: Cluster, config: Config, slowdowns: Mapping[str, float]) -> tuple[float, float]:
-    """Of a step of a plan, predicted: with the speeds that it was made for, which the cluster has, and with those that were measured."""
+    """Predicted seconds of a plan's step at the cluster's speeds, and at the measured ones."""
     even, stay = (estimate(plan, graph, each, Costs.for_model(config, graph, each)) for each in (cluster, cluster.slowed(slowdowns)))
     return even.step_seconds, stay.step_seconds

@@ -1,4 +1,4 @@
-"""What a search finds, and what it has to say of it."""
+"""The result of a search."""
 
 from __future__ import annotations
 
@@ -13,19 +13,12 @@ from whale.planning.strategy import Strategy
 from whale.search.objective import Objective
 from whale.units import counted
 
-NUM_RUNNERS_UP = 5
-"""So many are told."""
+NUM_RUNNERS_UP = 5  # listed in the plan's choice
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A strategy with its plan.
-
-    Attributes:
-        strategy: what it is, whichever devices of a kind it has.
-        estimated: its plan, without reasons: `EstimatedPlan.finished` has them.
-        objective: that it is judged by.
-    """
+    """A strategy (without device names) with its plan; `EstimatedPlan.finished` adds the reasons."""
 
     strategy: Strategy
     estimated: EstimatedPlan
@@ -33,17 +26,15 @@ class Candidate:
 
     @property
     def seconds(self) -> float:
-        """Of a step, estimated."""
         return self.estimated.plan.step_seconds
 
     @cached_property
     def value(self) -> float:
-        """What the objective says of it."""
         return self.objective.of(self.estimated.plan, self.estimated.step)
 
     @property
     def rank(self) -> tuple[float, float]:
-        """Less is better; of equal ones the faster."""
+        """Less is better; of equal values the faster."""
         return self.value, self.seconds
 
     def __str__(self) -> str:
@@ -52,25 +43,15 @@ class Candidate:
 
 @dataclass(frozen=True)
 class SearchResult:
-    """The outcome of a search.
+    """The result of a search."""
 
-    Attributes:
-        plan: the best.
-        step: its estimate.
-        best: what it is.
-        others: the best plans of other strategies that were planned, best first.
-        num_strategies: in the space.
-        num_planned: plans that were made and estimated.
-        was_interrupted: whether it was ended early by the user.
-    """
-
-    plan: Plan
-    step: StepEstimate
-    best: Candidate
-    others: tuple[Candidate, ...]
-    num_strategies: int
-    num_planned: int
-    was_interrupted: bool = False
+    plan: Plan  # the best
+    step: StepEstimate  # its estimate
+    best: Candidate  # its strategy
+    others: tuple[Candidate, ...]  # the best plan of each other strategy that was planned, best first
+    num_strategies: int  # in the space
+    num_planned: int  # plans that were made and estimated
+    was_interrupted: bool = False  # whether the user ended it early
 
     @property
     def strategy(self) -> Strategy:
@@ -78,29 +59,23 @@ class SearchResult:
 
     @property
     def objective(self) -> Objective:
-        """That the plan is the best by."""
         return self.best.objective
 
     @property
     def value(self) -> float:
-        """What the objective says of the plan."""
         return self.best.value
 
     @property
     def runners_up(self) -> tuple[Candidate, ...]:
-        """The first of the others."""
         return self.others[:NUM_RUNNERS_UP]
 
     @property
     def of_sample(self) -> float:
-        """What compares it with plans for other batches."""
+        """Comparable with plans for other batch sizes."""
         return self.objective.of_sample(self.value, self.plan.planned_rows)
 
     def runner_up(self, number: int) -> tuple[Plan, StepEstimate]:
-        """The plan of a runner-up with what led to it, verified, and the estimate of its step.
-
-        Args:
-            number: 1 for the first.
+        """The plan of a runner-up (1 for the first) with its reasons, verified, and its estimate.
 
         Raises:
             ConfigError: there are not so many.
@@ -122,7 +97,7 @@ class SearchResult:
 
     @property
     def choice(self) -> Choice:
-        """What the plan says of it."""
+        """What the plan says of the search."""
         so_far = f"the search was interrupted: the best of {counted(self.num_planned, 'plan')} so far"
         bound = so_far if self.was_interrupted else ""
         runner_up = "; ".join(map(str, self.runners_up))

@@ -1,7 +1,7 @@
-"""The search: strategies in the order of what a closed form promises; the first are planned and simulated, and the best is taken.
+"""The search: strategies ordered by a closed form; the first are planned and simulated, and the best is taken.
 
-space       replicas over kinds of devices, orders, numbers of micro-batches
-   | form       what a step takes in closed form: of all as if the model could be cut anywhere, of those that come first with their cuts
+space       replicas over device types, orders, numbers of micro-batches
+   | form       closed form of a step: of all strategies relaxed, of the first ones with their cuts
    | realize    cuts, rows, recomputation, split axes; the event simulation judges
 SearchResult
 """
@@ -34,14 +34,11 @@ from whale.search.ranking import PER_PLAN, FreeSpace, Ranked
 from whale.search.result import NUM_RUNNERS_UP, Candidate, SearchResult
 from whale.units import counted
 
-PATIENCE = 500
-"""A plan of which so many would be the effort that is left is made if its form is up to twice the best plan, others in proportion."""
+PATIENCE = 500  # a plan that takes 1/500 of the effort left is made if its form is up to twice the best plan; others in proportion
 
-RUNNERS_UP_SHARE = 20
-"""Runners-up that cannot be better are planned only where so many of them would be no effort."""
+RUNNERS_UP_SHARE = 20  # runners-up that cannot be better are planned only where they take at most this fraction of the effort
 
-TRIES = 6
-"""While nothing fits, so many plans are made beyond the effort."""
+TRIES = 6  # plans beyond the effort while nothing fits
 
 
 @without_collecting()
@@ -57,29 +54,29 @@ def search(
     tries: int = TRIES,
     tell: Callable[[str], None] | None = None,
 ) -> SearchResult:
-    """Finds the best plan, where scopes and the configuration leave a choice: by ``planning.objective``.
+    """Finds the best plan by ``planning.objective``, where scopes and the configuration leave a choice.
 
-    What was set stays: scopes, replicas that are written down, micro-batches, order, stages, recomputation. Ctrl-C ends the search with the
-    best plan so far, if there is one.
+    What was set stays: scopes, written replicas, micro-batches, order, stages, recomputation. Ctrl-C ends the search with
+    the best plan so far, if there is one.
 
     Args:
         graph: the captured model.
-        cluster: the devices there are; some may be left out.
+        cluster: the devices; some may be left out.
         config: settings.
         rows: of the global batch; None for the example's.
         effort: how many plans to make at most, large ones counting for several; None for ``planning.effort``.
-        start: strategies that are good on a cluster like this one: they are planned first, whatever effort that takes, wherever scopes
-            leave strategies to the search.
-        using: a kind of device that all plans must have; None for any.
-        tries: so many plans more are made while nothing fits.
-        tell: is called after each plan with what was seen so far, in words.
+        start: strategies that are good on a similar cluster, planned first whatever the effort, where scopes leave
+            strategies to the search.
+        using: a device type that every plan must have; None for any.
+        tries: plans beyond the effort while nothing fits.
+        tell: is called after each plan with the progress in words.
 
     Raises:
-        PlanError: nothing fits; it says how much memory is missing, and with how much more, or how many devices, something would fit.
-        ConfigError: what is set leaves no strategy.
+        PlanError: nothing fits; with the missing memory, and how much more, or how many devices, would suffice.
+        ConfigError: the settings leave no strategy.
         AnnotationError: scopes that cannot be honoured.
-        ClusterError: what a sample costs is asked for, and a device has no price.
-        WhaleError: the model can be divided in none of the ways.
+        ClusterError: the objective is cost, and a device has no price.
+        WhaleError: the model cannot be divided in any way.
     """
     num_rows = graph.num_rows if rows is None else rows
     prices = Prices(graph, cluster, Costs.for_model(config, graph, cluster))
@@ -104,48 +101,34 @@ def search(
 
 @dataclass(eq=False)
 class Run:
-    """One search under way.
+    """One search in progress.
 
-    Args:
-        objective: judges plans.
-        effort: that is left.
-        realize: makes the plan of a strategy.
-        tell: is told what was seen so far.
-        tries: plans that are made beyond the effort while nothing fits.
-
-    Attributes:
-        best: the best plan so far.
-        candidates: the best plan of each strategy.
-        ungathered: likewise of plans that do not gather rows which an op needs together: they are taken only where no other is found.
-        takes_ungathered: whether what is set gathers none in any case, so that these are plans like others.
-        faults: why others have none.
-        short: of strategies whose plans do not fit, why.
-        num_planned: plans that were made and estimated.
-        was_interrupted: whether the user ended it.
+    Plans that do not gather rows which an op needs together are kept in `ungathered` and taken only where no other is found, unless the
+    settings rule out gathering anyway (`takes_ungathered`).
     """
 
     objective: Objective
-    effort: float
+    effort: float  # what is left of it
     realize: Callable[[Strategy], EstimatedPlan]
     tell: Callable[[str], None] | None
     tries: int = TRIES
-    best: Candidate | None = field(default=None, init=False)
-    candidates: dict[Strategy, Candidate] = field(default_factory=dict, init=False)
+    best: Candidate | None = field(default=None, init=False)  # the best plan so far
+    candidates: dict[Strategy, Candidate] = field(default_factory=dict, init=False)  # the best plan of each strategy
     ungathered: dict[Strategy, Candidate] = field(default_factory=dict, init=False)
     takes_ungathered: bool = field(default=False, init=False)
-    faults: list[WhaleError] = field(default_factory=list, init=False)
-    short: list[tuple[Strategy, MemoryShortage]] = field(default_factory=list, init=False)
-    num_planned: int = field(default=0, init=False)
+    faults: list[WhaleError] = field(default_factory=list, init=False)  # of strategies without a plan
+    short: list[tuple[Strategy, MemoryShortage]] = field(default_factory=list, init=False)  # strategies whose plans do not fit
+    num_planned: int = field(default=0, init=False)  # plans that were made and estimated
     was_interrupted: bool = field(default=False, init=False)
     _num_tries: int = field(default=0, init=False)
     _seen: set[Strategy] = field(default_factory=set, init=False)
 
     def look_at(self, ranked: Iterable[Ranked], count: Callable[[], int] = lambda: 0, *, is_must: bool = False) -> None:
-        """Plans one strategy after another, as far as the effort goes, and as they promise to be better than the best plan.
+        """Plans strategies in order, while effort is left and they promise to beat the best plan.
 
         Args:
             count: how many strategies there are.
-            is_must: whether all are planned whatever effort they take.
+            is_must: whether to plan all, whatever the effort.
         """
         for each in ranked:
             if each.strategy in self._seen:
@@ -161,8 +144,8 @@ class Run:
     def _is_worth(self, each: Ranked, count: int) -> bool | None:
         """Whether to plan a strategy; None where nothing that follows is worth it.
 
-        The very first is planned whatever it takes. The more of the effort that is left another takes, the more it must promise; a few that
-        do not are planned to have something beside the best.
+        The very first is always planned. The larger the share of the effort left, the more a strategy must promise; a few that
+        promise less are planned as runners-up.
         """
         if not self.num_planned and not self.faults:
             return True
@@ -176,7 +159,7 @@ class Run:
         return False if least <= max(spare, self.effort * each.comes_near(self._reach(least, count))) else None
 
     def _reach(self, needed: float, count: int) -> float:
-        """What takes so much effort and promises more than this is not planned."""
+        """The value up to which a strategy of this effort is planned."""
         assert self.best is not None
         return math.inf if count * needed <= self.effort else self.best.value * (1 + self.effort / needed / PATIENCE)
 
@@ -198,7 +181,7 @@ class Run:
             self.best = own if self.best is None else min(self.best, own, key=lambda each: each.rank)
 
     def conclude(self) -> None:
-        """Takes plans that do not gather rows, where there is no other: the plan says so."""
+        """Falls back to plans that do not gather rows; the plan says so."""
         if self.best is None and self.ungathered:
             self.candidates |= self.ungathered
             self.best = min(self.ungathered.values(), key=lambda each: each.rank)
@@ -210,7 +193,7 @@ class Run:
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """Ctrl-C inside ends the search, with the best plan so far; where there is none, all."""
+        """Ctrl-C inside ends the search with the best plan so far; it is raised where there is none."""
         try:
             yield
         except KeyboardInterrupt:
@@ -220,7 +203,7 @@ class Run:
             self.was_interrupted = True
 
     def result(self, num_strategies: int) -> SearchResult:
-        """The outcome, once there is a plan: Ctrl-C makes its last part begin anew, a second one ends all."""
+        """The result, once there is a plan: Ctrl-C restarts its last part, a second one ends all."""
         best = self.best
         assert best is not None
         others = sorted((each for each in self.candidates.values() if each.strategy != best.strategy), key=lambda each: each.rank)

@@ -1,4 +1,4 @@
-"""All strategies that a search ranges over: every one on few devices, those of identical devices in a row on many."""
+"""All strategies that a search ranges over: every one on few devices, those with runs of identical devices on many."""
 
 from __future__ import annotations
 
@@ -13,48 +13,34 @@ from whale.ir.cluster import Cluster, Device, Host
 from whale.planning.strategy import Placed, RankSpec, ReplicaSpec, Strategy
 from whale.search.freedom import Freedom, Order
 
-COMPLETE = 4
-"""On up to so many devices every strategy is looked at, by the names of its devices."""
+COMPLETE = 4  # up to this many devices every strategy is looked at, with named devices
 
-FORMS = 4
-"""Beside replicas of other kinds so many forms of the replicas of one kind are looked at."""
+FORMS = 4  # forms of one type's replicas that are combined with replicas of other types
 
-DEEPEST = 64
-"""Replicas over several kinds have at most so many ranks, where there are many devices."""
+DEEPEST = 64  # most ranks of a replica over several device types, on many devices
 
-PAIR = 2
-"""Of more kinds along a pipeline all have split groups of one width, where there are many devices."""
+PAIR = 2  # with more device types along a pipeline all split groups have one width, on many devices
 
-HALF_WAY = 2**0.5
-"""From a power of two to the next."""
+HALF_WAY = 2**0.5  # from a power of two to the next, geometrically
 
 
 @dataclass(frozen=True)
 class Space:
-    """The strategies for a model on a cluster.
-
-    Attributes:
-        cluster: the devices there are.
-        freedom: what may be chosen.
-        num_rows: of the global batch; every device takes a row of every micro-batch.
-        num_places: stages that the model can be cut into at most.
-        can_split: whether something of the model can be cut over so many devices of a kind.
-    """
+    """The strategies for a model on a cluster."""
 
     cluster: Cluster
     freedom: Freedom
-    num_rows: int
-    num_places: int
-    can_split: Callable[[Device, int], bool]
+    num_rows: int  # of the global batch; every device takes at least a row of every micro-batch
+    num_places: int  # the most stages that the model can be cut into
+    can_split: Callable[[Device, int], bool]  # whether something of the model can be cut over so many devices of a type
 
     @cached_property
     def counts(self) -> Mapping[Device, int]:
-        """Devices of each kind."""
         return Counter(device.kind for device in self.cluster.devices)
 
     @cached_property
     def widths(self) -> Mapping[Device, tuple[int, ...]]:
-        """Per kind, the sizes of split groups that fit on a host: powers of two."""
+        """Per device type, the sizes of split groups that fit on a host: powers of two."""
         return {
             kind: tuple(width for width in powers_of_two(max(numbers)) if width == 1 or self.can_split(kind, width))
             for kind, numbers in self._on_hosts.items()
@@ -62,14 +48,12 @@ class Space:
 
     @property
     def is_small(self) -> bool:
-        """Whether every strategy is looked at."""
         return len(self.cluster.devices) <= COMPLETE
 
     def lineups(self, seconds: Callable[[ReplicaSpec, int], float]) -> Iterator[Strategy]:
         """All sets of replicas, each once, without order and micro-batches.
 
-        Args:
-            seconds: that replicas of one kind take for their share of the rows, in so many micro-batches.
+        `seconds`: time of replicas of one type for their share of the rows, in so many micro-batches.
         """
         found = self._every() if self.is_small else self._in_a_row(seconds)
         for strategy in dict.fromkeys(found):
@@ -77,23 +61,19 @@ class Space:
                 yield from (Strategy(strategy.replicas, near=near) for near in self._rules(strategy))
 
     def turns(self, strategy: Strategy) -> tuple[Sequence[Order], Sequence[int]]:
-        """The orders that differ for a set of replicas, and numbers of micro-batches; one micro-batch has no turns but those of the first.
-
-        A replica of one rank has nothing to order.
-        """
+        """The distinct orders of a set of replicas, and numbers of micro-batches; with one rank or one micro-batch only the first order."""
         deepest = strategy.deepest.num_ranks
         orders = [order for order in self.freedom.orders[: 1 if deepest == 1 else None] if deepest * order.num_chunks <= self.num_places]
         return orders, self.micro_batches(self.num_rows // strategy.num_replicas)
 
     def micro_batches(self, most: int) -> Sequence[int]:
-        """Numbers of micro-batches, up to a most."""
         fixed = self.freedom.micro_batches
         if fixed is None:
             return micro_batch_counts(self.num_rows, most)
         return (fixed,) if fixed <= most else ()
 
     def _rules(self, strategy: Strategy) -> tuple[bool | None, ...]:
-        """By which rules devices without names get them."""
+        """The rules by which unnamed devices are placed: `Places`."""
         if strategy.replicas[0].names is not None:
             return (None,)
         if self.freedom.near is not None:
@@ -103,7 +83,7 @@ class Space:
 
     @property
     def _num_ranks(self) -> int | None:
-        """Of each replica, where it is set: of more stages than there are devices consecutive ones share one."""
+        """Of each replica, where set; with more stages than devices, consecutive stages share one."""
         return None if self.freedom.num_ranks is None else min(self.freedom.num_ranks, len(self.cluster.devices))
 
     def _is_allowed(self, strategy: Strategy) -> bool:
@@ -112,7 +92,7 @@ class Space:
         return deep and (not self.freedom.alike or (len(own) == 1 and (not own[0].is_split or own[0].count == 1)))
 
     def _every(self) -> Iterator[Strategy]:
-        """All replicas on all choices of devices; of devices and hosts that stand for one another one choice."""
+        """All replicas on all choices of devices, one per class of equivalent devices and hosts."""
         seen, near = set[object](), self.freedom.near
         if near is not None:
             found: Iterator[Strategy] = self._in_a_row(lambda replica, count: 0.0)
@@ -129,7 +109,7 @@ class Space:
                     )
 
     def _grouped(self, rows: Sequence[tuple[str, ...]]) -> Iterator[tuple[Placed, ...]]:
-        """All ways to make split groups of neighbours in each row: of one kind on one host."""
+        """All ways to make split groups of neighbours in each row, of one type on one host."""
         if not rows:
             yield ()
             return
@@ -146,7 +126,7 @@ class Space:
                 yield from ((tuple(row[:width]), *others) for others in self._groups(row[width:]))
 
     def _look(self, placed: Sequence[Placed]) -> object:
-        """What is equal for replicas on devices that stand for one another."""
+        """Equal for replicas on equivalent devices."""
         hosts, by_name = self.cluster.hosts, self.cluster.by_name
         looks = host_looks(self.cluster)
         number = {host.name: place for place, host in enumerate(hosts)}
@@ -162,12 +142,12 @@ class Space:
 
     @cached_property
     def _kinds(self) -> Mapping[str, int]:
-        """Per device a number that devices of one kind and price share."""
+        """Per device a number that devices of one type and price share."""
         known: dict[object, int] = {}
         return {device.name: known.setdefault((device.kind, device.price_per_hour), len(known)) for device in self.cluster.devices}
 
     def _in_a_row(self, seconds: Callable[[ReplicaSpec, int], float]) -> Iterator[Strategy]:
-        """Replicas of one kind each, of every kind its own; and replicas over several kinds, identical devices in a row."""
+        """Replicas of one type each, separately and combined; and replicas over several types, in runs of identical devices."""
         for replica in (replica for kind in self.counts for replica in self._of_one_kind(kind)):
             yield Strategy((replica,))
             for count in self._fewer(replica):
@@ -187,7 +167,7 @@ class Space:
                         yield Strategy((mixed, *rest))
 
     def _fewer(self, replica: ReplicaSpec) -> Sequence[int]:
-        """Numbers of replicas of one kind that leave others of it out: those of one host, and any where fewer may be the best."""
+        """Numbers of replicas of one type that leave devices out: those of one host, and any where fewer may be the best."""
         kind = (replica.ranks or ())[0].kind
         of_host = max(self._on_hosts[kind]) // (replica.num_devices // replica.count)
         counts = {of_host, *(powers_of_two(replica.count - 1) if self.freedom.fewer else ())}
@@ -201,12 +181,12 @@ class Space:
                 yield ReplicaSpec((RankSpec(kind, width),) * num_ranks, room // num_ranks)
 
     def _room(self, kind: Device, width: int) -> int:
-        """Split groups of a width that there are on hosts, each on one."""
+        """How many split groups of a width fit on the hosts."""
         return sum(number // width for number in self._on_hosts[kind])
 
     @cached_property
     def _on_hosts(self) -> Mapping[Device, tuple[int, ...]]:
-        """Per kind, how many devices each host has of it."""
+        """Per device type, its number on each host that has it."""
         found: dict[Device, list[int]] = {}
         for host in self.cluster.hosts:
             for kind, number in Counter(device.kind for device in host.devices).items():
@@ -214,14 +194,14 @@ class Space:
         return {kind: tuple(numbers) for kind, numbers in found.items()}
 
     def _depths(self, room: int) -> Sequence[int]:
-        """Numbers of ranks of replicas that share so many: 1, 2, 4 ..., and what each of 1, 2, 4 ... replicas would have."""
+        """Ranks per replica: 1, 2, 4 ..., and what each of 1, 2, 4 ... replicas would have."""
         most = min(room, self.num_places)
         if self._num_ranks is not None:
             return (self._num_ranks,) if self._num_ranks <= most else ()
         return sorted({*powers_of_two(most), *(min(room // count, most) for count in powers_of_two(room))})
 
     def _forms(self, kind: Device, seconds: Callable[[ReplicaSpec, int], float]) -> Sequence[ReplicaSpec]:
-        """The replicas of one kind that take least time for their share of the rows, and copies of the model."""
+        """The replicas of one type that are fastest for their share of the rows, and plain copies of the model."""
         allowed = [replica for replica in self._of_one_kind(kind) if self._is_allowed(Strategy((replica,)))]
         plain = [replica for replica in allowed if replica.num_devices == replica.count]
         others = [replica for replica in allowed if replica not in plain]
@@ -232,7 +212,7 @@ class Space:
         return [*plain, *sorted(others, key=least)[: FORMS - len(plain)]]
 
     def _of_kinds(self, kinds: tuple[Device, ...]) -> Iterator[ReplicaSpec]:
-        """Replicas that take of each of these kinds, as many as there are devices for; of two kinds each may have its own width."""
+        """As many replicas over all of these types as there are devices for; of two types each may have its own width."""
         for widths in product(*(self.widths[kind] for kind in kinds)):
             if len(kinds) > PAIR and len(set(widths)) > 1:
                 continue
@@ -243,7 +223,7 @@ class Space:
                 yield ReplicaSpec(tuple(rank for rank, depth in zip(ranks, depths, strict=True) for _ in range(depth)), count)
 
     def _divisions(self, rooms: Sequence[int]) -> Iterator[tuple[int, ...]]:
-        """Ranks of each kind in a replica: what there is per replica, for every number of replicas that is worth it, and the deepest."""
+        """Ranks of each type in a replica, for each sensible number of replicas, and the deepest."""
         if self._num_ranks is not None:
             yield from divisions(min(self._num_ranks, self.num_places), rooms)
             return
@@ -256,7 +236,7 @@ class Space:
 
 
 def _rows(names: Sequence[str]) -> Iterator[tuple[tuple[str, ...], ...]]:
-    """All ways to put some of the devices in rows; a row stands where its first device does."""
+    """All ways to put some of the devices in rows; rows are ordered by their first device."""
     if not names:
         yield ()
         return
@@ -271,7 +251,7 @@ def _rows(names: Sequence[str]) -> Iterator[tuple[tuple[str, ...], ...]]:
 
 
 def divisions(total: int, rooms: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    """Ways to take a total of several kinds, some of each: by what there is of them first, then with as much as can be of one of them."""
+    """Ways to divide a total over several types, some of each: in proportion to what there is first, then with the most of each one."""
     numbers = range(len(rooms))
     if not len(rooms) <= total <= sum(rooms):
         return
@@ -284,7 +264,7 @@ def divisions(total: int, rooms: Sequence[int]) -> Iterator[tuple[int, ...]]:
 
 
 def host_looks(cluster: Cluster) -> Mapping[str, object]:
-    """Per host, what is equal for hosts that stand for one another: what they have, where all are linked in one way."""
+    """Per host, a value that is equal for equivalent hosts."""
 
     def look(host: Host) -> object:
         prices = tuple(device.price_per_hour for device in host.devices), host.price_per_hour
@@ -294,7 +274,7 @@ def host_looks(cluster: Cluster) -> Mapping[str, object]:
 
 
 def micro_batch_counts(num_rows: int, most: int) -> tuple[int, ...]:
-    """Numbers of micro-batches up to a most: powers of two, and between two of them the divisor of the rows that is about half way."""
+    """Numbers of micro-batches up to `most`: powers of two, and between each two the divisor of the rows nearest the middle."""
     known = _counts_of(num_rows)
     return known[: bisect_right(known, most)]
 

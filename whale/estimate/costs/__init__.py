@@ -1,1 +1,1 @@
-"""What one op, one message and one step of the optimizer cost, in closed forms."""
+"""Closed forms of the cost of one op, one message and one optimizer step."""

@@ -1,12 +1,12 @@
-"""Lower bounds of the time of a step in closed form: what the search for a plan ranks by, never above the event simulation.
+"""Closed forms below the simulated time of a step, by which the search ranks.
 
-Rank r can start when the ranks before it have done the first forward pass, computes all its micro-batches, and after its
-last backward pass the ranks before it still have theirs to do:
+Rank r starts after the first forward pass of the ranks before it, computes all its micro-batches, and after its last
+backward pass the ranks before it still have theirs:
 
-    the largest, over the ranks r, of    m x (time of r)  +  share x (time of all ranks before r)
+    max over the ranks r of    m x (time of r)  +  share x (time of all ranks before r)
 
-The share is 1 where both the forward and the backward pass of those stand outside, 1 / v of v chunks, and so on. With equal
-ranks and no messages that is exact for most schedules: m (F + B) + (p - 1) (F + B) / v.
+The share is 1 if both passes of those ranks lie outside, 1 / v with v chunks, and so on. With equal ranks and no
+messages this is exact for most schedules: m (F + B) + (p - 1) (F + B) / v.
 """
 
 from __future__ import annotations
@@ -17,21 +17,17 @@ import numpy as np
 
 from whale.estimate.costs.line import Floats
 
-FORWARD_SHARE = 1 / 3
-"""Share of F in F + B where B = 2 F, for the schedules that split the backward pass: weight gradients fill their drain."""
+FORWARD_SHARE = 1 / 3  # F / (F + B) with B = 2 F, for schedules that split the backward pass: weight gradients fill their drain
 
-LEFT_OVER = 0.9
-"""A last group of interleaving that is not whole costs about as much as if so many micro-batches per rank were missing."""
+LEFT_OVER = 0.9  # cost of an incomplete last group of interleaving, in missing micro-batches per rank
 
-UNEVEN = 0.15
-"""Under ``zb_v`` no rank has work to wait with: ranks that differ a little wait about so much of a micro-batch, times their number."""
+UNEVEN = 0.15  # zb_v has no slack: ranks that differ a little wait about this much of a micro-batch, times the number of ranks
 
-RECOMPUTED_SHARE = 3 / 4
-"""Share of F + B in F + R + B where R = F and B = 2 F, for the schedules that compute again before the gradient comes."""
+RECOMPUTED_SHARE = 3 / 4  # (F + B) / (F + R + B) with R = F and B = 2 F, for schedules that recompute before the gradient arrives
 
 
 def bubble_share(schedule: str, num_chunks: int = 1) -> float:
-    """The part of the time per micro-batch of the ranks before it that passes while a rank cannot compute."""
+    """The share of the earlier ranks' time per micro-batch during which a rank cannot compute."""
     recomputed = dict.fromkeys(("recompute_early", "last_no_recompute", "shifted_critical_path"), RECOMPUTED_SHARE)
     shares = recomputed | {
         "zb_h1": FORWARD_SHARE,
@@ -57,25 +53,25 @@ def idle_seconds(
     alive: Floats | None = None,
     num_ranks: int | None = None,
 ) -> Floats:
-    """Per rank, the seconds of a step in which it waits, ``[ranks, cases]``.
+    """Seconds of a step that each rank waits: ``[ranks, cases]``.
 
-    Of 1F1B, with t = F + B: until the ranks before it have begun, and until they are done; then, before its first backward pass and after
-    its last forward pass, until what it has sent comes back, less what it does meanwhile; and where few micro-batches may be on their way,
-    in each turn:
+    For 1F1B, with t = F + B: until the ranks before it have started, and until they are done; before its first backward
+    pass and after its last forward pass, until what it sent returns, less what it does meanwhile; and with few
+    micro-batches in flight, in each turn:
 
         t_1 + ... + t_k-1  +  (after - (alive - 1) F)+  +  (after - (alive - 1) B)+  +  (m - alive) ((t + after) / alive - t)+
 
-    where `after` is what passes on the ranks behind it, with the messages. Exact for equal ranks (but for ``zb_h2``, ``zb_v`` and chunks of
-    few micro-batches).
+    where `after` is the time on the ranks behind it, with the messages. Exact for equal ranks (except ``zb_h2``, ``zb_v``
+    and chunks of few micro-batches).
 
     Args:
-        forward, backward, weights: seconds of one micro-batch over all chunks, ``[ranks, cases]``; `weights` is the part of `backward` that
-            is weight gradients.
+        forward, backward, weights: seconds of one micro-batch over all chunks, ``[ranks, cases]``; `weights` is the part of
+            `backward` that is weight gradients.
         num_micro_batch: of a step; one for all cases, or of each.
-        recomputed: the part of `backward` that is computed again by itself.
+        recomputed: the part of `backward` that the schedule itself recomputes.
         hops: seconds of a message from each rank to the next.
-        alive: per rank, micro-batches that are in flight at most, ``[ranks, 1]``; None where nothing waits for them.
-        num_ranks: where several ranks stand in one row, added up.
+        alive: per rank, the most micro-batches in flight, ``[ranks, 1]``; None ignores that limit.
+        num_ranks: where several ranks are added up in one row.
     """
     p, m = forward.shape[0] if num_ranks is None else num_ranks, num_micro_batch
     found: Floats
@@ -126,16 +122,15 @@ def idle_seconds(
 def exposed_sync(
     schedule: str, seconds: float, backward: float, num_micro_batch: int, num_chunks: int = 1, group_size: int | None = None
 ) -> float:
-    """What backward passes cannot hide of the gradient synchronisation of a rank.
+    """Seconds of a rank's gradient all-reduce that backward passes cannot hide.
 
-    A chunk's synchronisation starts at its last backward. Of the first chunk to end, that is (v - 1) g B / v before the
-    step's end, where g micro-batches pass one chunk before the next one has its turn; that of the last chunk is always
-    exposed.
+    A chunk's all-reduce starts at its last backward. The first chunk ends (v - 1) g B / v before the end of the step, where
+    g micro-batches pass one chunk before the next; the last chunk is always exposed.
 
     Args:
-        seconds: of the synchronisation of all chunks of a rank.
+        seconds: all-reduce of all chunks of a rank.
         backward: of all chunks of a rank for one micro-batch.
-        group_size: of interleaving; None for as many micro-batches as there are.
+        group_size: of interleaving; None for all micro-batches.
     """
     if schedule not in ("interleaved", "aiao", "aiao_early_loss"):
         return seconds
@@ -151,16 +146,12 @@ def pipeline_seconds(
     num_chunks: int = 1,
     first_parts: Sequence[float] | None = None,
 ) -> Floats:
-    """The least time of all micro-batches of a step.
+    """The least time of all micro-batches of a step, one per case (0-dim for scalars).
 
     Args:
-        rank_seconds: per pipeline rank, forward and backward of one micro-batch over all its chunks; or arrays of
-            these, for several cases at once.
-        first_parts: per rank, the part of its time that its first chunk takes, which is what the ranks after it wait for; None where
-            chunks take equally long.
-
-    Returns:
-        one time per case (an array of no dimension for plain numbers).
+        rank_seconds: per pipeline rank, forward and backward of one micro-batch over all its chunks; or arrays, for several
+            cases at once.
+        first_parts: per rank, the share of its first chunk, which the ranks after it wait for; None for equal chunks.
     """
     ranks = np.asarray(rank_seconds, dtype=np.float64)
     first = ranks if first_parts is None else ranks * num_chunks * np.asarray(first_parts)

@@ -1,22 +1,19 @@
-"""Communication by the alpha-beta model: one message, an edge between stages, collectives over unlike links.
-
-What a group of devices has to talk over is the links inside its hosts, and the way from host to host:
+"""Communication by the alpha-beta model: one message, an edge between stages, collectives over heterogeneous links.
 
 host a                    host b
 a/0 -- a/1                b/0 -- b/1        inside    the slowest of the links inside a host
  |      |                  |      |
 card ===================== card             between   all devices of a host together, at most its card
 
-A collective goes the way that is fastest, as NCCL chooses; among CPUs around a ring, as Gloo does:
+A collective uses the fastest algorithm, as NCCL does; among CPUs a ring, as Gloo does:
 
 ring            every byte passes every device, one after the other             least traffic on equal links, long latency
 tree            up to a root and down again                                     latency grows with the logarithm
 hierarchical    inside each host, across the hosts by all rails, inside again   least traffic between hosts
 
-Messages take time of the devices at their ends, too: of a CPU rank, whose core moves them. Where that was not measured it is nothing, as of
-devices that move what they send by themselves.
+Messages also take compute time (handling) of CPU ranks at their ends, whose core moves the bytes; 0 where not measured:
 
-device   |  compute  |handles|  compute  |      so long its computing stands still
+device   |  compute  |handles|  compute  |
 link                 |==== message ====>|
 """
 
@@ -34,35 +31,23 @@ from whale.ir.cluster import Cluster, Handling, Link
 
 @dataclass(frozen=True, slots=True)
 class Fabric:
-    """The links of one group.
-
-    Attributes:
-        num_devices: of the group.
-        num_hosts: on which they are.
-        on_host: devices of the group on a host, the most of any.
-        rails: devices of the group on a host, the fewest of any: so many ways lead from host to host.
-        inside: bytes per second from a device to the next one of its host; infinite where no host has two.
-        between: bytes per second from a host to the next one, over all rails together; infinite for one host.
-        inside_latency, between_latency: seconds of one hop.
-        is_ring: whether collectives know no other way.
-    """
+    """The links of one group of devices; latencies in seconds of one hop."""
 
     num_devices: int
     num_hosts: int
-    on_host: int
-    rails: int
-    inside: float
-    between: float
+    on_host: int  # most devices of the group on a host
+    rails: int  # fewest devices of the group on a host, which limits the paths from host to host
+    inside: float  # bytes per second from a device to the next one of its host; infinite where no host has two
+    between: float  # bytes per second from a host to the next one, over all rails; infinite for one host
     inside_latency: float
     between_latency: float
-    is_ring: bool = False
+    is_ring: bool = False  # whether collectives use rings only
 
 
 def fabric(cluster: Cluster, devices: Sequence[str]) -> Fabric:
     """The links of some devices.
 
-    What the devices of a host share, a card or a bus, is taken as if all of them talked at once, as they do in a step: each
-    has an equal part of it.
+    What the devices of a host share, a card or a bus, is divided as if all of them sent at once, as they do in a step.
     """
     members, by_name = dict[str, list[str]](), cluster.by_name
     for name in devices:
@@ -84,7 +69,7 @@ def fabric(cluster: Cluster, devices: Sequence[str]) -> Fabric:
 
 
 def _between(cluster: Cluster, firsts: Sequence[str]) -> Iterable[Link]:
-    """The unlike links from host to host, all around, of one device of each."""
+    """The distinct links of a ring over hosts, by one device of each."""
     if not cluster.pairs and cluster.network is not None:  # it is the one that there is
         return (cluster.network,)
     return dict.fromkeys(cluster.link(a, b) for a, b in pairwise([*firsts, firsts[0]]))
@@ -97,28 +82,21 @@ def _part_of_card(cluster: Cluster, host: str, count: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """One way for a collective to go; what passes inside and between hosts passes at the same time, in pieces.
+    """One algorithm of a collective; transfers inside and between hosts overlap, in pieces."""
 
-    Attributes:
-        inside: of each byte of the payload, how much passes the link of each device inside its host.
-        between: likewise, how much leaves each host, over all rails together.
-        latency: seconds beside the bytes.
-    """
-
-    inside: float
-    between: float
-    latency: float
+    inside: float  # multiple of the payload that passes each device's link inside its host
+    between: float  # multiple of the payload that leaves each host, over all rails
+    latency: float  # seconds independent of the bytes
 
     def seconds_per_byte(self, over: Fabric) -> float:
-        """Seconds that a byte of the payload takes."""
         return max(self.inside / over.inside, self.between / over.between)
 
 
 def fastest_way(over: Fabric, num_passes: int, num_bytes: float) -> Route:
-    """The fastest way of a collective.
+    """The fastest algorithm of a collective.
 
     Args:
-        over: what the group has to talk over.
+        over: the group's links.
         num_passes: 2 of an all-reduce, 1 of an all-gather or reduce-scatter.
         num_bytes: of the whole payload.
     """
@@ -145,12 +123,7 @@ def _ways(over: Fabric, num_passes: int) -> Iterator[Route]:
 
 @dataclass(frozen=True, slots=True)
 class Volume:
-    """What one device sends and receives.
-
-    Attributes:
-        num_messages: either way.
-        num_bytes: either way, by rows.
-    """
+    """Messages and bytes (by rows) that one device sends and receives, both directions summed."""
 
     num_messages: float = 0.0
     num_bytes: Line = field(default_factory=Line)
@@ -159,63 +132,60 @@ class Volume:
         return Volume(self.num_messages + other.num_messages, self.num_bytes + other.num_bytes)
 
     def line(self, handling: Handling) -> Line:
-        """Seconds that it takes of a device, by rows."""
+        """Compute seconds that it takes of a device, by rows."""
         return Line(self.num_messages * handling.seconds) + self.num_bytes * handling.per_byte
 
     def seconds(self, handling: Handling) -> float:
-        """The same, of what has no rows."""
+        """The same, without rows."""
         return self.line(handling).fixed
 
 
 def all_reduce_volume(num_devices: int, payload: Line) -> Volume:
-    """Of each device in an all-reduce of a payload around a ring: twice from each to the next."""
+    """Per device, of an all-reduce around a ring."""
     return ring_volume(num_devices, payload, 2)
 
 
 def all_gather_volume(num_devices: int, payload: Line) -> Volume:
-    """Of each device in an all-gather that gives every device the whole payload, or in a reduce-scatter of it."""
+    """Per device, of an all-gather or a reduce-scatter of the whole payload."""
     return ring_volume(num_devices, payload, 1)
 
 
 def all_to_all_volume(num_devices: int, payload: Line) -> Volume:
-    """Of each device in an all-to-all of a payload that lies in parts before and after."""
+    """Per device, of an all-to-all."""
     return Volume(2.0 * (num_devices - 1), payload * (2 * (num_devices - 1) / num_devices**2))
 
 
 def ring_volume(num_devices: int, payload: Line, num_passes: int) -> Volume:
-    """Of each device in passes of a payload around a ring: a part of it out, and one in, at each step."""
+    """Per device, of passes around a ring: one part out and one in at each step."""
     both = 2.0 * num_passes * (num_devices - 1)
     return Volume(both, payload * (both / num_devices))
 
 
 def edge_line(link: Link, payload: Line, num_messages: int) -> Line:
-    """Seconds to send a payload (bytes by rows) over a link in so many messages, by rows."""
+    """Seconds of sending a payload (bytes by rows) over a link in `num_messages`, by rows."""
     return Line(num_messages * link.latency + payload.fixed / link.bandwidth, payload.per_row / link.bandwidth)
 
 
 def all_reduce_seconds(cluster: Cluster, devices: Sequence[str], num_bytes: float) -> float:
-    """Time of an all-reduce of `num_bytes` on each of these devices."""
+    """Seconds of an all-reduce of `num_bytes` on each of these devices."""
     return all_reduce_line(cluster, devices, Line(num_bytes), 1, 0.0).fixed
 
 
 def all_reduce_line(cluster: Cluster, devices: Sequence[str], payload: Line, num_messages: int, num_rows: float) -> Line:
-    """Seconds of so many all-reduces of a payload (bytes by rows, together), by rows; each goes the way that is fastest at `num_rows`."""
+    """Seconds of `num_messages` all-reduces of a payload (bytes by rows, together), by rows, with the fastest algorithm at `num_rows`."""
     return _collective_line(cluster, devices, payload, num_messages, num_rows, 2)
 
 
 def all_gather_line(cluster: Cluster, devices: Sequence[str], payload: Line, num_messages: int, num_rows: float) -> Line:
-    """Seconds of so many all-gathers that give every device the whole payload (bytes by rows, together), by rows.
-
-    Half of an all-reduce. A reduce-scatter of the payload costs the same.
-    """
+    """Seconds of all-gathers that give every device the whole payload, or of its reduce-scatters: half of an all-reduce."""
     return _collective_line(cluster, devices, payload, num_messages, num_rows, 1)
 
 
 def all_to_all_line(cluster: Cluster, devices: Sequence[str], payload: Line, num_messages: int, num_rows: float) -> Line:
-    """Seconds of so many all-to-alls of a payload (bytes by rows, together) that lies in parts before and after, by rows.
+    """Seconds of all-to-alls of a payload (bytes by rows, together), by rows.
 
-    Each device has 1/k of the payload and sends 1/k of that to each of the k - 1 others, one after another: to those of its host
-    inside, to the rest by its part of the way out.
+    Each device has 1/k of the payload and sends 1/k of that to each of the k - 1 others in turn: inside its host, or over
+    its share of the path out.
     """
     count = len(devices)
     if count < 2:

@@ -1,7 +1,4 @@
-"""Compute time of ops on a device: the larger of arithmetic and memory traffic, a fixed part per kernel, and the host that starts them.
-
-Of the optimizer's step: every weight, gradient and state is read and written; gradients begin the next one at zero.
-"""
+"""Compute time of ops on a device: the larger of arithmetic and memory traffic (roofline), plus kernel start; and the optimizer's step."""
 
 from __future__ import annotations
 
@@ -21,11 +18,7 @@ Index = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class OpSeconds:
-    """Seconds per op in graph order: on the device as ``fixed + per_row x rows``, and of the host that starts the kernels.
-
-    Attributes:
-        num_rows: about which the lines are taken.
-    """
+    """Seconds per op in graph order: on the device ``fixed + per_row x rows`` (about `num_rows`), on the host the start of its kernels."""
 
     num_rows: float
     forward_fixed: Floats
@@ -36,32 +29,30 @@ class OpSeconds:
     backward_host: Floats
 
     def forward(self, index: Index) -> Line:
-        """The forward pass of some ops, one after the other, on a device that never waits for its host."""
+        """Forward pass of some ops on a device that never waits for its host."""
         return Line(float(self.forward_fixed[index].sum()), float(self.forward_per_row[index].sum()))
 
     def backward(self, index: Index, shares: Floats | float = 1.0) -> Line:
-        """The backward pass of some ops, or these shares of each, likewise."""
+        """Backward pass of some ops, or these shares of each."""
         return Line(float((self.backward_fixed[index] * shares).sum()), float((self.backward_per_row[index] * shares).sum()))
 
     def started_forward(self, index: Index) -> Started:
-        """The forward pass of some ops, with their host."""
         return Started(self.forward(index), float(self.forward_host[index].sum()))
 
     def started_backward(self, index: Index, shares: Floats | float = 1.0) -> Started:
-        """The backward pass of some ops, or these shares of each, likewise."""
         return Started(self.backward(index, shares), float((self.backward_host[index] * shares).sum()))
 
 
 def op_seconds(table: OpTable, device: Device, num_rows: float, costs: Costs) -> OpSeconds:
     """Times of all ops on a device.
 
-    An op takes ``max(flops / (peak x efficiency), bytes / (bandwidth x traffic))``, which bends where the one overtakes the
-    other; the efficiency falls with the smallest size of a matrix product. The line given for it is the side that rules at
-    `num_rows`: exact there, a lower bound elsewhere if the efficiency is constant.
+    An op takes ``max(flops / (peak x efficiency), bytes / (bandwidth x traffic))``; the efficiency falls with the smallest
+    size of a matrix product. The line returned is the side that dominates at `num_rows`: exact there, a lower bound elsewhere
+    if the efficiency is constant.
 
     Args:
-        num_rows: rows of a micro-batch on this device, about which the lines are taken.
-        costs: launches and traffic, and times that were measured instead.
+        num_rows: rows of a micro-batch on this device.
+        costs: launches and traffic, and measured times that replace computed ones.
     """
     filled = 1 / (1 + device.half_width / np.maximum(table.narrowest(num_rows), 1.0))
     peaks = np.array([device.reached_flops(_computed_in(dtype, device, costs)) for dtype in table.dtypes])[table.dtype] * filled
@@ -82,14 +73,14 @@ def op_seconds(table: OpTable, device: Device, num_rows: float, costs: Costs) ->
 
 
 def kernel_seconds(table: OpTable, device: Device, costs: Costs) -> tuple[Floats, Floats]:
-    """Of the times of all ops, forward and backward, the fixed part of their kernels: the same however small the part of an op is."""
+    """Per op, the fixed time of its kernels, forward and backward, which does not shrink with the part of an op."""
     start = costs.launch_seconds if device.kernel_start is None else device.kernel_start
     forward: Floats = table.launches * start * device.slowdown
     return forward, forward * costs.backward_traffic * table.trains
 
 
 def _as_measured(found: OpSeconds, table: OpTable, device: Device, known: Measured) -> OpSeconds:
-    """The times with those that were measured in their place; what the host needs to start a kernel is in them."""
+    """Replaces times by measured ones, which include the host's time to start kernels."""
     forward = known.lines(device, table.op, table.share, found.num_rows, backward=False)
     backward = known.lines(device, table.op, table.share, found.num_rows, backward=True)
     return replace(
@@ -104,7 +95,7 @@ def _as_measured(found: OpSeconds, table: OpTable, device: Device, known: Measur
 
 
 def _computed_in(dtype: str, device: Device, costs: Costs) -> str:
-    """The type that a device computes products of a dtype in."""
+    """The dtype in which a device computes products of `dtype`."""
     return "tf32" if dtype == "float32" and costs.allows_tf32 and "tf32" in dict(device.flops) else dtype
 
 
@@ -115,11 +106,11 @@ def _rule(arithmetic: tuple[Floats, Floats], traffic: tuple[Floats, Floats], num
 
 
 def host_step_seconds(device: Device, bandwidth: float, stepped: float, moved: float) -> float:
-    """Seconds of a step on the CPU of a device's host, and of what is moved between the two, one after the other.
+    """Seconds of an optimizer step on the host's CPU, and of the transfers to and from it, in sequence.
 
     Args:
-        bandwidth: of the host's memory, bytes per second, that is this device's part; its own where it is the host.
-        stepped: bytes of weights, gradients and what is kept of them.
+        bandwidth: this device's share of the host memory's bytes per second; its own where it is the host.
+        stepped: bytes of weights, gradients and optimizer state.
         moved: bytes of gradients to the host, and of weights back.
     """
     if not device.host_link:
@@ -128,21 +119,16 @@ def host_step_seconds(device: Device, bandwidth: float, stepped: float, moved: f
 
 
 def copy_seconds(device: Device, num_bytes: float) -> float:
-    """Seconds of bringing so many bytes to the memory of a device's host, or back; where it is the host, of a copy."""
+    """Seconds of a copy between a device and its host's memory; where the device is the host, of a copy in memory."""
     return num_bytes / (device.host_link or device.reached_bandwidth / 2)
 
 
 def rounding_seconds(device: Device, gradients: float, sent: float, *, feeds_back: bool) -> float:
-    """Seconds in which gradients are rounded to what is sent, and taken back from what has come.
-
-    Args:
-        gradients, sent: bytes.
-        feeds_back: whether what that loses is kept, and what was lost before is added.
-    """
+    """Seconds of casting gradients (bytes) to the dtype that is sent, and back; with error feedback, of keeping and adding the error."""
     moved = 7 * gradients + 3 * sent if feeds_back else 2 * (gradients + sent)
     return moved / device.reached_bandwidth
 
 
 def optimizer_seconds(device: Device, weights: float, gradients: float, states: float) -> float:
-    """Seconds of one step over so many bytes of trained weights, of their gradients and of what is kept of them."""
+    """Seconds of one optimizer step over these bytes: each is read and written, and gradients are zeroed."""
     return 2 * (weights + gradients + states) / device.reached_bandwidth

@@ -1,4 +1,4 @@
-"""The figures that prices are made of, beside those of devices and links: said here once; who has measured better ones passes them."""
+"""`Costs`: the assumptions of estimates that belong to no device or link, with their default values."""
 
 from __future__ import annotations
 
@@ -20,61 +20,34 @@ _ON_HOST = {"optimizer": ("optimizer",), "optimizer+parameters": ("optimizer", "
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """What estimates assume.
+    """What estimates assume."""
 
-    Attributes:
-        launch_seconds: what one kernel costs beside its work, on the device itself.
-        message_seconds: what starting one message or collective costs beside the latency of its link; inside a split group it takes
-            as long of the host, which runs ahead.
-        waiting_seconds: what an op whose weight gradients wait costs the host in each of its passes, forward, I and W, beside starting
-            its kernels, where that was not measured: Python runs it (26 us for all three on a current CPU core; of GPUs nothing is known).
-        backward_traffic: memory traffic of a backward pass relative to its forward pass: the gradient and the saved values
-            are both read.
-        optimizer_states: tensors that the optimizer keeps per parameter (Adam 2).
-        fuses_pointwise: whether pointwise ops run in one kernel with the op that alone reads them, as with a compiler or kernels
-            written by hand; they do not where ops run one by one.
-        allows_tf32: whether float32 matrix products run in TensorFloat-32 where the device has it.
-        zero: stage of ZeRO, of all parameters or by patterns of their names: from 1 on the optimizer form is shared out among the
-            owners, from 2 on the gradient form too, at 3 what ops read.
-        offload: ``optimizer`` where the optimizer form of parameters lives on the host, ``optimizer+parameters`` where what ops read
-            does too, ``activations`` where what is kept for backward passes does.
-        brings_back: whether as much of that is back on devices as fits.
-        host_bandwidth: bytes per second of the memory of a host, which its devices share; a starting value, 40 % of eight channels of
-            DDR4-3200.
-        gradient_dtype: type in which gradients are accumulated; None for that of the parameter.
-        sum_dtype: type in which gradients are summed; None for their own.
-        feeds_back: whether what rounding to it loses is kept, and added to the next gradient.
-        bucket_bytes: gradients are synchronised in buckets of about this size.
-        defers_weights: whether weights that others keep are on their way during the next step's forward passes.
-        copies_every: steps from one copying of the state to second owners to the next; 0 where there are none.
-        memory_fraction: share of each device's memory that a plan may use. The rest is the allowance for the driver's
-            context, communicators and fragmentation.
-        measured: times of ops in the place of those that are worked out; None where nothing was measured.
-    """
-
-    launch_seconds: float = 4e-6
+    launch_seconds: float = 4e-6  # device time of one kernel besides its work
+    # of starting one message or collective, besides the link's latency; in a split group also host time, and the host runs ahead
     message_seconds: float = 0.0
+    # host time of F, I and W each of an op with deferred weight gradients, which Python runs, where not measured: 26 us for all three
+    # on a current CPU core; unknown for GPUs
     waiting_seconds: float = 8e-6
-    backward_traffic: float = 2.0
-    fuses_pointwise: bool = False
-    allows_tf32: bool = False
-    optimizer_states: int = 2
-    zero: Zero = 0
-    offload: str = "none"
-    brings_back: bool = False
-    host_bandwidth: float = 80e9
-    gradient_dtype: str | None = None
-    sum_dtype: str | None = None
-    feeds_back: bool = False
-    bucket_bytes: int = 25 * 2**20
-    defers_weights: bool = True
-    copies_every: int = 0
-    memory_fraction: float = 0.9
-    measured: Measured | None = None
+    backward_traffic: float = 2.0  # relative to the forward pass: a backward pass reads the gradient and the saved values
+    fuses_pointwise: bool = False  # whether pointwise ops run in one kernel with their only reader, as under a compiler
+    allows_tf32: bool = False  # whether float32 matrix products run in TensorFloat-32 where the device has it
+    optimizer_states: int = 2  # tensors that the optimizer keeps per parameter (Adam 2)
+    zero: Zero = 0  # ZeRO stage, of all parameters or by name pattern
+    offload: str = "none"  # as ``memory.offload``
+    brings_back: bool = False  # whether as much of that as fits returns to the devices
+    host_bandwidth: float = 80e9  # bytes per second of a host's memory, shared by its devices; default 40 % of eight channels DDR4-3200
+    gradient_dtype: str | None = None  # in which gradients accumulate; None for the parameter's
+    sum_dtype: str | None = None  # in which gradients are summed across devices; None for their own
+    feeds_back: bool = False  # whether the rounding error of that is added to the next gradient
+    bucket_bytes: int = 25 * 2**20  # approximate size of a gradient bucket
+    defers_weights: bool = True  # whether all-gathers of sharded weights overlap the next step's forward passes
+    copies_every: int = 0  # steps between redundant copies of the state; 0 for none
+    memory_fraction: float = 0.9  # usable share of each device; the rest is for the driver's context, communicators, fragmentation
+    measured: Measured | None = None  # op times that replace computed ones; None for none
 
     @staticmethod
     def of(config: Config) -> Costs:
-        """The starting values with what the user has set.
+        """The defaults with the user's settings.
 
         Raises:
             ConfigError: settings that contradict each other.
@@ -106,7 +79,7 @@ class Costs:
 
     @staticmethod
     def for_model(config: Config, graph: ModelGraph, cluster: Cluster) -> Costs:
-        """The starting values with what the user has set, and with the times of the profile that ``cluster.profile`` names.
+        """The same, with the times of the profile that ``cluster.profile`` names.
 
         Raises:
             ConfigError: the profile cannot be read, or is of another model or of other devices.
@@ -118,12 +91,11 @@ class Costs:
 
     @property
     def on_host(self) -> tuple[str, ...]:
-        """The forms of parameters that live on hosts, by name."""
+        """The forms of parameters that live on hosts."""
         return _ON_HOST.get(self.offload, ())
 
     @property
     def offloads_activations(self) -> bool:
-        """Whether what is kept for backward passes waits in the memory of hosts."""
         return self.offload == "activations"
 
     def capacity(self, device: Device) -> int:
@@ -132,14 +104,14 @@ class Costs:
 
 
 def _zero(stated: Choice) -> Zero:
-    """What ``memory.zero`` states; 0 where it is left open."""
+    """`memory.zero` as stages; 0 where it is open."""
     if isinstance(stated, tuple):
         return tuple((pattern, int(stage)) for pattern, stage in stated)
     return 0 if stated == "auto" else int(stated)
 
 
 def _check_patterns(zero: tuple[tuple[str, int], ...], names: list[str]) -> None:
-    """Checks that each pattern but the last has a parameter."""
+    """Each pattern but the last must have a parameter."""
     if idle := idle_patterns([pattern for pattern, _ in zero], names):
         raise ConfigError(
             f"memory.zero: no parameter uses {', '.join(map(repr, idle))} (a parameter uses the first pattern that matches its name)",

@@ -1,9 +1,9 @@
-"""A quantity that grows with the rows of a batch, and a pass as its device and its host see it.
+"""A quantity that is linear in the rows of a batch, and a pass on its device and its host.
 
-The host starts kernels and messages ahead, so a pass takes as long as the longer of the two:
+The host starts kernels and messages ahead, so a pass takes the longer of the two:
 
 host      | start | start | start | start |
-device       [kernel] [message] [kernel]   [kernel]     here the host rules
+device       [kernel] [message] [kernel]   [kernel]     here the host limits
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ class Line:
     per_row: float = 0.0
 
     def at(self, num_rows: float) -> float:
-        """The value at a number of rows."""
         return self.fixed + self.per_row * num_rows
 
     def __add__(self, other: Line) -> Line:
@@ -36,7 +35,6 @@ class Line:
 
     @staticmethod
     def sum(lines: Iterable[Line]) -> Line:
-        """The sum of lines; zero of none."""
         fixed = per_row = 0.0
         for line in lines:
             fixed += line.fixed
@@ -45,36 +43,30 @@ class Line:
 
     @staticmethod
     def largest(lines: Iterable[Line]) -> Line:
-        """A line that none of them is above; zero where there are none."""
+        """An upper bound of all lines; zero of none."""
         given = list(lines)
         return Line(max((line.fixed for line in given), default=0.0), max((line.per_row for line in given), default=0.0))
 
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """A pass.
-
-    Attributes:
-        device: seconds of its kernels, and of the messages that the device waits for.
-        host: seconds of starting them, however many rows they work on.
-    """
+    """A pass: seconds of its kernels and messages on the device, and of starting them on the host (independent of rows)."""
 
     device: Line = field(default_factory=Line)
     host: float = 0.0
 
     def __add__(self, other: Started) -> Started:
-        """Both as one pass: the host is ahead from the first into the second."""
+        """Both as one pass: the host runs ahead from the first into the second."""
         return Started(self.device + other.device, self.host + other.host)
 
     def __mul__(self, count: float) -> Started:
-        """So many of it as one pass."""
         return Started(self.device * count, self.host * count)
 
     def waiting(self, rows: Floats) -> Floats:
-        """Seconds for which the device waits for its host, by rows."""
+        """Seconds that the device waits for its host, by rows."""
         found: Floats = np.maximum(self.host - self.device.fixed - self.device.per_row * rows, 0.0)
         return found
 
     def line(self, num_rows: float) -> Line:
-        """Seconds that it takes, as a line about a number of rows."""
+        """Seconds of the pass as a line about a number of rows."""
         return self.device + Line(max(0.0, self.host - self.device.at(num_rows)))

@@ -1,4 +1,4 @@
-"""Measured times of ops in the place of those worked out: an op takes what it took, between and beyond the rows by straight lines."""
+"""Measured times of ops, piecewise linear in the rows, which replace computed ones."""
 
 from __future__ import annotations
 
@@ -20,39 +20,33 @@ from whale.units import format_count
 
 @dataclass(frozen=True, eq=False)
 class KindTimes:
-    """Times on one kind of device.
+    """Times on one device type."""
 
-    Attributes:
-        rows: numbers of rows, ascending.
-        forward, backward: per op of the graph, in its order, and number of rows; no number where nothing was measured.
-        apart: per number of rows, what the passes of the whole graph take longer where weight gradients wait; empty likewise.
-    """
-
-    rows: Floats
-    forward: Floats
-    backward: Floats
-    apart: Floats = field(default_factory=lambda: np.zeros(0))
+    rows: Floats  # numbers of rows, ascending
+    forward: Floats  # seconds, ``[ops, rows]``; NaN where not measured
+    backward: Floats  # the same
+    apart: Floats = field(default_factory=lambda: np.zeros(0))  # by rows, extra seconds with deferred weight gradients
 
 
 @dataclass(frozen=True, eq=False)
 class Measured:
-    """The times of a graph's ops, by kind of device."""
+    """The times of a graph's ops, by device type."""
 
     kinds: Mapping[Device, KindTimes]
 
     def lines(self, device: Device, ops: NDArray[np.int64], shares: Floats, num_rows: float, *, backward: bool) -> tuple[Floats, Floats]:
-        """Seconds as ``fixed + per_row x rows`` about a number of rows, one for each op; no number where nothing was measured.
+        """Seconds per op as ``fixed + per_row x rows`` about a number of rows; NaN where not measured.
 
         Args:
             ops: their positions in the graph.
-            shares: of each op that is worked on, the ops last; a part takes as long as the whole of so many fewer rows.
+            shares: of each op that is computed; a part takes as long as the whole op with that share of the rows.
         """
         known = self.kinds[device.kind]
         fixed, per_row = _lines(known.rows, (known.backward if backward else known.forward)[ops], num_rows * shares)
         return fixed * device.slowdown, per_row * shares * device.slowdown
 
     def apart(self, device: Device, num_rows: float) -> Line | None:
-        """Seconds about a number of rows by which the passes of the whole graph are longer where weight gradients wait; None as above."""
+        """Extra seconds of the whole graph with deferred weight gradients, about a number of rows; None where not measured."""
         known = self.kinds[device.kind]
         if not len(known.apart):
             return None
@@ -61,7 +55,7 @@ class Measured:
 
 
 def _lines(rows: Floats, seconds: Floats, at: Floats) -> tuple[Floats, Floats]:
-    """The piece of each op's curve that holds at a number of rows; the outermost pieces go on, and none falls with the rows."""
+    """The piece of each op's curve at a number of rows; the outermost pieces extend, and none decreases."""
     if len(rows) == 1:
         return np.zeros_like(at), np.broadcast_to(seconds[:, 0] / rows[0], at.shape)
     piece = np.clip(np.searchsorted(rows, at) - 1, 0, len(rows) - 2)
@@ -76,7 +70,7 @@ def measured(profile: Profile, graph: ModelGraph, cluster: Cluster) -> Measured:
     """The times that a profile has for a graph's ops on the devices of a cluster.
 
     Raises:
-        ConfigError: the profile is of another model, or of other devices than some that the cluster has.
+        ConfigError: the profile is of another model, or lacks a device of the cluster.
     """
     found = model_fingerprint(graph)
     if profile.model != found:
@@ -100,7 +94,7 @@ def measured(profile: Profile, graph: ModelGraph, cluster: Cluster) -> Measured:
 
 
 def _speed(kind: Device) -> Device:
-    """The kind without its memory and its handling of messages, which do not change the time of an op, and as fast as it is undisturbed."""
+    """The device type without what does not change op times: memory, handling of messages, slowdown."""
     return replace(kind, memory=0, handling=NO_HANDLING, slowdown=1.0)
 
 
@@ -125,9 +119,9 @@ def _times(profile: KindProfile, graph: ModelGraph) -> KindTimes:
 
 
 def _adding_up(seconds: Floats, counted: NDArray[np.bool_], passes: Sequence[Figure]) -> Floats:
-    """The times of ops such that together they take what the whole pass took: what lies between ops falls to them in proportion.
+    """Scales the times of ops to the measured time of the whole pass, which includes what lies between ops.
 
-    They stay as they are where the pass, or some op that counts, was not measured.
+    Unchanged where the pass, or an op that counts, was not measured.
     """
     if not passes or np.isnan(seconds[counted]).any():
         return seconds

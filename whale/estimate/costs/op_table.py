@@ -1,8 +1,8 @@
 """The figures of every op of a graph as arrays, so that costs over thousands of ops are a few vector operations.
 
-Sizes of matrix products are among them: a product that is narrow in any of them does not fill the device.
+Among them the sizes of matrix products, because a product that is narrow in any of them does not fill the device:
 
-                width                     of a weight      width: what it makes of each row   height: all rows
+                width                     of a weight      width: outputs per row             height: all rows
             +----------+                  of two values    width, height: the last two dimensions of the result
      depth  |          |                  everything else  infinite: not a product
             +----------+
@@ -27,27 +27,20 @@ from whale.ir.graph import ModelGraph, Op, TensorSpec
 
 @dataclass(frozen=True, slots=True)
 class ProductSizes:
-    """Sizes of one product, at one row of the batch where they grow with them.
+    """Sizes of one matrix product."""
 
-    Attributes:
-        depth: numbers that are summed up for each of the result.
-        width, height: of the result; `height` at the example's rows.
-        height_grows: whether the height is in proportion to the rows.
-        weight: the op that brings the weight; None where two values are multiplied.
-    """
-
-    depth: float = inf
-    width: float = inf
-    height: float = inf
-    height_grows: bool = False
-    weight: str | None = None
+    depth: float = inf  # contracted size
+    width: float = inf  # of the result
+    height: float = inf  # of the result, at the example's rows
+    height_grows: bool = False  # whether the height is proportional to the rows
+    weight: str | None = None  # the op that brings the weight; None for a product of two values
 
 
 NO_PRODUCT = ProductSizes()
 
 
 def product_sizes(graph: ModelGraph, op: Op) -> ProductSizes:
-    """The sizes of what an op multiplies: of one whose arithmetic is much more than what it reads and writes."""
+    """The sizes of an op whose arithmetic far exceeds what it reads and writes."""
     if not op.outputs or not op.outputs[0].shape:
         return NO_PRODUCT
     read = [graph.by_name[name] for name in op.inputs]
@@ -70,34 +63,22 @@ def _of_values(made: TensorSpec, depth: float) -> ProductSizes:
 
 @dataclass(frozen=True)
 class OpTable:
-    """Figures per op, in graph order; each as a fixed part and a part per row of the batch.
+    """Figures per op, in graph order; each as a fixed part and a part per row of the batch."""
 
-    Attributes:
-        position: index of each op by name.
-        dtypes: the distinct dtypes; `dtype` indexes them, per op the type that it computes in.
-        op: position in the graph.
-        share: of the op's work that is done here.
-        launches: kernels started by the forward pass (0 for views, integers and what is no call).
-        trains: 1 where a gradient flows through the op.
-        flops_fixed, flops_per_row: forward; `backward_flops_*` likewise.
-        bytes_fixed, bytes_per_row: read and written by the forward pass.
-        depth, width, height_fixed, height_per_row: sizes of matrix products (`ProductSizes`).
-    """
-
-    position: dict[str, int]
-    dtypes: tuple[str, ...]
+    position: dict[str, int]  # index of each op by name
+    dtypes: tuple[str, ...]  # the distinct compute dtypes, which `dtype` indexes
     dtype: NDArray[np.int64]
-    op: NDArray[np.int64]
-    share: Floats
-    launches: Floats
-    trains: Floats
-    flops_fixed: Floats
+    op: NDArray[np.int64]  # position in the graph
+    share: Floats  # of the op's work that is done here
+    launches: Floats  # kernels of the forward pass (0 for views, integers and non-calls)
+    trains: Floats  # 1 where a gradient flows through the op
+    flops_fixed: Floats  # of the forward pass
     flops_per_row: Floats
     backward_flops_fixed: Floats
     backward_flops_per_row: Floats
-    bytes_fixed: Floats
+    bytes_fixed: Floats  # read and written by the forward pass
     bytes_per_row: Floats
-    depth: Floats
+    depth: Floats  # `ProductSizes`
     width: Floats
     height_fixed: Floats
     height_per_row: Floats
@@ -119,7 +100,6 @@ def spec_line(spec: TensorSpec, num_rows: int) -> Line:
 
 
 def output_line(op: Op, num_rows: int) -> Line:
-    """Bytes of all outputs of an op by rows."""
     return Line.sum(spec_line(spec, num_rows) for spec in op.outputs)
 
 
@@ -129,7 +109,7 @@ def output_lines(graph: ModelGraph) -> dict[str, Line]:
 
 
 def is_free(op: Op) -> bool:
-    """Whether the op computes nothing on the device: views, items of tuples, integers, and what is no call."""
+    """Whether the op computes nothing on the device: views, items of tuples, integers, non-calls."""
     return op.kind != "call" or not op.outputs or "view" in op.tags or op.target == "operator.getitem"
 
 
@@ -137,8 +117,8 @@ def op_table(graph: ModelGraph, sizes: Mapping[str, Line] | None = None, *, fuse
     """Collects the figures of a graph.
 
     Args:
-        sizes: its `output_lines`, where they are known already.
-        fused: whether pointwise ops run in one kernel with the op that alone reads them.
+        sizes: its `output_lines`, where already known.
+        fused: whether pointwise ops run in one kernel with their only reader.
     """
     sizes = output_lines(graph) if sizes is None else sizes
     inside = fused_ops(graph) if fused else frozenset()
@@ -178,7 +158,7 @@ def _figures(op: Op, graph: ModelGraph, sizes: Mapping[str, Line], inside: froze
 
 
 def fused_ops(graph: ModelGraph) -> frozenset[str]:
-    """Pointwise ops that one op alone reads, which makes something of their size and is no matrix product."""
+    """Pointwise ops with one reader that returns a tensor of their size and is no matrix product."""
     found = set()
     for op in graph.ops:
         users = graph.users[op.name]

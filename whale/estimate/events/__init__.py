@@ -1,1 +1,1 @@
-"""The event engine, and the run of a schedule alone over given durations."""
+"""The event engine, and the simulation of a bare schedule with given durations."""

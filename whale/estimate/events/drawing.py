@@ -1,4 +1,4 @@
-"""A timeline as lines of text: one per rank, time to the right."""
+"""A timeline as text: one line per rank."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _FINEST = 8  # columns are no finer than this share of the longest action
 
 
 def draw(timeline: Timeline) -> list[str]:
-    """Draws the computations of each rank, and its synchronisations below where they take time.
+    """Draws the computations of each rank, and below them its gradient sums where they take time.
 
-    An action begins with its text and is as wide as it is long; where that is too narrow the text is cut.
+    An action starts with its text and is as wide as it is long; text that does not fit is cut.
     """
     column = _scale(timeline)
     label = _labels(timeline)

@@ -1,14 +1,14 @@
-"""The event engine: workers compute one task after another; transfers start when all their parties are ready and share links.
+"""The event engine: workers compute tasks in order; transfers start when all their parties are ready and share links.
 
     worker 0   |task|  task  |                      ready: sent
-    transfer        |===========>|                  at work: its part of every link that it passes; then the latency
+    transfer        |===========>|                  a share of every link that it passes; then the latency
     worker 1     |  task   |     |  task  |         ready: its receive is posted; the next task needs what arrives
 
-A message may take time of the workers at its ends. It goes first: what a worker computes when the message starts ends so much later; what
-it begins after that waits for what is left of it.
+A message may take time of the workers at its ends (handling). It has priority: the task running when it starts ends
+that much later; a task that begins afterwards waits for the rest of it.
 
-Links are shared fairly: of a link that k transfers use at once each has one k-th, and a transfer is as fast as the
-narrowest of its parts. Nothing is decided by chance: equal times come in the order in which they were caused.
+Of a link that k transfers use at once each gets 1/k, and a transfer is as fast as its narrowest share. The run is
+deterministic: simultaneous events are processed in the order in which they were caused.
 """
 
 from __future__ import annotations
@@ -20,55 +20,36 @@ from typing import NamedTuple
 
 
 class Task(NamedTuple):  # there are tens of thousands
-    """One computation of a worker. Transfers are named by their index.
-
-    Attributes:
-        seconds: how long it takes.
-        needs: what must have arrived before it starts.
-        posts: what may begin to arrive once the worker stands before it.
-        sends: what is ready when it ends.
-        joins: what is ready after a share of it, 0 to 1.
-        awaits: what must have arrived before it goes on after a share of it, in order of the shares.
-    """
+    """One computation of a worker. Transfers are given by index."""
 
     seconds: float
-    needs: tuple[int, ...] = ()
-    posts: tuple[int, ...] = ()
-    sends: tuple[int, ...] = ()
-    joins: tuple[tuple[int, float], ...] = ()
-    awaits: tuple[tuple[int, float], ...] = ()
+    needs: tuple[int, ...] = ()  # must have arrived before it starts
+    posts: tuple[int, ...] = ()  # may begin to arrive once the worker reaches it
+    sends: tuple[int, ...] = ()  # ready when it ends
+    joins: tuple[tuple[int, float], ...] = ()  # (transfer, share): ready after this share of it, 0 to 1
+    awaits: tuple[tuple[int, float], ...] = ()  # (transfer, share): must have arrived before it continues after this share; sorted
 
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """A message, or a collective.
-
-    Attributes:
-        num_bytes: of it.
-        latency: seconds from the last byte to its arrival.
-        parties: how often it must be called ready before it starts: by sender and receiver, by all who take part.
-        links: that it passes, each with how often its bytes do: of several equal transfers at the same time once for each.
-        queue: transfers of one queue run one after another, in order of their indices; None for no queue.
-        handled: seconds that it takes of workers at its ends, from its start on, each with the worker.
-        ways: where several transfers that are taken to be alike pass unlike links, those of each; none where all pass the same.
-    """
+    """A message, or a collective."""
 
     num_bytes: float
-    latency: float
-    parties: int
-    links: tuple[tuple[int, float], ...] = ()
-    queue: int | None = None
-    handled: tuple[tuple[int, float], ...] = ()
-    ways: tuple[tuple[int, ...], ...] = ()
+    latency: float  # seconds from the last byte to its arrival
+    parties: int  # number of ready calls before it starts: by sender and receiver, or by all participants
+    links: tuple[tuple[int, float], ...] = ()  # (link, count): how often its bytes pass the link; several simultaneous transfers add up
+    queue: int | None = None  # transfers of one queue run one after another, by index; None for no queue
+    handled: tuple[tuple[int, float], ...] = ()  # (worker, seconds) of handling, from its start on
+    ways: tuple[tuple[int, ...], ...] = ()  # if it stands for several transfers over different links, the links of each
 
 
 class Uneven(Exception):
-    """Transfers that were taken to be alike are not equally fast at some time."""
+    """Transfers that are simulated as one differ in speed at some time."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stuck:
-    """A worker that can never go on: its task, and what it waits for."""
+    """A worker that can never continue: its task, and what it waits for."""
 
     worker: int
     task: int
@@ -77,23 +58,16 @@ class Stuck:
 
 @dataclass(frozen=True, slots=True)
 class EventTimes:
-    """When everything happened.
+    """When everything happened."""
 
-    Attributes:
-        tasks: per worker, start and end of its tasks up to where it came.
-        transfers: start and arrival of each; of one that never started or arrived, -1.
-        stuck: workers that did not come to their end.
-        paused: per worker, start and end of its waits in the midst of tasks.
-    """
-
-    tasks: tuple[list[tuple[float, float]], ...]
-    transfers: list[tuple[float, float]]
-    stuck: tuple[Stuck, ...]
-    paused: tuple[list[tuple[float, float]], ...]
+    tasks: tuple[list[tuple[float, float]], ...]  # per worker, start and end of each task that ran
+    transfers: list[tuple[float, float]]  # start and arrival of each; -1 where there is none
+    stuck: tuple[Stuck, ...]  # workers that did not reach their end
+    paused: tuple[list[tuple[float, float]], ...]  # per worker, start and end of its waits inside tasks
 
 
 def run(workers: Sequence[Sequence[Task]], transfers: Sequence[Transfer], bandwidths: Sequence[float]) -> EventTimes:
-    """Runs all tasks, each as early as can be.
+    """Runs all tasks, each as early as possible.
 
     Args:
         workers: the tasks of each, in order.
@@ -108,12 +82,11 @@ def run(workers: Sequence[Sequence[Task]], transfers: Sequence[Transfer], bandwi
 
 _TASK_ENDS, _JOINS, _LAST_BYTE, _ARRIVES, _REACHES = range(5)
 
-_EQUAL = 1e-12
-"""Rates that differ by less, by a share, are one: loads are sums of fractions."""
+_EQUAL = 1e-12  # relative difference below which rates are equal: loads are sums of fractions
 
 
 class _Engine:
-    """One run. Events stand in a heap as (time, number, what, worker or transfer, version, or which of a task's `awaits`)."""
+    """One run. Events in the heap: (time, number, what, worker or transfer, version, or which of a task's `awaits`)."""
 
     def __init__(self, workers: Sequence[Sequence[Task]], transfers: Sequence[Transfer], bandwidths: Sequence[float]) -> None:
         self._workers, self._transfers = workers, transfers
@@ -176,7 +149,7 @@ class _Engine:
             self._push(time, _LAST_BYTE, transfer, self._links.versions[transfer])
 
     def _stand_before(self, worker: int, position: int, now: float) -> None:
-        """A worker has ended what was before a task."""
+        """A worker reaches the task at `position`."""
         tasks = self._workers[worker]
         if position == len(tasks):
             return
@@ -204,7 +177,7 @@ class _Engine:
             self._push(start + seconds, _TASK_ENDS, worker)
 
     def _reach(self, worker: int, index: int, now: float) -> None:
-        """A worker has come to where its task needs something."""
+        """A worker reaches a point inside its task that needs something."""
         transfer, _ = self._workers[worker][len(self._tasks[worker]) - 1].awaits[index]
         if self._arrived[transfer] < 0.0:
             self._awaited_within.setdefault(transfer, []).append((worker, index, now))
@@ -212,7 +185,7 @@ class _Engine:
             self._go_on(worker, index, now, max(now, self._arrived[transfer]))
 
     def _go_on(self, worker: int, index: int, since: float, now: float) -> None:
-        """What a worker waits for in the midst of its task is there."""
+        """What a worker waits for inside its task has arrived."""
         start, end = self._tasks[worker][-1]
         if now > since:
             end += now - since
@@ -226,7 +199,7 @@ class _Engine:
             self._push(now + share * task.seconds, _REACHES, worker, index + 1)
 
     def _handle(self, worker: int, seconds: float, now: float) -> None:
-        """A message takes time of a worker: of its task, but for what is left until that starts."""
+        """A message takes time of a worker: of its task, except what passes before that starts."""
         begin = max(now, self._handles_until[worker])
         self._handles_until[worker] = begin + seconds
         if self._at_work[worker]:
@@ -258,7 +231,7 @@ class _Engine:
             self._arrive(number, now + transfer.latency)
 
     def _arrive(self, number: int, time: float) -> None:
-        """States when a transfer arrives: now, or in the future."""
+        """A transfer arrives at `time`, now or in the future."""
         self._arrived[number] = time
         if self._transfers[number].queue is not None:
             self._push(time, _ARRIVES, number)
@@ -277,7 +250,7 @@ class _Engine:
 
 
 class _Links:
-    """What is at work on which links, and how fast."""
+    """Which transfers use which links, and how fast."""
 
     def __init__(self, transfers: Sequence[Transfer], bandwidths: Sequence[float]) -> None:
         self._transfers, self._bandwidths = transfers, bandwidths
@@ -287,7 +260,7 @@ class _Links:
         self.versions = [0] * len(transfers)
 
     def add(self, number: int, now: float) -> list[tuple[int, float]]:
-        """Puts a transfer to work; returns when it, and others that became slower, would end."""
+        """Starts a transfer; returns new ends of it and of others that slow down."""
         self._left[number] = self._transfers[number].num_bytes, now, 0.0
         for link, count in self._transfers[number].links:
             self._loads[link] += count
@@ -295,7 +268,7 @@ class _Links:
         return self._new_ends(number, now)
 
     def remove(self, number: int, now: float) -> list[tuple[int, float]]:
-        """Ends a transfer; returns when others that became faster would end."""
+        """Ends a transfer; returns new ends of others that speed up."""
         del self._left[number]
         for link, count in self._transfers[number].links:
             self._loads[link] -= count
@@ -303,7 +276,7 @@ class _Links:
         return self._new_ends(number, now)
 
     def _new_ends(self, number: int, now: float) -> list[tuple[int, float]]:
-        """The transfers on the links of one whose rates change, with the times at which they now end."""
+        """New ends of the transfers on these links whose rates change."""
         touched = {other: None for link, _ in self._transfers[number].links for other in self._on[link]}
         ends = []
         for other in touched:

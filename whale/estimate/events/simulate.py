@@ -1,6 +1,6 @@
-"""The run of a schedule alone, over given durations (no cluster, no bytes), and its bubbles.
+"""The simulation of a bare schedule with given durations (no cluster, no bytes), and its bubbles.
 
-The actions of a rank become its computations, each with what it waits for and what it sets off:
+The actions of a rank become computations, each with what it waits for and what it starts:
 
 0RECV_F2 0F2 0SEND_F2 ... 0RECV_B2 0B2 0SYNC STEP
 |        |   |
@@ -24,29 +24,20 @@ Times = float | Sequence[float]  # one figure for all stages, or one for each
 
 @dataclass(frozen=True)
 class ActionTimes:
-    """Durations in one unit of the caller's choice (seconds, as a rule), each for one micro-batch of one stage.
+    """Durations of one micro-batch of one stage, in any one unit (usually seconds)."""
 
-    Attributes:
-        forward: of F.
-        backward_input: of I; the whole backward B takes this and `backward_weight`.
-        backward_weight: of W.
-        recompute: of R.
-        sync: of SYNC, the synchronisation of one stage's gradients, once per step.
-        transfer: latency of a hop between ranks; it occupies no device.
-    """
-
-    forward: Times
-    backward_input: Times
-    backward_weight: Times = 0.0
-    recompute: Times = 0.0
-    sync: Times = 0.0
-    transfer: float = 0.0
+    forward: Times  # of F
+    backward_input: Times  # of I; a whole B takes this and `backward_weight`
+    backward_weight: Times = 0.0  # of W
+    recompute: Times = 0.0  # of R
+    sync: Times = 0.0  # of SYNC, the all-reduce of one stage's gradients, once per step
+    transfer: float = 0.0  # latency of a hop between ranks; it occupies no device
 
     def durations(self, num_stages: int) -> dict[Kind, tuple[float, ...]]:
         """Per kind of action, the duration per stage.
 
         Raises:
-            ConfigError: a list of figures of another length, or a figure that is negative or not finite.
+            ConfigError: a list of another length, or a figure that is negative or not finite.
         """
         self._check(num_stages)
         forward, inputs, weights, recompute, sync = (
@@ -78,25 +69,16 @@ def _per_stage(times: Times, num_stages: int) -> tuple[float, ...]:
 
 @dataclass
 class Computation:
-    """A computation, or the STEP at the end.
-
-    Attributes:
-        action: what is done.
-        posts: receives that are started before it.
-        receives: receives that are waited for before it.
-        sends: sends that stand behind it.
-        synced: stages whose gradients are final after it.
-    """
+    """A computation, or the STEP at the end."""
 
     action: Action
-    posts: list[Action] = field(default_factory=list)
-    receives: list[Action] = field(default_factory=list)
-    sends: list[Action] = field(default_factory=list)
-    synced: list[int] = field(default_factory=list)
+    posts: list[Action] = field(default_factory=list)  # receives that start before it
+    receives: list[Action] = field(default_factory=list)  # receives that must end before it
+    sends: list[Action] = field(default_factory=list)  # sends after it
+    synced: list[int] = field(default_factory=list)  # stages whose gradients are final after it
 
 
 def computations(actions: Iterable[Action]) -> list[Computation]:
-    """The computations of a rank in order."""
     found: list[Computation] = []
     posts, receives = list[Action](), list[Action]()
     for action in actions:
@@ -116,13 +98,13 @@ def computations(actions: Iterable[Action]) -> list[Computation]:
 
 
 def bubble(timeline: Timeline) -> float:
-    """Idle time of the rank whose computations span longest, from its first start to its last end."""
+    """Idle time of the rank with the longest span of computations, from its first start to its last end."""
     spans = _longest(timeline)
     return _length(spans) - sum(span.end - span.start for span in spans)
 
 
 def bubble_rate(timeline: Timeline) -> float:
-    """`bubble` as a share of that rank's span; 0 where nothing takes time."""
+    """`bubble` as a share of that span; 0 where nothing takes time."""
     length = _length(_longest(timeline))
     return bubble(timeline) / length if length else 0.0
 
@@ -136,15 +118,15 @@ def _length(spans: tuple[Span, ...]) -> float:
 
 
 def simulate(schedule: Schedule, costs: ActionTimes, edges: Iterable[tuple[int, int]] | None = None) -> Timeline:
-    """Runs every rank's actions as early as their order and their inputs allow.
+    """Runs every rank's actions as early as their order and inputs allow.
 
-    A rank computes one action at a time. What crosses ranks arrives `ActionTimes.transfer` later and occupies nobody.
-    The gradients of a stage go on the rank's network at its SYNC; the network serves one stage at a time.
+    A rank computes one action at a time. Results cross ranks in `ActionTimes.transfer` and occupy nobody. The gradients of
+    a stage go on the rank's network at its SYNC, one stage at a time.
 
     Args:
         schedule: verified; with or without communication.
         costs: durations of the actions of its stages.
-        edges: pairs of stages; None for the chain in which every stage feeds the next.
+        edges: pairs of stages; None for a chain.
 
     Raises:
         ScheduleError: the schedule would deadlock.
@@ -167,7 +149,7 @@ def simulate(schedule: Schedule, costs: ActionTimes, edges: Iterable[tuple[int, 
 
 
 def _syncs(spans: Iterable[Span], seconds: Sequence[float]) -> Iterator[Span]:
-    """The SYNC actions of a rank on its network, each behind the computation that it follows and behind one another."""
+    """The SYNC actions of a rank on its network, each after its computation and after one another."""
     computed, free = 0.0, 0.0
     for span in spans:
         if span.action.kind in COMPUTE:

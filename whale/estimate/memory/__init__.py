@@ -1,1 +1,1 @@
-"""What is kept: parameters with their states, activations for backward, and what an op works on."""
+"""Memory: parameters with their states, activations kept for backward, and the working set of an op."""

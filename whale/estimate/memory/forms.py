@@ -1,8 +1,8 @@
-"""What a split group makes of a tensor: a form of it, as some ops need it, beside the part that a device holds.
+"""Copies of tensors in another form (whole, or another shard) that a split group makes for some ops.
 
 forward    from its first user to its last, or kept for the backward pass; of a sum, each device's own term
-backward   where it is not kept, made again: with its segment, or for those that need it
-           its gradient, from its last user to its first: then it becomes one of the part
+backward   where it is not kept, remade: with its segment, or for the ops that need it
+           its gradient, from its last user to its first: then it becomes one of the shard
 """
 
 from __future__ import annotations
@@ -15,37 +15,23 @@ import numpy as np
 from numpy.typing import NDArray
 
 PerOp = NDArray[np.float64]
-"""Bytes that are there while each op of a stage is at work."""
+"""Bytes that are alive while each op of a stage runs."""
 
 
 @dataclass(frozen=True, slots=True)
 class BridgedTensor:
-    """A form of a tensor on one device.
+    """A form of a tensor on one device."""
 
-    Attributes:
-        users: the ops of the stage that have it, in order; of a term of a sum, the op that makes it.
-        keepers: those whose backward passes need it.
-        num_bytes: of it.
-        is_kept: whether it is there from the forward pass on.
-        has_gradient: whether a gradient of this form returns, and becomes another.
-    """
-
-    users: tuple[str, ...]
-    keepers: tuple[str, ...]
+    users: tuple[str, ...]  # the ops of the stage that read it, in order; of a term of a sum, the op that makes it
+    keepers: tuple[str, ...]  # ops whose backward passes need it
     num_bytes: float
-    is_kept: bool
-    has_gradient: bool
+    is_kept: bool  # whether it is alive from the forward pass on
+    has_gradient: bool  # whether a gradient of this form returns, and becomes another
 
 
 @dataclass(frozen=True)
 class BridgedTensors:
-    """The forms that a stage has on one device.
-
-    Attributes:
-        all: of them.
-        ops: of the stage.
-        segments: runs of them that are computed again.
-    """
+    """The forms that a stage has on one device; `segments` are the recomputed runs of its ops."""
 
     all: tuple[BridgedTensor, ...]
     ops: Sequence[str]
@@ -53,12 +39,12 @@ class BridgedTensors:
 
     @cached_property
     def forward(self) -> PerOp:
-        """In a forward pass, beside those that are kept."""
+        """In a forward pass, besides those that are kept."""
         return self._between((self._at[form.users[0]], self._at[form.users[-1]], form) for form in self.all if not form.is_kept)
 
     @cached_property
     def remade(self) -> PerOp:
-        """In a backward pass, those that were made again."""
+        """In a backward pass, those that were remade."""
         made = (form for form in self.all if form.keepers and not form.is_kept)
         return self._between((self._at[form.users[0]], self._last[form.users[0]] or self._at[form.keepers[-1]], form) for form in made)
 
@@ -69,7 +55,7 @@ class BridgedTensors:
 
     @cached_property
     def freed(self) -> PerOp:
-        """In a backward pass, those that were kept and have been let go."""
+        """In a backward pass, those that were kept and have been freed."""
         return self._between((0, self._at[form.users[0]] - 1, form) for form in self.all if form.is_kept)
 
     @cached_property
@@ -78,7 +64,7 @@ class BridgedTensors:
 
     @cached_property
     def _last(self) -> Mapping[str, int]:
-        """Per op, the place of the last op of its segment; 0 outside of segments."""
+        """Per op, the index of the last op of its segment; 0 outside segments."""
         return dict.fromkeys(self.ops, 0) | {name: self._at[segment[-1]] for segment in self.segments for name in segment}
 
     def _between(self, spans: Iterable[tuple[int, int, BridgedTensor]]) -> PerOp:

@@ -1,6 +1,6 @@
-"""Memory: parameters with gradient and optimizer state, activations kept for backward, and what an op works on.
+"""Memory of parameters with gradient and optimizer state, activations kept for backward, and an op's working set.
 
-Of an op the backward pass keeps its inputs, its output, or nothing; of a view, what it views.
+The backward pass of an op keeps its inputs, its output, or nothing; of a view, the base.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ def activations_of(graph: ModelGraph) -> frozenset[str]:
 
 
 def kept_tensors(graph: ModelGraph) -> Mapping[str, tuple[str, ...]]:
-    """Per op through which a gradient flows, the tensors (by owner of their storage) that it keeps for backward.
+    """Per op with a gradient, the tensors (by owner of their storage) that it keeps for backward.
 
-    Batch inputs, parameters and constants are in memory anyway and not among them.
+    Batch inputs, parameters and constants stay in memory anyway and are left out.
     """
     if graph.mode != "train":
         return {}
@@ -39,10 +39,9 @@ def kept_tensors(graph: ModelGraph) -> Mapping[str, tuple[str, ...]]:
 
 
 def keeps_parameter(graph: ModelGraph, op: Op, parameter: str) -> bool:
-    """Whether an op keeps a parameter for backward: a product does where a gradient flows on to another of its operands.
+    """Whether an op keeps a parameter for backward: a product does if a gradient flows to another of its operands.
 
-    Args:
-        parameter: the op that brings it.
+    `parameter` is the op that brings it.
     """
     if graph.mode != "train" or not op.requires_grad or parameter not in _kept_by(op):
         return False
@@ -58,19 +57,19 @@ def _kept_by(op: Op) -> tuple[str, ...]:
 
 
 def place_share(op: Op) -> float:
-    """Bytes of the places that an op keeps, beside those of its result."""
+    """Bytes of the indices that an op keeps (max pooling), relative to those of its result."""
     keeps = operator_of(op).keeps == "inputs and places" and op.requires_grad
     return DTYPE_BYTES["int64"] / DTYPE_BYTES[op.outputs[0].dtype] if keeps else 0.0
 
 
 def places_line(graph: ModelGraph, sizes: Mapping[str, Line], ops: Iterable[str]) -> Line:
-    """Bytes, by rows, of the places that some ops keep."""
+    """Bytes, by rows, of the indices that some ops keep."""
     shares = ((name, place_share(graph.by_name[name])) for name in ops)
     return Line.sum(sizes[name] * share for name, share in shares if share)
 
 
 def weight_share(graph: ModelGraph, name: str) -> float:
-    """The share of an op's backward pass that is its weight gradients, where these can be computed apart: half, or all of it."""
+    """The share of an op's backward pass that is deferrable weight gradients: half, or all of it."""
     op = graph.by_name[name]
     if operator_of(op).weights is None or not op.requires_grad:
         return 0.0
@@ -81,7 +80,7 @@ def weight_share(graph: ModelGraph, name: str) -> float:
 
 
 def kept_for_weights(graph: ModelGraph, ops: Iterable[str]) -> dict[str, None]:
-    """What weight gradients that are computed apart wait with: what the ops read, and gradients as large as their results."""
+    """What deferred weight gradients keep: what the ops read, and gradients as large as their results."""
     found: dict[str, None] = {}
     for name in ops:
         if weight_share(graph, name):
@@ -92,10 +91,7 @@ def kept_for_weights(graph: ModelGraph, ops: Iterable[str]) -> dict[str, None]:
 
 @dataclass(frozen=True, slots=True)
 class StateBytes:
-    """Bytes of a parameter on each device that holds it: what ops read, its gradient, and what the optimizer keeps beside these.
-
-    ``on_host`` is what lives in the memory of the host.
-    """
+    """Bytes of a parameter on each device that holds it: what ops read, its gradient, and further optimizer state; and on the host."""
 
     compute: int
     gradient: int
@@ -112,8 +108,8 @@ def state_bytes(parameter: Parameter, state: ParameterState, *, training: bool =
 
     Args:
         state: its forms.
-        training: whether it has a gradient and optimizer state where it is trained.
-        kept: elements of it that the device keeps of what is shared out among owners; None for all that it holds.
+        training: whether trained parameters have gradient and optimizer state.
+        kept: elements that the device keeps of what is sharded over owners; None for all that it holds.
     """
 
     def num_elements(form: Form) -> int:
@@ -133,21 +129,20 @@ def state_bytes(parameter: Parameter, state: ParameterState, *, training: bool =
 
 
 def optimizer_bytes(state: ParameterState, num_elements: int) -> int:
-    """Bytes of what the optimizer keeps of so many elements, in whichever memory, beside what ops read."""
+    """Bytes of optimizer state of so many elements, in any memory, besides what ops read."""
     return (state.num_optimizer_tensors + state.is_copied) * num_elements * DTYPE_BYTES[state.kept.dtype]
 
 
 def kept_names(
     graph: ModelGraph, ops: Iterable[str], kept: Mapping[str, tuple[str, ...]], segments: Iterable[Collection[str]]
 ) -> tuple[dict[str, None], tuple[frozenset[str], ...]]:
-    """The tensors that a stage keeps for one micro-batch where runs of its ops are recomputed, and those that recomputing each brings back.
+    """The tensors that a stage with recomputed segments keeps for one micro-batch, and those that recomputing each segment restores.
 
-    A segment leaves the tensors that it reads from outside. In the backward pass all that its ops keep is there again,
-    of one segment at a time.
+    A segment keeps the tensors that it reads from outside. In the backward pass all that its ops keep is restored, one
+    segment at a time.
 
     Args:
-        kept: `whale.estimate.memory.memory.kept_tensors` of the graph. A tensor received from another stage counts too: this stage holds
-            its own copy.
+        kept: `kept_tensors` of the graph. A tensor received from another stage counts: this stage holds its own copy.
         segments: the runs, which do not overlap.
     """
     runs = [frozenset(segment) for segment in segments]
@@ -165,7 +160,7 @@ def largest_line(sizes: Mapping[str, Line], groups: Iterable[Iterable[str]]) -> 
 
 
 def size_line(sizes: Mapping[str, Line], names: Iterable[str]) -> Line:
-    """Bytes of tensors, each by the op that makes it, by rows."""
+    """Bytes of tensors, each given by the op that makes it, by rows."""
     return Line.sum(sizes[name] for name in names)
 
 
@@ -176,14 +171,9 @@ def saved_lines(
     kept: Mapping[str, tuple[str, ...]],
     segments: Iterable[Collection[str]],
 ) -> tuple[Line, ...]:
-    """Bytes that a stage keeps less for one micro-batch, by each segment if it alone is recomputed.
+    """Per segment, the bytes that a stage keeps less for one micro-batch if only this segment is recomputed.
 
-    What only its own ops keep goes; what it reads from outside and nobody else keeps comes.
-
-    Args:
-        sizes: per op of the graph, the bytes of its outputs.
-        kept: as in `kept_names`.
-        segments: runs of the ops.
+    What only its own ops keep goes; what it reads from outside and nobody else keeps is added.
     """
     keepers = Counter(name for op in ops for name in kept.get(op, ()))
     found = []
@@ -199,5 +189,5 @@ def saved_lines(
 
 
 def working_line(sizes: Mapping[str, Line], ops: Iterable[str]) -> Line:
-    """Bytes of the largest op's output, twice: the value and its gradient exist beside what is kept."""
+    """Twice the bytes of the largest op's output: the value and its gradient."""
     return Line.largest(sizes[name] for name in ops) * 2

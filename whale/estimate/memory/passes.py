@@ -1,13 +1,13 @@
-"""What a pass through a stage needs beside what is kept, op by op: values on their way forward, gradients on their way back.
+"""Memory of a pass through a stage besides what is kept, op by op: values in the forward pass, gradients in the backward pass.
 
-forward    values that no later op reads are let go, unless they are kept or handed on
-backward   gradients   of what has been read by an op that was passed, until its own op is; those of parameters until they are added
-           kept        until the backward pass of the first op that keeps it is done
-           a segment   is computed again when its last op's turn comes, and all that its ops keep is there until their turns
+forward    values that no later op reads are freed, unless they are kept or handed on
+backward   gradients   alive from the backward pass of the last reader to that of the op; those of parameters until they are added
+           kept        until the backward pass of the first op that keeps it
+           a segment   is recomputed at its last op's turn, and all that its ops keep is alive until their turns
 
     kept    |##########|########  |######    |####      |##        |
     beside  |          |###       |######    |####      |###       |
-                                   ^ fullest: not where most is kept, nor where an op works on most
+                                   ^ fullest: neither where most is kept nor where an op needs most
 """
 
 from __future__ import annotations
@@ -27,58 +27,37 @@ from whale.ir.graph import ModelGraph, Op
 
 @dataclass(frozen=True, slots=True)
 class Fullest:
-    """A stage in the midst of a backward pass, when it has most.
+    """The state of a backward pass at its peak, in bytes."""
 
-    Attributes:
-        freed: bytes of what was kept that are let go by then.
-        recomputed: of what is there again: the segment that was computed again, and what was brought from the host.
-        gradients: of parameters, kept from now on.
-        working: gradients on their way, and of parameters until they are added.
-    """
-
-    freed: float = 0.0
-    recomputed: float = 0.0
-    gradients: float = 0.0
-    working: float = 0.0
+    freed: float = 0.0  # of what was kept, freed by then
+    recomputed: float = 0.0  # restored: the recomputed segment, and what came from the host
+    gradients: float = 0.0  # of parameters, kept from now on
+    working: float = 0.0  # activation gradients, and gradients of parameters until they are added
 
     @property
     def extra(self) -> float:
-        """Bytes beside all that is kept."""
+        """Bytes besides all that is kept."""
         return self.working + self.gradients + self.recomputed - self.freed
 
 
 @dataclass(frozen=True)
 class Passes:
-    """The passes of one stage with one number of rows.
+    """The passes of one stage with one number of rows."""
 
-    Attributes:
-        graph: the model; of a split stage, what the device holds of it.
-        num_bytes: per op, of its results.
-        ops: of the stage.
-        kept: per op, what it keeps (`whale.estimate.memory.memory.kept_tensors`).
-        segments: runs of ops that are computed again in the backward pass.
-        crossing: storages that arrive or are handed on: there from the forward pass to the end of the backward pass.
-        parameter_bytes: per parameter that trains, those of its gradient.
-        bucketed: parameters whose gradients have a place of their own before the step begins.
-        divided: ops that work on parts of what they contract, and are one op there.
-        forms: of tensors, that the stage's split group makes for its ops.
-        offloads: whether what is kept waits on the host: it is there from the backward pass of the last op that keeps it.
-    """
-
-    graph: ModelGraph
-    num_bytes: Mapping[str, float]
-    ops: tuple[str, ...]
-    kept: Mapping[str, tuple[str, ...]]
-    segments: tuple[tuple[str, ...], ...]
-    crossing: Collection[str]
-    parameter_bytes: Mapping[str, float]
-    bucketed: Collection[str]
-    divided: Collection[str] = ()
-    forms: tuple[BridgedTensor, ...] = ()
-    offloads: bool = False
+    graph: ModelGraph  # the model; of a split stage, this device's part
+    num_bytes: Mapping[str, float]  # per op, of its results
+    ops: tuple[str, ...]  # of the stage
+    kept: Mapping[str, tuple[str, ...]]  # per op, what it keeps (`kept_tensors`)
+    segments: tuple[tuple[str, ...], ...]  # runs of ops that are recomputed
+    crossing: Collection[str]  # storages received or handed on: alive from the forward pass to the end of the backward pass
+    parameter_bytes: Mapping[str, float]  # per trained parameter, bytes of its gradient
+    bucketed: Collection[str]  # parameters whose gradients are preallocated
+    divided: Collection[str] = ()  # ops that work on parts of what they contract, and are one op there
+    forms: tuple[BridgedTensor, ...] = ()  # of tensors, that the split group makes
+    offloads: bool = False  # whether what is kept waits on the host until the backward pass of the last op that keeps it
 
     def forward(self, left: Collection[str]) -> float:
-        """Bytes that a forward pass has at most beyond those of the storages that it leaves."""
+        """Peak bytes of a forward pass beyond the storages `left`, which it leaves."""
         return self._forward(self.ops, frozenset(left), self.formed.forward)
 
     def _forward(self, ops: Sequence[str], left: frozenset[str], forms: PerOp) -> float:
@@ -95,16 +74,16 @@ class Passes:
         return most - alive
 
     def inside(self, op: Op) -> float:
-        """Bytes that an op needs beside what it reads and makes."""
+        """Bytes that an op needs besides what it reads and makes."""
         return self.num_bytes[op.inputs[0]] if operator_of(op).is_two and op.name not in self.divided else 0.0
 
     def backward(self, *, is_first: bool, defers_weights: bool = False, spared: float = 0.0) -> Fullest:
-        """The stage in a backward pass when it has most.
+        """The backward pass at its peak.
 
         Args:
-            is_first: whether it is the first of a step, after which gradients that are in no bucket stay.
-            defers_weights: whether weight gradients are left to another pass: what they need stays.
-            spared: bytes of those gradients that are never there together with the others: their sums have come before.
+            is_first: whether it is the first of a step, after which unbucketed gradients stay.
+            defers_weights: whether weight gradients are left to W, so that what they need stays.
+            spared: bytes of those gradients that are never alive together with the others, because they are summed earlier.
         """
         return max(
             _Backward(self, is_first, defers_weights, self.gradients - spared).walk(), key=lambda each: each.extra, default=Fullest()
@@ -112,50 +91,48 @@ class Passes:
 
     @cached_property
     def formed(self) -> BridgedTensors:
-        """The forms beside the ops."""
         return BridgedTensors(self.forms, self.ops, self.segments)
 
     @cached_property
     def made(self) -> frozenset[str]:
-        """The ops of the stage whose results have memory of their own."""
+        """The ops of the stage whose results own their storage."""
         return frozenset(op for op in self.ops if self.graph.storage[op] == op)
 
     @cached_property
     def gradients(self) -> float:
-        """Bytes of the gradients that the first backward pass leaves and that are in no bucket."""
+        """Bytes of the unbucketed gradients that the first backward pass leaves."""
         return sum(self.parameter_bytes[name] for name in self.uses if name not in self.bucketed)
 
     @cached_property
     def largest_gradient(self) -> float:
-        """Bytes of the largest gradient of a parameter of which the stage makes one."""
         return max((self.parameter_bytes[name] for name in self.uses), default=0.0)
 
     @cached_property
     def uses(self) -> Counter[str]:
-        """How many ops read each parameter that trains."""
+        """How many ops read each trained parameter."""
         return Counter(name for op in self.ops for name in self.trained_by(op))
 
     def trained_by(self, op: str) -> Iterator[str]:
-        """The parameters that train through an op."""
+        """The parameters that get gradients from an op."""
         return (each.name for each in self.graph.parameters_among(self.graph.by_name[op].inputs) if each.name in self.parameter_bytes)
 
     @cached_property
     def segment_of(self) -> Mapping[str, int]:
-        """Per op of a segment, its number."""
+        """Per op of a segment, the segment's index."""
         return {op: number for number, segment in enumerate(self.segments) for op in segment}
 
     @cached_property
     def frees(self) -> Mapping[str, tuple[str, ...]]:
-        """Per op, the storages outside segments that are let go when its backward pass is done: those that it is the first to keep."""
+        """Per op, the storages outside segments that its backward pass frees: those that it is the first to keep."""
         return self._by_keeper(reversed(self.ops), 0)
 
     @cached_property
     def returns(self) -> Mapping[str, tuple[str, ...]]:
-        """Per op, the storages that are brought from the host for its backward pass: those that it is the last to keep."""
+        """Per op, the storages fetched from the host for its backward pass: those that it is the last to keep."""
         return self._by_keeper(self.ops, -1) if self.offloads else {}
 
     def _by_keeper(self, ops: Iterable[str], place: int) -> dict[str, tuple[str, ...]]:
-        """Storages outside segments, by the last of some ops that keeps them; a segment keeps what it reads at its first or its last op."""
+        """Storages outside segments by the last op (in this order) that keeps them; a segment keeps its inputs at its first or last op."""
         keeper: dict[str, str] = {}
         for op in ops:
             own = self.segment_of.get(op)
@@ -172,7 +149,7 @@ class Passes:
         return {op: tuple(roots) for op, roots in found.items()}
 
     def restored(self, number: int) -> Mapping[str, str]:
-        """What is there again when a segment has been computed again: per storage, the op whose backward pass lets it go."""
+        """What recomputing a segment restores: per storage, the op whose backward pass frees it."""
         left = {root for roots in self.frees.values() for root in roots}.union(self.crossing)
         first: dict[str, str] = {}
         for op in reversed(self.segments[number]):
@@ -180,7 +157,7 @@ class Passes:
         return first
 
     def recomputed_bytes(self, number: int) -> float:
-        """Bytes that computing a segment again has at most beyond what is there again."""
+        """Peak bytes of recomputing a segment beyond what it restores."""
         segment, forms = self.segments[number], self.formed
         start = self.ops.index(segment[0])
         extra = np.maximum(forms.forward - forms.remade, 0.0)[start : start + len(segment)]
@@ -189,18 +166,12 @@ class Passes:
 
 @dataclass
 class _Backward:
-    """One backward pass, op by op.
-
-    Attributes:
-        passes: the stage.
-        is_first, defers: as `Passes.backward` takes them.
-        most: bytes of gradients of parameters that are there at once.
-    """
+    """One backward pass, op by op."""
 
     passes: Passes
     is_first: bool
     defers: bool
-    most: float
+    most: float  # bytes of parameter gradients that are alive at once
     _gradients: dict[str, list[float]] = field(default_factory=dict)  # per storage; those that share memory share the list: bytes, readers
     _on_their_way: float = 0.0
     _freed: float = 0.0
@@ -212,7 +183,7 @@ class _Backward:
     _place: int = 0
 
     def walk(self) -> Iterator[Fullest]:
-        """The stage at each op, from the last to the first."""
+        """The state at each op, from the last to the first."""
         passes, graph = self.passes, self.passes.graph
         uses = Counter(passes.uses)
         for name in passes.crossing:
@@ -236,17 +207,17 @@ class _Backward:
         return Fullest(self._freed + freed, self._recomputed + self._back + restored, stays, self._on_their_way + gradients + extra)
 
     def _bring(self, op: Op) -> None:
-        """Brings from the host what an op is the last to keep."""
+        """Fetches from the host what an op is the last to keep."""
         self._back += sum(self.passes.num_bytes[root] for root in self.passes.returns.get(op.name, ()))
         if self.passes.offloads:
             self._back += self._places(op)
 
     def _places(self, op: Op) -> float:
-        """Bytes of the places that an op keeps, outside of segments."""
+        """Bytes of the indices that an op keeps, outside segments."""
         return 0.0 if op.name in self.passes.segment_of else place_share(op) * self.passes.num_bytes[op.name]
 
     def _enter(self, segment: int | None) -> Iterator[Fullest]:
-        """Computes a segment again when its turn comes."""
+        """Recomputes a segment at its turn."""
         if segment == self._begun:
             return
         self._begun = segment
@@ -256,7 +227,7 @@ class _Backward:
             yield self._at(self.passes.recomputed_bytes(segment))
 
     def _differentiate(self, op: Op, uses: Counter[str]) -> float:
-        """Adds the gradients that an op makes; the bytes that only it needs."""
+        """Adds the gradients that an op makes; returns the bytes that only this op needs."""
         passes, graph = self.passes, self.passes.graph
         own = graph.storage[op.name]
         if own != op.name:
@@ -277,7 +248,7 @@ class _Backward:
         return extra
 
     def _parameter(self, name: str, uses: Counter[str]) -> float:
-        """Adds the gradient of a parameter, which waits for those of its other uses; the bytes that only this one needs."""
+        """Adds the gradient of a parameter, which waits for those of its other uses; returns the bytes that only this use needs."""
         size, total = self.passes.parameter_bytes[name], self.passes.uses[name]
         uses[name] -= 1
         if total > 1 and uses[name] == total - 1:
@@ -291,7 +262,7 @@ class _Backward:
         return size
 
     def _waits(self, op: Op) -> bool:
-        """Whether an op leaves its weight gradients to another pass."""
+        """Whether an op leaves its weight gradients to W."""
         return self.defers and operator_of(op).weights is not None
 
     def _is_value(self, name: str) -> bool:
@@ -303,7 +274,7 @@ class _Backward:
         self._on_their_way += size
 
     def _pass(self, op: Op) -> None:
-        """Lets the gradient of an op's result go, unless who handed it holds it, or weight gradients wait with it."""
+        """Frees the gradient of an op's result, unless it is shared or weight gradients need it."""
         passes = self.passes
         waits = self._waits(op) and any(passes.trained_by(op.name))
         if op.name in self._gradients and op.name not in passes.crossing and not waits:

@@ -1,1 +1,1 @@
-"""The costs applied to stages: what a part of the graph costs on a device, split or not, each question answered once."""
+"""Prices: the costs of a part of the graph on a device, split or not, cached."""

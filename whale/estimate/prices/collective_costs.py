@@ -1,14 +1,14 @@
-"""What collectives inside the split groups of a stage cost.
+"""Costs of collectives inside the split groups of a stage.
 
-All devices of a group wait for a message. Where moving it takes time of the devices themselves, that is work of theirs, as their ops are:
-a device that has less to compute has its part done when the others come. What is left of the message, all wait for:
+All devices of a group wait for a message. Handling of messages by the device itself counts as work: a device with less
+to compute handles its part while the others compute. The rest of the message all wait for:
 
     device 0   |    compute     |handles|  wait  |
     device 1   |  compute   |   handles   | wait |      the slowest in both together
 
-A stage may compute its rows in two halves, one while the other's messages travel. That starts every kernel twice and pays every latency
-twice; in return a message costs only what the other half's work around it does not hide. Each of `n` messages one way has its share of the
-work of that direction, by all `g` gaps:
+A stage may compute its rows in two halves, one while the other's messages travel. That starts every kernel twice and pays
+every latency twice; but a message then only costs what the other half's work around it does not hide. Each of `n` messages
+of a direction has its share of that direction's work, by all `g` gaps:
 
     at once    work + messages                      in halves    work' + max(first or last message, messages' - work' n / g)
 """
@@ -37,39 +37,31 @@ from whale.sharding.bridges import GATHERED, ON_THE_SPOT, Bridge, Transport, sum
 
 @dataclass(frozen=True)
 class StagePlace:
-    """Where a stage runs.
+    """Where a stage runs."""
 
-    Attributes:
-        groups: the devices of each split group; of equal groups one is enough.
-        num_rows: rows of a micro-batch that a group takes.
-        in_flight: micro-batches whose activations are held.
-        num_micro_batch: micro-batches of a step.
-    """
-
-    groups: tuple[tuple[str, ...], ...]
-    num_rows: float
-    in_flight: int
-    num_micro_batch: int
+    groups: tuple[tuple[str, ...], ...]  # the devices of each split group; of equal groups one is enough
+    num_rows: float  # rows of a micro-batch per group
+    in_flight: int  # micro-batches whose activations are held
+    num_micro_batch: int  # micro-batches of a step
 
     @property
     def width(self) -> int:
         return len(self.groups[0])
 
 
-COPY_TRAFFIC = 3
-"""Bytes over a core's memory for each that is copied: it is read, and where it is written the line is read first."""
+COPY_TRAFFIC = 3  # memory traffic per copied byte on a CPU: read, and a write that first reads the cache line
 
 
 def moves(transport: Transport) -> bool:
-    """Whether it takes a message."""
+    """Whether the transport sends a message."""
     return transport not in ON_THE_SPOT
 
 
 def copied_bytes(num_devices: int, transport: Transport, payload: Line) -> Line:
-    """Traffic of a device's memory for what it copies beside a message, by rows.
+    """Memory traffic of the copies that a device makes besides a message, by rows.
 
-    A sum is of a copy, since others may read the addend, but two devices that hand each other theirs need none; what is gathered is put
-    together, and what is scattered taken apart; parts that become other parts both.
+    A sum works on a copy, since others may read the addend, except between two devices; a gather concatenates, a scatter
+    slices, an all-to-all does both.
     """
     if not moves(transport) or (transport == "all-reduce" and num_devices == 2):
         return Line()
@@ -78,12 +70,7 @@ def copied_bytes(num_devices: int, transport: Transport, payload: Line) -> Line:
 
 @dataclass(frozen=True)
 class CollectiveCosts:
-    """Prices of collectives at one site.
-
-    Attributes:
-        prices: of the graph on the cluster.
-        site: the split groups.
-    """
+    """Prices of collectives at one place."""
 
     prices: Prices
     site: StagePlace
@@ -106,7 +93,6 @@ class CollectiveCosts:
         return self._known[key]
 
     def payload(self, op: Op) -> Line:
-        """Bytes of an op's results by rows."""
         return self.prices.outputs[op.name]
 
     def both_ways(self, bridge: Bridge) -> tuple[Line, Line]:
@@ -115,7 +101,7 @@ class CollectiveCosts:
         return self.line(*forward), self.line(*backward)
 
     def _travels(self, bridge: Bridge) -> tuple[tuple[Transport, Line], tuple[Transport, Line]]:
-        """How what goes over a bridge forward and backward, and its bytes."""
+        """Transport and bytes of a bridge, forward and backward."""
         op = self.prices.graph.by_name[bridge.tensor]
         backward: tuple[Transport, Line] = (bridge.backward, self.payload(op)) if self.prices.training else ("", Line())
         if not bridge.is_sum:
@@ -126,11 +112,11 @@ class CollectiveCosts:
         return (bridge.forward, payload), backward
 
     def synchronized(self, op: Op) -> Line:
-        """Seconds per micro-batch of summing the gradient of a whole parameter over its group, once per step."""
+        """Seconds per micro-batch of the all-reduce of a whole parameter's gradient in its group, once per step."""
         return self.line("all-reduce", self.payload(op)) * (1 / self.site.num_micro_batch)
 
     def started(self, bridges: Collection[Bridge], device: Device) -> tuple[Started, Started]:
-        """All bridges of a stage, forward and backward, on a device; to start a message takes as long of the host as of the device."""
+        """All bridges of a stage, forward and backward, on a device; starting a message takes equally long on host and device."""
         forward, backward = Started(), Started()
         for bridge in bridges:
             there, back = self.both_ways(bridge)
@@ -146,10 +132,7 @@ class CollectiveCosts:
         return forward, backward
 
     def handled(self, bridges: Collection[Bridge], device: Device) -> tuple[Line, Line]:
-        """Seconds that bridges take of a device itself, forward and backward: the messages, and the copies beside them.
-
-        Nothing where nobody has measured what messages take of it.
-        """
+        """Seconds of a device itself for bridges, forward and backward: handling of messages, and copies; 0 where not measured."""
         if not device.handling:
             return Line(), Line()
         copied = [Line.sum(copied_bytes(self.site.width, *each) for each in way) for way in zip(*map(self._travels, bridges), strict=True)]
@@ -175,12 +158,12 @@ class CollectiveCosts:
 
     @cached_property
     def _handles(self) -> tuple[Handling, ...]:
-        """The unlike ones of the devices."""
+        """The distinct non-zero handlings of the devices."""
         found = dict.fromkeys(self.prices.cluster.by_name[name].reached_handling for group in self.site.groups for name in group)
         return tuple(handling for handling in found if handling)
 
     def awaited(self, messages: Line, volume: Volume) -> Line:
-        """Seconds of messages that are left for all devices to wait for, beside what the device handles that handles longest."""
+        """Seconds of messages that all devices wait for, beyond the longest handling."""
         most = max((volume.line(handling) for handling in self._handles), key=lambda line: line.at(self.site.num_rows), default=Line())
         left = messages + most * -1
         return left if left.at(self.site.num_rows) > 0 else Line()
@@ -188,23 +171,17 @@ class CollectiveCosts:
 
 @dataclass(frozen=True)
 class Messages:
-    """What the devices of a group exchange during one micro-batch.
+    """What the devices of a group exchange during one micro-batch."""
 
-    Attributes:
-        forward, backward: seconds of those that other work may hide, by rows; what devices handle is work of theirs.
-        num_forward, num_backward: how many these are.
-        num_gaps: places in the stage where something is exchanged, either way.
-    """
-
-    forward: Line
-    backward: Line
+    forward: Line  # seconds that other work may hide, by rows, without handling
+    backward: Line  # the same of the backward pass
     num_forward: int
     num_backward: int
-    num_gaps: int
+    num_gaps: int  # places in the stage with an exchange, in either direction
 
 
 def messages_of(collective_costs: CollectiveCosts, bridges: Iterable[Bridge]) -> Messages:
-    """What bridges exchange of values that have rows."""
+    """What bridges exchange of values with rows."""
     forward, backward, gaps = [], [], 0
     with_rows = [bridge for bridge in bridges if bridge.tensor in collective_costs.prices.activations]
     for bridge in with_rows:
@@ -222,9 +199,9 @@ def halved(at_once: Started, messages: Line, num_messages: int, num_gaps: int, r
 
     Args:
         at_once: messages included.
-        messages: seconds of them.
+        messages: their seconds.
         num_messages: in this direction.
-        num_gaps: in both.
+        num_gaps: in both directions.
         rows: about which lines are taken.
     """
     work, host = _twice(at_once.device + messages * -1), 2 * at_once.host

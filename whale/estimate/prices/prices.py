@@ -1,4 +1,4 @@
-"""What the ops of a stage cost on a device: the cost model applied to the parts of one graph, each question answered once."""
+"""Prices: what the ops of a stage cost on a device, for one graph on one cluster, cached."""
 
 from __future__ import annotations
 
@@ -43,30 +43,22 @@ Value = TypeVar("Value", float, Floats)
 
 @dataclass(frozen=True, slots=True)
 class PartCost:
-    """What a part needs on any device.
+    """What a part needs on any device."""
 
-    Attributes:
-        parameter_bytes: weights, gradients and optimizer state.
-        activation: bytes kept for backward, by rows of one micro-batch, received and handed on tensors among them.
-        for_weights: bytes from I to W, where these are apart, by rows of one micro-batch.
-        working: bytes of the op at work, of the activations that were computed again, and of what is on its way.
-        sends: per source stage, bytes that arrive forward and return as gradients, by rows, and in how many messages.
-    """
-
-    parameter_bytes: int
-    activation: Line
-    for_weights: Line
-    working: Line
-    sends: tuple[tuple[int, Line, int], ...]
+    parameter_bytes: int  # weights, gradients and optimizer state
+    activation: Line  # bytes kept for backward, by rows of one micro-batch, with received and handed-on tensors
+    for_weights: Line  # bytes from I to W, where these are separate, by rows of one micro-batch
+    working: Line  # bytes of the running op, of recomputed activations, and of messages in flight
+    sends: tuple[tuple[int, Line, int], ...]  # per source stage, bytes that arrive and return, by rows, and the number of messages
 
     def with_copies(self, copies: Line, recompute: Recompute) -> PartCost:
-        """With forms of its tensors that are kept beside them, as often as those are."""
+        """Adds forms of its tensors that are kept as well."""
         if recompute.num_alive:
             return replace(self, working=self.working + copies * recompute.num_alive)
         return replace(self, activation=self.activation + copies)
 
     def with_rows(self, share: float) -> PartCost:
-        """The same bytes, by rows of which the part takes this share."""
+        """The same bytes, where the part takes this share of the rows."""
 
         def scaled(line: Line) -> Line:
             return Line(line.fixed, line.per_row * share)
@@ -75,38 +67,29 @@ class PartCost:
 
     @property
     def waits(self) -> Line:
-        """Bytes by which a micro-batch between I and W holds more than before."""
+        """Extra bytes of a micro-batch between I and W."""
         return Line.largest((Line(), self.for_weights + self.activation * -1))
 
     def held(self, alive: Alive) -> Line:
-        """Bytes beside the micro-batch at work, by rows."""
+        """Bytes without the running micro-batch, by rows."""
         waiting = max(0, alive.waiting - 1)
         return Line(float(self.parameter_bytes)) + self.activation * alive.in_flight + self.waits * waiting
 
     def at_work(self, alive: Alive) -> Line:
-        """Bytes of the micro-batch at work: of its I, or of its W."""
+        """Bytes of the running micro-batch: of its I, or of its W."""
         return Line.largest((self.working, self.waits)) if alive.waiting else self.working
 
 
 @dataclass(eq=False)
 class Prices:
-    """Prices for one graph on one cluster. Equal devices and equal parts are priced once.
-
-    Args:
-        graph: the model.
-        cluster: the devices.
-        costs: what beside their figures prices are made of.
-        spared: per kind of device, bytes that are left free.
-        num_keepers: among how many devices state is shared out, for closed forms, which have no plan to ask; None: all of the cluster.
-        sums_at_once: whether there is one micro-batch, so that gradients may go to keepers as they are made.
-    """
+    """Prices for one graph on one cluster. Equal devices and equal parts are priced once."""
 
     graph: ModelGraph
     cluster: Cluster
     costs: Costs
-    spared: Mapping[Device, int] = field(default_factory=dict)
-    num_keepers: int | None = None
-    sums_at_once: bool = False
+    spared: Mapping[Device, int] = field(default_factory=dict)  # per device type, bytes that are left free
+    num_keepers: int | None = None  # number of devices that state is sharded over, for closed forms; None for all of the cluster
+    sums_at_once: bool = False  # whether there is one micro-batch, so that gradients may go to keepers as they are made
     _seconds: dict[tuple[Device, float], OpSeconds] = field(default_factory=dict, init=False)
     _held: dict[str, StateBytes] = field(default_factory=dict, init=False)
     _parts: dict[tuple[Part, Recompute], PartCost] = field(default_factory=dict, init=False)
@@ -120,7 +103,6 @@ class Prices:
 
     @cached_property
     def table(self) -> OpTable:
-        """Figures of all ops."""
         return op_table(self.graph, self.outputs, fused=self.costs.fuses_pointwise)
 
     @cached_property
@@ -141,16 +123,15 @@ class Prices:
     def kept_names(
         self, ops: Sequence[str], segments: Sequence[tuple[str, ...]], num_alive: int = 0
     ) -> tuple[dict[str, None], tuple[frozenset[str], ...]]:
-        """What a stage keeps on the device for one micro-batch, and what computing each of the segments again brings back.
+        """What a stage keeps on the device for one micro-batch, and what recomputing each segment restores.
 
-        Args:
-            num_alive: as of `Recompute`: what R has computed again stays on the device.
+        With offloaded activations only what R has recomputed (`num_alive`) is kept there.
         """
         names, inside = kept_names(self.graph, ops, self.kept, segments)
         return ({} if self.costs.offloads_activations and not num_alive else names), inside
 
     def away(self, part: Part, segments: Sequence[tuple[str, ...]]) -> Line:
-        """Bytes of what a stage keeps for one micro-batch where that waits on the host; what arrives stays on the device."""
+        """Bytes that a stage keeps on the host for one micro-batch; what arrives stays on the device."""
         graph, repeated = self.graph, frozenset(name for segment in segments for name in segment)
         arriving = {graph.storage[name] for name in part.arriving}
         names = kept_names(graph, part.ops, self.kept, segments)[0]
@@ -158,7 +139,7 @@ class Prices:
         return own + places_line(graph, self.outputs, (name for name in part.ops if name not in repeated))
 
     def copying(self, device: Device, num_bytes: Line) -> Started:
-        """Seconds of bringing so many bytes to the memory of a device's host, or back."""
+        """A copy of so many bytes between a device and its host."""
         return Started(num_bytes * copy_seconds(device, 1.0))
 
     @cached_property
@@ -175,14 +156,14 @@ class Prices:
         return found
 
     def bringing(self, device: Device, num_bytes: Floats) -> tuple[Floats, Floats]:
-        """Seconds in which a device brings so many bytes of its weights in a pass, and seconds of that while it computes."""
+        """Seconds in which a device fetches weights of so many bytes in a pass: exposed, and overlapped with compute."""
         own = num_bytes * self._kept_share if "compute" in self.costs.on_host else np.zeros_like(num_bytes)
         seconds: Floats = copy_seconds(device, 1.0) * own
         none = np.zeros_like(seconds)
         return (none, seconds) if device.host_link and not self.costs.zero else (seconds, none)
 
     def update_seconds(self, device: Device, num_bytes: float) -> float:
-        """Seconds of the optimizer's step of so many bytes of trained weights, of which others step their parts."""
+        """Seconds of this device's part of the optimizer step for trained weights of so many bytes."""
         states, own = self.costs.optimizer_states, num_bytes * self._kept_share
         if "optimizer" not in self.costs.on_host:
             return optimizer_seconds(device, own, own, own * states)
@@ -191,13 +172,13 @@ class Prices:
 
     @property
     def _kept_share(self) -> float:
-        """About this share of the state of each parameter is on each device."""
+        """The approximate share of the state of each parameter on each device."""
         part = 1 / (self.num_keepers or len(self.cluster.devices))
         return part * self._shared_share + (1 - self._shared_share)
 
     @cached_property
     def _shared_share(self) -> float:
-        """Of the elements of all trained parameters, those whose state is shared out."""
+        """The share of all trained elements whose state is sharded over owners."""
         numbers = {True: 0, False: 0}
         for each in self.graph.parameters:
             if each.kind == "parameter" and each.trainable:
@@ -206,7 +187,7 @@ class Prices:
 
     @cached_property
     def weight_shares(self) -> Floats:
-        """Per op, in the order of `positions`, the share of its backward pass that is its weight gradients."""
+        """Per op, in the order of `positions`, the share of weight gradients in its backward pass."""
         found: Floats = np.array([weight_share(self.graph, op.name) for op in self.graph.ops])
         return found
 
@@ -217,7 +198,6 @@ class Prices:
 
     @cached_property
     def axes(self) -> Axes:
-        """The logical axes of the graph."""
         return discover(self.graph)
 
     def labels(self, ops: tuple[str, ...], shards: tuple[Shard, ...]) -> Labels:
@@ -228,14 +208,14 @@ class Prices:
         return self._labels[key]
 
     def bridges(self, ops: tuple[str, ...], shards: tuple[Shard, ...], returned: frozenset[str]) -> tuple[Bridge, ...]:
-        """The bridges of a split stage that runs these ops and hands on these values; of which sizes the parts are is no matter."""
+        """The bridges of a split stage that runs these ops and hands on these values, independent of the parts' sizes."""
         key = ops, unsized(shards), returned
         if key not in self._bridges:
             self._bridges[key] = find_bridges(self.labels(ops, shards), returned)
         return self._bridges[key]
 
     def local(self, ops: tuple[str, ...], shards: tuple[Shard, ...], position: int) -> Prices:
-        """Prices for the device at a position of the split groups of the stage that runs these ops; for equal parts the same ones."""
+        """Prices for the device at a position of the stage's split groups; shared between equal parts."""
         cuts = unsized(shards)
         parts = tuple((shard.sizes[position], sum(shard.sizes)) for shard in shards)
         key = ops, cuts, parts
@@ -270,17 +250,16 @@ class Prices:
         return self.costs.capacity(known) - self.spared.get(known.kind, 0)
 
     def with_reserved_memory(self, lacking: Mapping[Device, int]) -> Prices:
-        """The same prices, with so many bytes more left free of each kind of device."""
+        """The same prices, with more bytes left free on each device type."""
         other = copy(self)
         other.spared = {kind: self.spared.get(kind, 0) + lacking.get(kind, 0) for kind in {**self.spared, **lacking}}
         other._locals = {}
         return other
 
     def kept_by(self, num_keepers: int, *, sums_at_once: bool = False) -> Prices:
-        """The same prices, where so many devices share out the state of each parameter.
+        """The same prices, where so many devices shard the state of each parameter.
 
-        Args:
-            sums_at_once: whether all of them have one micro-batch.
+        `sums_at_once`: whether all of them have one micro-batch.
         """
         if not self.costs.zero or (num_keepers, sums_at_once) == (self.num_keepers, self.sums_at_once):
             return self
@@ -290,7 +269,7 @@ class Prices:
         return other
 
     def seconds(self, device: Device, num_rows: float) -> OpSeconds:
-        """Times of all ops on a device, as lines about a number of rows. Without training nothing runs backward."""
+        """Times of all ops on a device, as lines about a number of rows; without training nothing runs backward."""
         key = (device.kind, num_rows)
         if key not in self._seconds:
             found = op_seconds(self.table, device, num_rows, self.costs)
@@ -303,10 +282,10 @@ class Prices:
         return self._seconds[key]
 
     def waiting(self, device: Device, num_rows: float) -> Started:
-        """What each of the passes forward, I and W takes longer for one op whose weight gradients wait.
+        """The extra time of each of F, I and W for one op with deferred weight gradients.
 
-        Where it was measured of the whole graph, each of its ops has an equal part: of few rows it is Python, of many it is caches, since
-        what an op reads, and the gradient of what it makes, are cold when W comes.
+        A measurement of the whole graph is divided equally among these ops: with few rows it is Python time, with many it is
+        caches, since what an op reads, and the gradient of what it makes, are cold when W runs.
         """
         known = None if self.costs.measured is None else self.costs.measured.apart(device, num_rows)
         if known is None or not self._num_waiting:
@@ -318,17 +297,16 @@ class Prices:
         return int(np.count_nonzero(self.weight_shares))
 
     def adding(self, device: Device) -> Floats:
-        """Per op, the seconds of a backward pass in which it adds its gradients of parameters to what earlier micro-batches gave."""
+        """Per op, the seconds of a backward pass that accumulate its parameter gradients."""
         result: Floats = self._accumulated / device.reached_bandwidth
         return result
 
     @cached_property
     def _accumulated(self) -> Floats:
-        """Per op, the bytes that it takes to add its gradients of parameters to what earlier micro-batches gave."""
+        """Per op, the bytes read and written to accumulate its parameter gradients in every micro-batch."""
         return np.array([self._added(op) for op in self.graph.ops], dtype=np.float64)
 
     def _added(self, op: Op) -> float:
-        """Of one op: all are read, the sum is written, in every micro-batch."""
         found = 0.0
         for parameter in self.graph.parameters_among(op.inputs) if op.kind == "call" else ():
             if parameter.kind == "parameter":
@@ -341,7 +319,7 @@ class Prices:
 
     @cached_property
     def states(self) -> tuple[ParameterState, ...]:
-        """In which forms parameters and buffers live."""
+        """The forms of parameters and buffers."""
         costs = self.costs
         return states_of(
             self.graph.parameters,
@@ -355,7 +333,7 @@ class Prices:
 
     @cached_property
     def sent_share(self) -> float:
-        """Of the bytes of all gradients, how many travel where they are summed."""
+        """Bytes of all gradients as they are sent, relative to their own."""
         own, sent = 0, 0
         for name, state in self.state_of.items():
             if state.gradient is not None and state.sent_dtype is not None:
@@ -366,15 +344,14 @@ class Prices:
 
     @cached_property
     def state_of(self) -> Mapping[str, ParameterState]:
-        """Those of each, by name."""
         return {name: state for state in self.states for name in state.parameters}
 
     def parameter_bytes(self, name: str) -> int:
-        """Bytes of a parameter or buffer with all that training keeps beside it."""
+        """Bytes of a parameter or buffer with its gradient and optimizer state."""
         return self.held(name).total
 
     def held(self, name: str) -> StateBytes:
-        """Those of each form, on a device with an equal part of what is shared out; gradients are whole until they are summed."""
+        """These bytes by form, on a device with an equal part of what is sharded; gradients are whole until they are summed."""
         if name not in self._held:
             own, state = self.graph.parameter_by_name[name], self.state_of[name]
             part = -(-own.spec.num_elements // (self.num_keepers or len(self.cluster.devices)))
@@ -383,32 +360,30 @@ class Prices:
         return self._held[name]
 
     def let_go(self, num_bytes: Value) -> Value:
-        """Bytes of so many of gradients that are never there together with the others, where one micro-batch makes them."""
+        """Of gradients of so many bytes, those never alive together with the others if one micro-batch makes them."""
         found: Value = np.maximum(0.0, num_bytes * self.spared_share - self._not_let_go)
         return found
 
     @cached_property
     def _not_let_go(self) -> int:
-        """Bytes of gradients that are there beside equal parts of what keepers have: of buckets, each of one gradient at least.
+        """Bytes of gradients that are alive besides equal parts of what keepers have, in buckets of at least one gradient.
 
-        Those that are on their way, one that fills, one by which a keeper of whole parameters may have more than others, and the memory
-        in which one gathers.
+        Those in flight, one that fills, one by which a keeper of whole parameters may exceed the others, and the gathering buffer.
         """
         own = [max(self.costs.bucket_bytes, self.held(each.name).gradient) for each in self.graph.parameters]
         largest = sorted(own, reverse=True)[: NUM_AT_ONCE + 2]
         return sum(largest) + max(largest, default=0)
 
     def lasting_bytes(self, name: str) -> float:
-        """`parameter_bytes` without what is let go so."""
+        """`parameter_bytes` without what is freed that way."""
         return self.parameter_bytes(name) - self.held(name).gradient * self.spared_share * self.sums_at_once
 
     @property
     def spared_share(self) -> float:
-        """Of gradients that one micro-batch makes, what goes to keepers before the others are there; none where it waits for the pass."""
+        """Of the gradients of one micro-batch, the share that goes to keepers before the others exist."""
         return 0.0 if self.costs.zero != 2 or "compute" in self.costs.on_host else 1 - self._kept_share
 
     def part(self, part: Part, recompute: Recompute = NOTHING) -> PartCost:
-        """What a part needs anywhere."""
         key = part, recompute
         if key not in self._parts:
             self._parts[key] = self._price_part(part, recompute)
@@ -444,7 +419,7 @@ class Prices:
         return forward + backward + self.payload(part.handed_on)[1]
 
     def payload(self, tensors: Sequence[str]) -> tuple[Line, Line]:
-        """Bytes of tensors that travel, and of the gradients that return, by rows."""
+        """Bytes of tensors that are sent, and of the gradients that return, by rows."""
         forward = Line.sum(self.outputs[name] for name in tensors)
         if not self.training:
             return forward, Line()
@@ -459,11 +434,9 @@ class Prices:
         return sum(self.training and self.graph.by_name[name].requires_grad for name in tensors)
 
     def buckets(self, held: Hashable, make: Callable[[], Buckets]) -> Buckets:
-        """The buckets of a plan. Those of the last one are kept: a search makes plans in a row whose devices hold the same.
+        """The buckets of a plan; those of the last one are cached, since a search often makes plans in a row whose devices hold the same.
 
-        Args:
-            held: what devices hold, and which schedules are alike: equal for plans of equal buckets.
-            make: finds them.
+        `held` is the key: equal for plans with equal buckets.
         """
         if self._buckets is None or self._buckets[0] != held:
             self._buckets = held, make()
@@ -471,12 +444,11 @@ class Prices:
 
     @cached_property
     def kinds(self) -> Mapping[str, Device]:
-        """The kind of each device, by name: one value for all that are equal."""
+        """Per device name its type, one object for all equal types."""
         known: dict[Device, Device] = {}
         return {device.name: known.setdefault(device.kind, device.kind) for device in self.cluster.devices}
 
     def link(self, a: str, b: str) -> Link:
-        """The link between two devices."""
         by_name = self.cluster.by_name
         hosts = by_name[a].host, by_name[b].host
         known = self._links.get(hosts)
@@ -485,18 +457,18 @@ class Prices:
         return known
 
     def recomputing(self, part: Part, recompute: Recompute, device: Device, num_rows: float) -> Started:
-        """What a part computes a second time, by rows about a number of them."""
+        """What a part recomputes, about a number of rows."""
         if recompute.num_alive:
             return self.started(part, device, num_rows)[0]
         repeated = self.positions(name for segment in recompute.segments for name in segment)
         return self.seconds(device, num_rows).started_forward(repeated)
 
     def positions(self, ops: Iterable[str]) -> NDArray[np.int64]:
-        """The places of ops in the table and in `seconds`."""
+        """Indices of ops in the table and in `seconds`."""
         return np.array([self.table.position[name] for name in ops], dtype=np.int64)
 
     def started(self, part: Part, device: Device, num_rows: float) -> tuple[Started, Started]:
-        """A part on a device, forward and backward, by rows about a number of them."""
+        """A part on a device, forward and backward, about a number of rows."""
         key = (part, device.kind, num_rows)
         if key not in self._started:
             seconds = self.seconds(device, num_rows)
@@ -506,5 +478,5 @@ class Prices:
 
 
 def unsized(shards: tuple[Shard, ...]) -> tuple[Shard, ...]:
-    """What is cut, in whatever sizes."""
+    """The shards without their sizes."""
     return tuple(replace(shard, sizes=()) for shard in shards)

@@ -1,7 +1,7 @@
-"""What a split stage exchanges a second time in its backward pass, and which forms of tensors it keeps for it.
+"""What a split stage exchanges again because of recomputation, and which forms of tensors it keeps for that.
 
-[ norm -> gather -> up -> gelu -> down -> sum ]    computed again as a segment: what it exchanges, too
-  norm -> gather -> up                             beside segments: the part is kept, and gathered again
+[ norm -> gather -> up -> gelu -> down -> sum ]    recomputed as a segment, with its exchanges
+  norm -> gather -> up                             in no segment: the shard is kept, and gathered again
 """
 
 from __future__ import annotations
@@ -21,14 +21,7 @@ from whale.sharding.bridges import Bridge
 
 
 class RepeatedBridges:
-    """The bridges of a stage beside what it computes again.
-
-    Args:
-        prices: of the whole graph.
-        labels: of the stage.
-        bridges: of it.
-        segments: the runs of its ops that are computed again.
-    """
+    """The bridges of a stage with recomputed segments."""
 
     def __init__(self, prices: Prices, labels: Labels, bridges: Iterable[Bridge], segments: Sequence[Segment]) -> None:
         self._prices, self._labels, self._segments = prices, labels, segments
@@ -37,25 +30,20 @@ class RepeatedBridges:
         self._bridges = tuple(bridges)
 
     def exchanged(self) -> Iterator[Bridge]:
-        """What moves forward again: inside segments, and inputs of which only parts are kept."""
+        """What moves forward again: inside segments, and inputs of which only shards are kept."""
         return (bridge for bridge in self._bridges if self._is_inside(bridge) or bridge in self._kept_in_parts)
 
     def _is_inside(self, bridge: Bridge) -> bool:
-        """A sum moves where it is made; anything else before its first user, and so outside where that begins a segment."""
+        """A sum moves where it is made; anything else before its first user, which is outside if that starts a segment."""
         first = bridge.tensor if bridge.is_sum else next(iter(bridge.users), "")
         return first in self._repeated and (bridge.is_sum or first not in self._firsts)
 
     def copies(self, position: int) -> Line:
-        """Bytes of the forms into which bridges bring tensors and that their users keep, by rows, at a position of the split group."""
+        """Bytes, by rows, of the forms that bridges make and their users keep, at a position of the split group."""
         return Line.sum(self._size(bridge, position) for bridge in self._kept if bridge not in self._kept_in_parts)
 
     def forms(self, position: int, num_rows: float) -> tuple[BridgedTensor, ...]:
-        """What bridges make on a device.
-
-        Args:
-            position: its own in the split group.
-            num_rows: that the group takes.
-        """
+        """The forms that bridges make on the device at a position, with `num_rows` of its group."""
         return tuple(self._form(bridge, position, num_rows) for bridge in self._moving if bridge.is_sum or bridge.users)
 
     def _form(self, bridge: Bridge, position: int, num_rows: float) -> BridgedTensor:
@@ -65,7 +53,7 @@ class RepeatedBridges:
         return BridgedTensor(users, keepers, self._size(bridge, position).at(num_rows), is_kept, bool(bridge.backward))
 
     def _size(self, bridge: Bridge, position: int) -> Line:
-        """Bytes of what a bridge makes, by rows; of a sum, of each term."""
+        """Bytes of a bridge's result, by rows; of a sum, of each term."""
         share = 1.0
         if bridge.target and not bridge.is_sum:
             sizes = next(shard.sizes for shard in self._labels.shards if shard.axis == bridge.target)
@@ -75,15 +63,15 @@ class RepeatedBridges:
 
     @cached_property
     def _kept(self) -> tuple[Bridge, ...]:
-        """The bridges that make a form of a tensor which ops outside of segments keep, or which enters a segment."""
+        """The bridges whose form ops outside segments keep, or whose form enters a segment."""
         return tuple(bridge for bridge in self._moving if not bridge.is_sum and (self._enters(bridge) or any(self._keepers(bridge))))
 
     def _keepers(self, bridge: Bridge) -> Iterator[str]:
-        """The ops outside of segments that keep what a bridge makes."""
+        """The ops outside segments that keep a bridge's result."""
         return (user for user in bridge.users if user not in self._repeated and self._keeps(user, bridge))
 
     def _enters(self, bridge: Bridge) -> bool:
-        """Whether it makes its form outside of a segment that reads it, and so keeps it."""
+        """Whether its form is made outside a segment that reads it, and so kept."""
         return not self._is_inside(bridge) and not self._repeated.isdisjoint(bridge.users)
 
     @cached_property
@@ -98,7 +86,7 @@ class RepeatedBridges:
 
     @cached_property
     def _kept_in_parts(self) -> frozenset[Bridge]:
-        """Of those, the ones of which the parts are kept: where parts of the stage are computed again, what was gathered is, too."""
+        """Of these, the ones of which only the shard is kept: with recomputation, gathers are repeated too."""
         if not self._segments:
             return frozenset()
         writes = MemoryWrites(self._prices.graph, self._labels.ops)

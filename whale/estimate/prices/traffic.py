@@ -1,7 +1,4 @@
-"""The model as one device of a split group holds it, its part of every tensor, and the work of ops on parts.
-
-Arithmetic falls to the part, traffic by what has the axis.
-"""
+"""The model as one device of a split group holds it, and the work of ops on parts: arithmetic by share, traffic by what has the axis."""
 
 from __future__ import annotations
 
@@ -26,14 +23,13 @@ from whale.ir.plan import BATCH
 
 
 def local_graph(labels: Labels, parts: Mapping[str, tuple[int, int]]) -> ModelGraph:
-    """The graph with the local shapes of the results of one stage's ops, and of the parameters that they read.
+    """The graph with local shapes of the results of one stage's ops, and of the parameters that they read.
 
-    Ops outside the stage stay as they are. The result is for pricing memory: arguments and FLOPs are those of the whole
-    (`WorkOnParts` has the work).
+    It prices memory only: arguments and FLOPs are those of the whole (`WorkOnParts` has the work).
 
     Args:
-        labels: of the stage; their sizes are no matter.
-        parts: per cut axis, the units that the device has, and those of its whole split group.
+        labels: of the stage; their sizes do not matter.
+        parts: per cut axis, the units of this device, and of its whole split group.
     """
     local, graph = _Local(labels, parts), labels.graph
     read = {name for op in labels.ops for name in graph.by_name[op].inputs if graph.by_name[name].kind in ("parameter", "buffer")}
@@ -43,7 +39,7 @@ def local_graph(labels: Labels, parts: Mapping[str, tuple[int, int]]) -> ModelGr
 
 
 class _Local:
-    """Turns what is whole into the part of one device; every dimension is looked at once."""
+    """Turns whole shapes into those of one device, cached by dimension."""
 
     def __init__(self, labels: Labels, parts: Mapping[str, tuple[int, int]]) -> None:
         self._labels = labels
@@ -52,7 +48,7 @@ class _Local:
         self._shares: dict[tuple[Dimension, str], tuple[int, int] | None] = {}
 
     def _units(self, axis: str, size: int, total: int) -> int:
-        """Units of an axis; of the batch, shares of the example's rows."""
+        """Units of an axis; of the batch, in rows of the example."""
         return size if axis != BATCH else max(1, round(self._axes.by_name[axis].size * size / total))
 
     def op(self, op: Op) -> Op:
@@ -77,7 +73,7 @@ class _Local:
         return replace(spec, shape=tuple(size * s[0] // s[1] if s else size for size, s in zip(spec.shape, shares, strict=True)))
 
     def _share(self, dimension: Dimension, axis: str) -> tuple[int, int] | None:
-        """What of a dimension is held: so many of so many; None for all of it."""
+        """The held part of a dimension, as a fraction; None for all of it."""
         key = dimension, axis
         if key not in self._shares:
             held, whole = self._extent(dimension, axis), self._extent(dimension, None)
@@ -94,7 +90,6 @@ class _Local:
 
 
 COLUMNS = tuple(each.name for each in fields(OpTable) if each.name not in ("position", "dtypes"))
-"""The columns of a table of ops."""
 
 DEPTH, WIDTH, HEIGHT, NEITHER = range(4)
 """Which size of a matrix product an axis is of."""
@@ -102,21 +97,15 @@ DEPTH, WIDTH, HEIGHT, NEITHER = range(4)
 
 @dataclass(frozen=True)
 class CutTraffic:
-    """Some ops, each cut along one axis, as a table that can be scaled to the parts of a device.
+    """Some ops, each cut along one axis, as a table that can be scaled to a device's parts."""
 
-    Attributes:
-        table: of these ops.
-        fixed, per_row: per op, bytes of what it reads and writes that has its axis, by rows.
-        sizes: per op, which size of its product its axis is of.
-    """
-
-    table: OpTable
-    fixed: Floats
-    per_row: Floats
-    sizes: NDArray[np.int64]
+    table: OpTable  # of these ops
+    fixed: Floats  # per op, bytes read and written that have its axis
+    per_row: Floats  # the same, per row
+    sizes: NDArray[np.int64]  # per op, which size of its product the axis belongs to
 
     def at(self, shares: Floats) -> OpTable:
-        """The table of a device that works on these shares, one per op."""
+        """The table of a device with these shares, one per op."""
         table = self.table
         return replace(
             table,
@@ -141,12 +130,7 @@ class CutTraffic:
 
 
 def cut_traffic(graph: ModelGraph, axes: Axes, table: OpTable, work: Sequence[tuple[Op, str | None]]) -> CutTraffic:
-    """The table of some ops.
-
-    Args:
-        table: of the whole graph.
-        work: the ops, each with the axis that is cut.
-    """
+    """The table of some ops (`work`), each with its cut axis; `table` is that of the whole graph."""
     index = np.array([table.position[op.name] for op, _ in work], dtype=np.int64)
     own = rows_of(table, index)
     lines = [
@@ -164,7 +148,7 @@ def cut_traffic(graph: ModelGraph, axes: Axes, table: OpTable, work: Sequence[tu
 
 
 def _cut_size(graph: ModelGraph, axes: Axes, op: Op, axis: str) -> int:
-    """Which size of an op's product an axis is of."""
+    """Which size of an op's product an axis belongs to."""
     known, weight = axes.ops.get(op.name), product_sizes(graph, op).weight
     if known is None:
         return NEITHER
@@ -183,14 +167,7 @@ def rows_of(table: OpTable, index: NDArray[np.int64]) -> OpTable:
 
 @dataclass(frozen=True)
 class WorkOnParts:
-    """The table of the whole graph, of which some ops work on parts, in whatever sizes.
-
-    Attributes:
-        table: of the whole graph.
-        index: where the ops are in it.
-        axes: along which they work.
-        traffic: of them.
-    """
+    """The table of the whole graph, of which some ops (`index`) work on parts along `axes`, of any size."""
 
     table: OpTable
     index: NDArray[np.int64]
@@ -198,7 +175,7 @@ class WorkOnParts:
     traffic: CutTraffic
 
     def at(self, shares: Mapping[str, float]) -> OpTable:
-        """The table as a device sees it that has these shares of the cut axes."""
+        """The table of a device with these shares of the cut axes."""
         if not self.axes:
             return self.table
         scaled = self.traffic.at(np.array([shares[axis] for axis in self.axes]))
@@ -211,11 +188,7 @@ class WorkOnParts:
 
 
 def work_on_parts(graph: ModelGraph, axes: Axes, table: OpTable, work: Mapping[str, str]) -> WorkOnParts:
-    """What of a table is cut.
-
-    Args:
-        work: per op, the axis along which it works on parts.
-    """
+    """`work`: per op, the axis along which it works on parts."""
     names = [name for name in work if name in table.position]
     index = np.array([table.position[name] for name in names], dtype=np.int64)
     along = tuple(work[name] for name in names)
@@ -223,7 +196,7 @@ def work_on_parts(graph: ModelGraph, axes: Axes, table: OpTable, work: Mapping[s
 
 
 def _line(graph: ModelGraph, axes: Axes, op: Op, axis: str) -> Line:
-    """Bytes of what an op reads and writes that has the axis; a lookup reads as much as it returns."""
+    """Bytes that an op reads and writes of tensors with the axis; a lookup reads as much as it returns."""
     if operator_of(op).gathers:
         written = Line.sum(spec_line(spec, graph.num_rows) for spec in op.outputs)
         return written * (2 if axis in axes.in_results(op.name) else 1)

@@ -1,1 +1,1 @@
-"""A step of a plan: its devices, what travels between them, and what running its own schedule says of time and memory."""
+"""A step of a plan: its devices, messages and collectives, and the simulated time and memory."""

@@ -1,17 +1,18 @@
-"""Which workers, links and transfers behave alike, so that one of each is simulated for all.
+"""Classes of equivalent workers, links and transfers, of which one each is simulated.
 
-Workers are alike if they do the same, and what they send and receive is alike, to the end; likewise links and transfers.
-That is the coarsest equitable partition: start with what is known of each by itself, then tell apart what differs in
-its neighbours, until nothing changes. Alike workers do everything at the same times, since nothing is left to chance:
+Workers are equivalent if they do the same, and what they send and receive is equivalent, recursively; so are links and
+transfers. This is the coarsest equitable partition (colour refinement): start with what is known of each alone, then
+separate what differs in its neighbours, until nothing changes. Since the engine is deterministic, equivalent workers do
+everything at the same times:
 
     4 replicas          h0/0 -> h1/0        one replica, whose message has a quarter of h0's and of h1's card
     on 2 hosts          h0/1 -> h1/1
                         h0/2 -> h1/2
                         h0/3 -> h1/3
 
-On unlike hosts every replica may share its links with others, so that none is like another, and still they seldom are in each other's way.
-So links are first told apart by what they are alone. Then alike wires may pass unlike links, which is right as long as they are equally
-fast on all of them (`whale.estimate.events.engine.Uneven`).
+On heterogeneous hosts links are shared in many combinations that rarely matter. So links are first separated by their own
+properties only. Wires of one class may then use different links, which is right as long as these are equally fast
+(`whale.estimate.events.engine.Uneven`).
 """
 
 from __future__ import annotations
@@ -26,34 +27,26 @@ from numpy.typing import NDArray
 Role = tuple[object, ...]
 
 Path = tuple[tuple[int, float], ...]
-"""Links by number, each with how often the bytes of what travels pass it."""
+"""(link, count): how often the bytes of a transfer pass each link."""
 
 
 @dataclass(frozen=True, slots=True)
 class Wire:
-    """What can travel between workers.
+    """A possible transfer between workers."""
 
-    Attributes:
-        kind: what it is by itself: bytes, latency, place in the schedule.
-        parties: the workers that send, receive or take part.
-        roles: what each of them is to it.
-        links: that it passes.
-    """
-
-    kind: Hashable
-    parties: tuple[int, ...]
-    roles: tuple[Role, ...]
-    links: Path
+    kind: Hashable  # its own properties: bytes, latency, place in the schedule
+    parties: tuple[int, ...]  # the workers that send, receive or take part
+    roles: tuple[Role, ...]  # of each of them
+    links: Path  # that it passes
 
     @property
     def with_roles(self) -> Iterator[tuple[int, Role]]:
-        """The parties with their roles."""
         return zip(self.parties, self.roles, strict=True)
 
 
 @dataclass(frozen=True)
 class EquitablePartition:
-    """Per worker, link and wire the number of its class; classes are numbered from 0 in order of their first member."""
+    """The class of each worker, link and wire; classes are numbered in order of their first member."""
 
     workers: tuple[int, ...]
     links: tuple[int, ...]
@@ -61,14 +54,12 @@ class EquitablePartition:
 
 
 def classify(workers: Sequence[Hashable], links: Sequence[Hashable], wires: Sequence[Wire], *, by_links: bool = True) -> EquitablePartition:
-    """Finds what is alike.
+    """Finds the classes.
 
     Args:
-        workers: what each does by itself.
-        links: what each is by itself.
+        workers, links: own properties of each.
         wires: between the workers.
-        by_links: whether wires are unlike that pass links over which unlike wires go; else it is what each link is by itself that a wire
-            finds there, and links are alike over which alike wires go.
+        by_links: whether wires differ if other wires on their links do; else only by the links' own properties.
     """
     bundles, bundle_of = _bundles(wires)
     party = _Meetings([bundle.parties for bundle in bundles], [role for bundle in bundles for role in bundle.roles], len(workers))
@@ -92,9 +83,9 @@ def classify(workers: Sequence[Hashable], links: Sequence[Hashable], wires: Sequ
 
 
 def _bundles(wires: Sequence[Wire]) -> tuple[list[Wire], list[int]]:
-    """Wires between the same workers over the same links (the buckets of one ring of owners, say) as one, and the bundle of each.
+    """Merges wires between the same workers over the same links (e.g. buckets of one ring); returns bundles, and the bundle of each wire.
 
-    They meet the same, so that bundles are alike where all their wires are.
+    Their neighbours are the same, so bundles are equivalent if all their wires are.
     """
     found: list[list[Wire]] = []
     bundle_of: dict[tuple[tuple[int, ...], Path], int] = {}
@@ -117,9 +108,10 @@ def _bundle(own: Sequence[Wire]) -> Wire:
 def _nearly(
     workers: list[int], links: list[int], bundles: list[int], party: _Meetings, link: _Meetings | None
 ) -> tuple[list[int], list[int], list[int]]:
-    """Colours that are told apart by sums of what is met, mixed to numbers of 64 bits: unlike ones might share a sum, like ones always do.
+    """Refines colours by 64-bit hashed sums over neighbours, which is fast.
 
-    So these colours are the classes, or, by a chance that is next to none, coarser: they are where to begin.
+    Different neighbours might collide, equal ones never differ: the result is, almost surely, the classes, or coarser. The
+    exact refinement starts from it.
     """
     of_worker, of_link, of_bundle = (np.array(colours, dtype=np.int64) for colours in (workers, links, bundles))
     count = -1
@@ -132,7 +124,7 @@ def _nearly(
 
 
 def _colours(before: NDArray[np.int64], *sums: NDArray[np.uint64]) -> NDArray[np.int64]:
-    """Numbers that are equal for equal colours with equal sums; what was told apart stays apart."""
+    """Numbers that are equal for equal colours with equal sums."""
     for own in sums:
         before = _numbered(before * len(own) + _numbered(own))
     return before
@@ -143,7 +135,7 @@ def _numbered(values: NDArray[np.int64] | NDArray[np.uint64]) -> NDArray[np.int6
 
 
 def _mixed(numbers: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Each number scattered over 64 bits: the finalizer of splitmix64 (Steele, Lea and Flood, OOPSLA 2014)."""
+    """Hashes numbers to 64 bits: the finalizer of splitmix64 (Steele, Lea and Flood, OOPSLA 2014)."""
     numbers = numbers + np.uint64(0x9E3779B97F4A7C15)
     numbers = (numbers ^ (numbers >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     numbers = (numbers ^ (numbers >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -152,12 +144,12 @@ def _mixed(numbers: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 class _Meetings:
-    """Which wires meet which workers, or links, in which roles; of tens of thousands, so in arrays.
+    """Which wires meet which workers, or links, in which roles, as arrays.
 
     Args:
-        met: per wire, whom it meets.
-        roles: in which role each of them, wire by wire.
-        num_others: how many there are.
+        met: per wire, the workers or links.
+        roles: of each of them, wire by wire.
+        num_others: number of workers or links.
     """
 
     def __init__(self, met: Sequence[Sequence[int]], roles: Iterable[Hashable], num_others: int) -> None:
@@ -171,26 +163,26 @@ class _Meetings:
         self._other_ends = np.searchsorted(self._other[self._by_other], np.arange(num_others + 1))
 
     def at_wires(self, colours: Sequence[int]) -> list[bytes]:
-        """Per wire, whom it meets: equal for equal roles of others of equal colours."""
+        """Per wire, a key that is equal for equal roles of neighbours with equal colours."""
         return self._sorted(self._wire, self._num_wires, self._other, colours)
 
     def at_others(self, colours: Sequence[int]) -> list[bytes]:
-        """Per worker or link, the wires that it meets, likewise."""
+        """The same per worker or link."""
         return self._sorted(self._other, self._num_others, self._wire, colours)
 
     def sums_at_wires(self, colours: NDArray[np.int64]) -> NDArray[np.uint64]:
-        """Per wire, a number that is equal for equal roles of others of equal colours."""
+        """Per wire, a hash of the roles and colours of its neighbours."""
         return _between(self._each(colours[self._other], len(colours)), self._wire_ends)
 
     def sums_at_others(self, colours: NDArray[np.int64]) -> NDArray[np.uint64]:
-        """Per worker or link, a number for the wires that it meets, likewise."""
+        """The same per worker or link."""
         return _between(self._each(colours[self._wire], len(colours))[self._by_other], self._other_ends)
 
     def _each(self, colours: NDArray[np.int64], num_colours: int) -> NDArray[np.uint64]:
         return _mixed((self._role * num_colours + colours).astype(np.uint64))
 
     def _sorted(self, owners: NDArray[np.int64], num_owners: int, met: NDArray[np.int64], colours: Sequence[int]) -> list[bytes]:
-        """Per owner, roles and colours of what it meets, as numbers in order."""
+        """Per owner, roles and colours of what it meets, sorted."""
         found = self._role * len(colours) + np.array(colours, dtype=np.int64)[met]
         width = int(found.max(initial=0)) + 1
         ordered = np.sort(owners * width + found)
@@ -200,7 +192,7 @@ class _Meetings:
 
 
 def _between(numbers: NDArray[np.uint64], ends: NDArray[np.int64]) -> NDArray[np.uint64]:
-    """The sums of the numbers from one end to the next, which run over."""
+    """Sums of the numbers between consecutive ends, modulo 2^64."""
     sums = np.concatenate((np.zeros(1, dtype=np.uint64), np.cumsum(numbers, dtype=np.uint64)))[ends]
     result: NDArray[np.uint64] = sums[1:] - sums[:-1]
     return result

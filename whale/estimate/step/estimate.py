@@ -1,10 +1,10 @@
-"""`estimate`: how long a step of a plan takes and how much memory, by running its own schedule with its own communication.
+"""`estimate`: time and memory of a step of a plan, by running its own schedule with its own communication.
 
 plan, graph, cluster, costs
-   | gather       each device's work; what travels from whom to whom, over which links
-   | alike        devices, links and messages that behave alike
+   | gather       each device's work; messages and collectives, and their links
+   | alike        classes of equivalent devices, links and messages
    | program      the schedule's actions of one device of each class, as tasks and transfers
-   | engine       events: who computes what when, what is on its way
+   | engine       events: who computes what when, what is in flight
    | memory       what each device holds over time
 StepEstimate
 """
@@ -38,11 +38,11 @@ def estimate(plan: Plan, graph: ModelGraph, cluster: Cluster, costs: Costs | Non
     """Estimates one step of a plan.
 
     Args:
-        plan: verified, but for memory.
+        plan: verified, except for memory.
         graph: the model that it is for.
         cluster: the devices that it names.
-        costs: what prices are made of beside the figures of devices and links; None for the starting values.
-        axes: of the graph, where they are known already.
+        costs: assumptions besides the figures of devices and links; None for the defaults.
+        axes: of the graph, where already known.
     """
     prices = Prices(graph, cluster, Costs() if costs is None else costs)
     if axes is not None:
@@ -51,7 +51,7 @@ def estimate(plan: Plan, graph: ModelGraph, cluster: Cluster, costs: Costs | Non
 
 
 def estimate_with(prices: Prices, plan: Plan) -> StepEstimate:
-    """Estimates one step of a plan from prices that may know some answers already."""
+    """Estimates one step of a plan from prices that may have cached answers."""
     gathered = gather(plan, prices)
     program, found = _run(gathered)
     assert not found.stuck, f"a verified schedule ends: {program.computations[found.stuck[0].worker][found.stuck[0].task]}"
@@ -72,7 +72,7 @@ def _redundancy(prices: Prices, plan: Plan) -> Redundancy | None:
 
 
 def _run(gathered: Gathered) -> tuple[Program, EventTimes]:
-    """Runs what seems to be alike by what links are alone; only where that is not so, what is alike whatever goes over them."""
+    """Runs the program with the coarser classes; if they turn out wrong, with the exact ones."""
     program = make_program(gathered, by_links=False)
     try:
         return program, run(program.tasks, program.transfers, program.bandwidths)
@@ -82,7 +82,7 @@ def _run(gathered: Gathered) -> tuple[Program, EventTimes]:
 
 
 def _at_the_same_times(gathered: Gathered, program: Program, found: EventTimes) -> Iterator[Sequence[int]]:
-    """Classes of devices that come out alike: their links are unlike, but no slower, so that all that they do is at the same times."""
+    """Merges classes of devices that do the same at the same times, because their different links do not slow them down."""
 
     def look(number: int) -> Hashable:
         carried = (
@@ -98,7 +98,7 @@ def _at_the_same_times(gathered: Gathered, program: Program, found: EventTimes) 
 
 
 def _look(kind: Hashable, end: int) -> Hashable:
-    """What a device notices at one end of a message, which alike replicas share as one value, or of a sum, equal for all."""
+    """What a device sees at one end of a message (one object for equal replicas), or of a sum."""
     return (kind.num_bytes, kind.gives) if isinstance(kind, Sums) else (id(kind), end)
 
 
@@ -128,14 +128,14 @@ def _device(numbers: Sequence[int], gathered: Gathered, program: Program, found:
 
 
 class _Carried:
-    """What was on its way when: each message, and each sum of gradients, is one value at all its ends."""
+    """Messages and gradient sums with their times, one object for all ends of each."""
 
     def __init__(self, gathered: Gathered, program: Program, found: EventTimes) -> None:
         self._gathered, self._program, self._found = gathered, program, found
         self._known: dict[tuple[int, int], Message | Sync] = {}
 
     def by(self, number: int) -> tuple[tuple[Message, ...], tuple[Sync, ...]]:
-        """The messages and the sums that the devices of a class have a part in."""
+        """The messages and sums that the devices of a class take part in."""
         found = []
         for place in ((transfer, wire) for transfer, wires in self._program.at[number].items() for wire in wires):
             if place not in self._known:
@@ -156,7 +156,7 @@ class _Carried:
 
 
 def _exposed(tasks: Sequence[Task], times: Sequence[tuple[float, float]], found: EventTimes) -> Iterator[float]:
-    """Per task, seconds of waiting for it in which something that it needs is on its way."""
+    """Per task, seconds of waiting during which something that it needs is in flight."""
     before = 0.0
     for task, (start, end) in zip(tasks, times, strict=True):
         if start > before:
@@ -170,7 +170,7 @@ def _exposed(tasks: Sequence[Task], times: Sequence[tuple[float, float]], found:
 
 
 def _links(gathered: Gathered, program: Program, seconds: float) -> Iterator[LinkUse]:
-    """The links of each class, those most used first."""
+    """The links of each class, the most used first."""
     num_bytes = [0.0] * len(program.links)
     for transfer in program.transfers:
         for link, count in transfer.links:
@@ -182,15 +182,10 @@ def _links(gathered: Gathered, program: Program, seconds: float) -> Iterator[Lin
 
 
 def waiting(number: int, gathered: Gathered, program: Program, found: EventTimes) -> tuple[list[Waiting], list[Waiting]]:
-    """The messages that lie on a device: received before their use, and gradients that may still be needed to send.
+    """The messages that occupy a device: received ahead of their use, and gradients that may still be needed for sending.
 
-    Received: from its POST to the computation that uses it. Sent: from the computation that made it until an answer shows that its
-    taker has it (`whale.schedules.holding`), else to the STEP.
-
-    Args:
-        number: of its class.
-        gathered, program: the step.
-        found: its times.
+    Received: from its POST to the computation that uses it. Sent: from the computation that made it until an answer shows
+    that the receiver has it (`whale.schedules.holding`), else to the STEP.
     """
     times, received, sent = found.tasks[number], list[Waiting](), list[Waiting]()
     posted, used = dict[int, float](), dict[int, float]()
@@ -222,7 +217,7 @@ def waiting(number: int, gathered: Gathered, program: Program, found: EventTimes
 def _let_go(
     gathered: Gathered, worker: SimulatedWorker, order: Sequence[Computation], times: Sequence[tuple[float, float]]
 ) -> Mapping[tuple[Action, int], float]:
-    """Per SEND, and rank that it goes to, the time at which it is known to be done."""
+    """Per SEND and destination rank, the time at which it is known to be done."""
     known = {receive: start for each, (start, _) in zip(order, times, strict=True) for receive in each.receives}
     released = gathered.releases_of(worker.schedule, worker.rank)
     return {(send, peer): known[receive] for (receive, peer), sends in released.items() for send in sends}

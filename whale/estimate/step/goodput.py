@@ -1,6 +1,6 @@
-"""How much of the time a run with faults makes progress, by how often it saves.
+"""The useful share of time of a run with faults, by how often it saves a checkpoint.
 
-A fault ends the run: what was done since the last checkpoint is done again after a restart.
+A fault ends the run; after a restart the work since the last checkpoint is repeated.
 
 work  work |save| work  work |save| work * restart | work  work |save|
                                     ^^^^ fault: repeated
@@ -20,42 +20,28 @@ DAY_SECONDS = 86_400.0
 
 @dataclass(frozen=True)
 class Goodput:
-    """Into what the time of a run goes, as shares of it; they sum to 1.
+    """Shares of the time of a run; they sum to 1."""
 
-    Attributes:
-        interval_seconds: of work between checkpoints.
-        useful: steps that count.
-        saving: the time for which checkpoints stop training.
-        repeated: work and checkpoints that a fault undid.
-        restarting: restarts.
-    """
-
-    interval_seconds: float
-    useful: float
-    saving: float
-    repeated: float
-    restarting: float
+    interval_seconds: float  # of work between checkpoints
+    useful: float  # steps that count
+    saving: float  # checkpoints that block training
+    repeated: float  # work and checkpoints lost to faults
+    restarting: float  # restarts
 
 
 @dataclass(frozen=True)
 class Faults:
-    """The faults that a run meets: independent, at a constant rate, of which each ends the run.
+    """Faults of a run: independent, at a constant rate, each ending the run."""
 
-    Attributes:
-        mean_seconds: between two faults, of all devices together.
-        save_seconds: for which a checkpoint stops training.
-        restart_seconds: from a fault to the first step after it.
-    """
-
-    mean_seconds: float
-    save_seconds: float
-    restart_seconds: float
+    mean_seconds: float  # between two faults, of all devices together
+    save_seconds: float  # for which a checkpoint blocks training
+    restart_seconds: float  # from a fault to the first step after it
 
     def goodput(self, interval_seconds: float) -> Goodput:
         """The expected shares with a checkpoint after so many seconds of work.
 
-        Work of T seconds and its checkpoint take M e^(R / M) (e^((T + d) / M) - 1) seconds: M is the mean between faults, R a restart, d a
-        save (Daly, A higher order estimate of the optimum checkpoint interval for restart dumps, 2006).
+        Work of T seconds and its checkpoint take M e^(R / M) (e^((T + d) / M) - 1) seconds: M is the mean between faults, R a
+        restart, d a save (Daly, A higher order estimate of the optimum checkpoint interval for restart dumps, 2006).
         """
         mean, segment = self.mean_seconds, interval_seconds + self.save_seconds
         if max(segment, self.restart_seconds) / mean > 500:  # too large for a float
@@ -65,9 +51,9 @@ class Faults:
         return Goodput(interval_seconds, useful, saving, max(0.0, 1.0 - useful - saving - restarting), restarting)
 
     def best_interval(self, least: float) -> float:
-        """The seconds of work between checkpoints with the most useful time, not under `least`.
+        """Seconds of work between checkpoints with the most useful time, at least `least`.
 
-        Where the derivative of `goodput` is 0: (1 - T / M) e^((T + d) / M) = 1. For d far below M it is Young's sqrt(2 d M).
+        The derivative of `goodput` is 0 where (1 - T / M) e^((T + d) / M) = 1. For d far below M it is Young's sqrt(2 d M).
         """
         low, high = 0.0, self.mean_seconds  # the left side falls from e^(d / M) >= 1 to 0
         for _ in range(100):
@@ -83,9 +69,9 @@ class Faults:
 
 
 def with_copies(faults: Faults, step: StepEstimate) -> Goodput | None:
-    """The shares where each fault leaves the copies of the last copying; None where none are made.
+    """The shares where each fault leaves the latest redundant copies, which act as checkpoints in memory; None without copies.
 
-    A copying is a checkpoint in memory then: of a second host that is lost before the run goes on it does not know.
+    It ignores the loss of a second host before the run continues.
     """
     if step.redundancy is None:
         return None
@@ -93,12 +79,12 @@ def with_copies(faults: Faults, step: StepEstimate) -> Goodput | None:
 
 
 def faults_of(step: StepEstimate, cluster: Cluster, per_device_day: float, restart_seconds: float) -> Faults:
-    """The faults that a plan's devices meet, with the time of a copy of its state to the hosts, during which it does not train.
+    """The faults of a plan's devices; a checkpoint blocks training while the state is copied to the hosts.
 
     Args:
         step: the estimate of the plan.
         cluster: its devices.
-        per_device_day: faults of one device in a day.
+        per_device_day: faults of one device per day.
         restart_seconds: from a fault to the first step after it.
     """
     num_devices = sum(len(each.devices) for each in step.devices)
@@ -106,5 +92,5 @@ def faults_of(step: StepEstimate, cluster: Cluster, per_device_day: float, resta
 
 
 def _copy_seconds(each: DeviceEstimate, cluster: Cluster) -> float:
-    """At most so long: where replicas have the same state, each copies a part of it."""
+    """An upper bound: where replicas have the same state, each copies a part of it."""
     return copy_seconds(cluster.by_name[each.devices[0]], each.peak.weights + each.peak.optimizer)

@@ -1,15 +1,15 @@
-"""The memory of a device over a step, from what the runtime keeps and lets go.
+"""The memory of a device over a step, as the runtime allocates and frees it.
 
 received   from when the receive is posted ---> F
-kept                                            F ------------------> B (or I)     of a stage that R computes again:
+kept                                            F ------------------> B (or I)     of a stage that R recomputes:
 sent                                                                  B ---> the gradient has arrived
 working                                         F                     B            F --> left --> R --> kept --> B
 gradients  in buckets: always; others                                 B ---> end of the step (first W, where weights wait)
-           in the optimizer's type, where that is another, during the optimizer's step
-           with buckets on their way, from the first last backward pass to the optimizer's step
-           those that others keep are let go when their sums have come: by the end of the last B (or W), and by the optimizer's step
+           in the optimizer's dtype, where that differs, during the optimizer's step
+           with buckets in flight, from the first last backward pass to the optimizer's step
+           those of other keepers are freed when their sums have arrived: by the end of the last B (or W), and by the optimizer's step
 
-In a pass the memory is told as it is where that has most (`whale.estimate.memory.passes`).
+For the duration of a pass its peak counts (`whale.estimate.memory.passes`).
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ _GRADIENTS = frozenset({Kind.BACKWARD, Kind.BACKWARD_WEIGHT})
 
 
 _Key = tuple[What, int]
-"""Of which kind bytes are, and of which stage."""
+"""Kind of bytes, and stage."""
 
 _Change = tuple[int, float, _Key]
-"""Whether it is at the start or at the end of a computation, the bytes that are taken then (let go, below zero), and what they are."""
+"""Start or end of a computation, bytes allocated then (negative: freed), and what they are."""
 
 _START, _END = 0, 1
 
 
 class Waiting(NamedTuple):  # there are tens of thousands
-    """Bytes of a message that lie on a device from one time to another."""
+    """Bytes of a message that occupy a device from `start` to `end`."""
 
     stage: int
     num_bytes: float
@@ -53,7 +53,7 @@ class Waiting(NamedTuple):  # there are tens of thousands
 
 @dataclass
 class _Bytes:
-    """What is taken and let go: per change its time, its bytes, and what they are, by number."""
+    """Allocations: per change its time, its bytes (negative: freed), and what they are, by number."""
 
     times: list[float] = field(default_factory=list)
     num_bytes: list[float] = field(default_factory=list)
@@ -64,13 +64,12 @@ class _Bytes:
         return self.number.setdefault(key, len(self.number))
 
     def adds(self, time: float, num_bytes: float, key: _Key) -> None:
-        """Adds bytes that are taken at a time (let go, below zero)."""
         self.times.append(time)
         self.num_bytes.append(num_bytes)
         self.whats.append(self.numbered(key))
 
     def waits(self, what: What, messages: Iterable[Waiting]) -> None:
-        """Adds messages that lie there."""
+        """Adds messages."""
         for stage, num_bytes, start, end in messages:
             number = self.numbered((what, stage))
             self.times += start, end
@@ -80,17 +79,11 @@ class _Bytes:
 
 @dataclass(frozen=True)
 class MemoryOverTime:
-    """What a device holds.
+    """What a device holds."""
 
-    Attributes:
-        points: (second, bytes) wherever the bytes change.
-        peak: what it is made of when it is most.
-        stages: per stage of the device, bytes beside parameters at that time.
-    """
-
-    points: tuple[tuple[float, float], ...]
-    peak: MemoryUse
-    stages: tuple[float, ...]
+    points: tuple[tuple[float, float], ...]  # (second, bytes) wherever the bytes change
+    peak: MemoryUse  # its parts
+    stages: tuple[float, ...]  # per stage of the device, bytes besides parameters at the peak
 
 
 def memory_over_time(
@@ -106,8 +99,8 @@ def memory_over_time(
         worker: what it holds and does.
         order: its computations.
         times: their starts and ends.
-        received: tensors from the time at which their receives are posted to that of their use.
-        sent: gradients from the time at which they are made to that of their arrival.
+        received: tensors from the post of their receive to their use.
+        sent: gradients from when they are made to their arrival.
     """
     found = _Bytes()
     _Changes(worker, order, found).over(times)
@@ -118,7 +111,7 @@ def memory_over_time(
 
 @dataclass
 class _Changes:
-    """The changes that the computations of a device make; those of like computations are found once."""
+    """The changes by the computations of a device; equal computations are worked out once."""
 
     worker: SimulatedWorker
     order: Sequence[Computation]
@@ -128,7 +121,7 @@ class _Changes:
     _known: dict[tuple[int, Kind, int, bool], tuple[list[int], list[float], list[int]]] = field(default_factory=dict)
 
     def over(self, times: Sequence[tuple[float, float]]) -> None:
-        """Writes down all of them, the computations being at these times."""
+        """Records all of them, with the computations at these times."""
         recomputed = {(each.action.stage, each.action.micro_batch) for each in self.order if each.action.kind is Kind.RECOMPUTE}
         goes_back = {each.action.stage for each in self.order if each.action.kind in _BACKWARD}
         found, rows = self.found, self.worker.rows
@@ -158,7 +151,7 @@ class _Changes:
             found.whats += whats
 
     def _sums(self, times: Sequence[tuple[float, float]]) -> None:
-        """The buckets on their way, the gradients that are let go as their sums come, and the weights that come after."""
+        """Buckets in flight, gradients freed as their sums arrive, and the weights that follow."""
         worker, found, last = self.worker, self.found, dict[int | None, tuple[float, float]]()
         for each, ends in zip(self.order, times, strict=True):
             if each.action.kind in _GRADIENTS or each.action.kind is Kind.STEP:
@@ -187,7 +180,7 @@ class _Changes:
             yield from self._backward(stage, work, kind, is_recomputed=is_recomputed, is_first=is_first)
 
     def _backward(self, stage: int, work: Work, kind: Kind, *, is_recomputed: bool, is_first: bool) -> Iterator[_Change]:
-        """A B or I, all the time as it is when it has most."""
+        """A B or I, with its peak for its whole duration."""
         fullest, own = work.memory.first if is_first else work.memory.later, _let_go(is_recomputed)
         yield _START, -fullest.freed, (own, stage)
         yield from _during("working", stage, fullest.working)
@@ -204,7 +197,7 @@ class _Changes:
             yield _END, made - min(fullest.gradients, made), ("gradients", stage)
 
     def _weights(self, stage: int, work: Work, *, is_first: bool) -> Iterator[_Change]:
-        """A W: all that it waited with is there to its end."""
+        """A W: all that it waited with lives to its end."""
         if not is_first:
             yield from _during("working", stage, work.memory.weight)
         else:
@@ -212,14 +205,14 @@ class _Changes:
         yield _END, -work.for_weights, ("activations", stage)
 
     def _make(self, work: Work) -> float:
-        """The gradients that a stage makes first: of a parameter that several stages of the device hold, one of them does."""
+        """The gradients that a stage makes first; a parameter shared by several stages of the device counts once."""
         made = min(work.memory.gradients, self.worker.unbucketed - self._given)
         self._given += made
         return made
 
 
 def _let_go(is_recomputed: bool) -> What:
-    """What a backward pass lets go as it goes on."""
+    """What a backward pass frees as it proceeds."""
     return "recomputed" if is_recomputed else "activations"
 
 

@@ -1,6 +1,6 @@
-"""What the event engine runs for a plan: the tasks of one device of each class, and one transfer for all alike.
+"""What the event engine runs for a plan: the tasks of one device per class, and one transfer per class.
 
-First all that takes part is gathered: devices with their work, the links between them, and what travels.
+First everything that takes part is gathered: devices with their work, links, messages and collectives.
 """
 
 from __future__ import annotations
@@ -26,26 +26,17 @@ from whale.schedules.holding import Releases
 
 @dataclass(frozen=True)
 class Gathered:
-    """The whole step, device by device.
+    """The whole step, device by device."""
 
-    Attributes:
-        devices: names, in the order of the plan's ranks.
-        workers: of the devices.
-        links: name and bytes per second of each.
-        wires: everything that travels; their `kind` is a `Crosses` or a `Sums`.
-        schedules: that replicas follow.
-        pairs: per schedule, the pairs of stages between which tensors are handed on.
-    """
-
-    devices: tuple[str, ...]
-    workers: tuple[SimulatedWorker, ...]
-    links: tuple[tuple[str, float], ...]
-    wires: tuple[Wire, ...]
-    schedules: tuple[Schedule, ...]
-    pairs: tuple[tuple[tuple[int, int], ...], ...]
+    devices: tuple[str, ...]  # names, in the order of the plan's ranks
+    workers: tuple[SimulatedWorker, ...]  # of the devices
+    links: tuple[tuple[str, float], ...]  # name and bytes per second of each
+    wires: tuple[Wire, ...]  # all transfers; their `kind` is a `Crosses` or a `Sums`
+    schedules: tuple[Schedule, ...]  # the distinct ones
+    pairs: tuple[tuple[tuple[int, int], ...], ...]  # per schedule, the pairs of stages joined by an edge
 
     def releases_of(self, schedule: int, rank: int) -> Releases:
-        """When a rank of a schedule knows that what it sent was taken; worked out once."""
+        """When a rank of a schedule knows that its sends were received, cached."""
         if (schedule, rank) not in self._releases:
             own = self.schedules[schedule]
             self._releases[schedule, rank] = releases(own, Edges.of(own, self.pairs[schedule]), rank)
@@ -57,7 +48,7 @@ class Gathered:
 
     @cached_property
     def summed_stages(self) -> Mapping[int, tuple[int, ...]]:
-        """Per wire that is a collective, the stages whose gradients it sums."""
+        """Per collective wire, the stages whose gradients it sums."""
         found = {}
         for number, wire in enumerate(self.wires):
             if isinstance(wire.kind, Sums):
@@ -91,13 +82,12 @@ _TOWARDS_SOURCE = _HANDING_BACK | {Kind.SEND_BACKWARD, Kind.RECV_BACKWARD, Kind.
 
 
 def work_of(worker: SimulatedWorker, action: Action) -> Work:
-    """What an action of a worker is about."""
     assert action.stage is not None and action.micro_batch is not None
     return worker.work[action.stage, worker.rows[action.micro_batch]]
 
 
 def seconds_of(worker: SimulatedWorker, action: Action) -> float:
-    """How long a computation takes, or the optimizer's STEP."""
+    """Seconds of a computation, or of the optimizer's STEP."""
     if action.kind is Kind.STEP:
         return worker.optimizer
     work = work_of(worker, action)
@@ -109,7 +99,7 @@ def seconds_of(worker: SimulatedWorker, action: Action) -> float:
 
 
 def own_seconds_of(worker: SimulatedWorker, action: Action) -> float:
-    """How long its own ops take in a computation, apart from what it exchanges and waits for; of I all of what I and W take."""
+    """Seconds of a computation's own ops, without exchanges and waits; I counts all of I and W."""
     if action.kind in (Kind.STEP, Kind.BACKWARD_WEIGHT):
         return 0.0
     work = work_of(worker, action)
@@ -117,45 +107,29 @@ def own_seconds_of(worker: SimulatedWorker, action: Action) -> float:
 
 
 class Sent(NamedTuple):  # there are tens of thousands
-    """One transfer of the program.
+    """One transfer of the program."""
 
-    Attributes:
-        wire: the first of the wires that it stands for.
-        ends: the classes of devices that send and receive it, or take part.
-        met: per end, the wires that the one device that is run for its class has there; several where alike devices hand to one.
-        micro_batch: of a message.
-    """
-
-    wire: int
-    ends: tuple[int, ...]
-    met: tuple[tuple[int, ...], ...]
-    micro_batch: int | None = None
+    wire: int  # the first of the wires that it stands for
+    ends: tuple[int, ...]  # the classes of devices that send and receive it, or take part
+    met: tuple[tuple[int, ...], ...]  # per end, its wires at the simulated device of the class; several if equivalent devices send to one
+    micro_batch: int | None = None  # of a message
 
 
 @dataclass(frozen=True)
 class Program:
-    """What is run.
+    """What is run."""
 
-    Attributes:
-        members: per class of devices, their indices; the first is the one that is run.
-        computations: per class, in order.
-        tasks: per class, one per computation.
-        transfers: with `sent`, what each is.
-        bandwidths: of one link of each class.
-        links: per class of links, their indices.
-    """
-
-    members: tuple[tuple[int, ...], ...]
-    computations: tuple[tuple[Computation, ...], ...]
-    tasks: tuple[tuple[Task, ...], ...]
-    transfers: tuple[Transfer, ...]
-    sent: tuple[Sent, ...]
-    bandwidths: tuple[float, ...]
-    links: tuple[tuple[int, ...], ...]
+    members: tuple[tuple[int, ...], ...]  # per class of devices, their indices; the first is simulated
+    computations: tuple[tuple[Computation, ...], ...]  # per class, in order
+    tasks: tuple[tuple[Task, ...], ...]  # per class, one per computation
+    transfers: tuple[Transfer, ...]  # one per class of wires and micro-batch
+    sent: tuple[Sent, ...]  # what each transfer is
+    bandwidths: tuple[float, ...]  # of one link of each class
+    links: tuple[tuple[int, ...], ...]  # per class of links, their indices
 
     @cached_property
     def at(self) -> tuple[Mapping[int, tuple[int, ...]], ...]:
-        """Per class of devices, the transfers that it has a part in, each with the wires that the one device that is run has there."""
+        """Per class of devices, its transfers, each with the wires at the simulated device."""
         found: list[dict[int, tuple[int, ...]]] = [{} for _ in self.members]
         for number, sent in enumerate(self.sent):
             for end, wires in zip(sent.ends, sent.met, strict=True):
@@ -164,11 +138,7 @@ class Program:
 
 
 def make_program(gathered: Gathered, *, by_links: bool) -> Program:
-    """Finds what is alike, and writes down the tasks of one of each.
-
-    Args:
-        by_links: as `classify` has it; without, a run may find that what was taken to be alike is not.
-    """
+    """Finds the classes, and makes the tasks of one device each; `by_links` as for `classify`: without, `run` may raise `Uneven`."""
     classes = classify(gathered.workers, [bandwidth for _, bandwidth in gathered.links], gathered.wires, by_links=by_links)
     members, links = _members(classes.workers), _members(classes.links)
     wires = _Wires(gathered, classes, members, links)
@@ -198,12 +168,12 @@ def _members(classes: Sequence[int]) -> tuple[tuple[int, ...], ...]:
 
 
 _Place = tuple[int, int, bool, bool]
-"""A stage (of the device; for POSTs that at the other end), micro-batch, whether backward, and whether local."""
+"""Stage (of the device; for POSTs that at the other end), micro-batch, whether backward, whether local."""
 
 
 @dataclass
 class _Ends:
-    """Numbers of transfers at one class of devices: messages by place, and collectives."""
+    """Transfers of one class of devices: messages by place, and collectives."""
 
     posted: dict[_Place, list[int]] = field(default_factory=dict)
     arriving: dict[_Place, list[int]] = field(default_factory=dict)
@@ -262,7 +232,7 @@ class _Wires:
                 receiver.arriving.setdefault((kind.target, micro_batch, kind.is_backward, kind.is_local), []).append(number)
 
     def _handled(self, kind: Crosses | Sums, sent: Sent) -> tuple[tuple[int, float], ...]:
-        """What it takes of the one device that is run for each class at its ends."""
+        """Handling at the simulated device of each class at its ends."""
         own = ((end, self._handling[end], len(wires)) for end, wires in zip(sent.ends, sent.met, strict=True))
         return tuple((end, count * kind.volume.seconds(handling)) for end, handling, count in own if handling)
 
@@ -279,14 +249,14 @@ _Ways = tuple[tuple[int, ...], ...]
 
 
 def _ways(paths: Iterable[Path], classes: Sequence[int]) -> _Ways:
-    """Classes of links that wires of one class pass, each way once; none where all pass the same."""
+    """Link classes of the paths of one class of wires, each distinct path once; empty if all are the same."""
     unlike = dict.fromkeys(paths)
     found = dict.fromkeys(tuple(sorted({classes[link] for link, _ in path})) for path in unlike) if len(unlike) > 1 else {}
     return tuple(found) if len(found) > 1 else ()
 
 
 def _loads(wires: Sequence[Wire], classes: EquitablePartition, first_links: set[int]) -> dict[int, dict[int, float]]:
-    """Per class of wires and class of links that they pass, how often bytes of theirs pass one of the links."""
+    """Per class of wires and class of links, how often its bytes pass one of the links."""
     found: dict[int, dict[int, float]] = {}
     passed: dict[Path, list[tuple[int, float]]] = {}  # the buckets of one ring pass the same
     for number, wire in zip(classes.wires, wires, strict=True):
@@ -300,7 +270,7 @@ def _loads(wires: Sequence[Wire], classes: EquitablePartition, first_links: set[
 
 @dataclass(frozen=True)
 class _Places:
-    """Where messages of one computation are looked for, in any device that runs it."""
+    """Where the messages of one computation are found, in any device that runs it."""
 
     local: tuple[_Place, ...]
     posts: tuple[_Place, ...]
@@ -309,7 +279,7 @@ class _Places:
 
     @staticmethod
     def of(each: Computation) -> _Places:
-        """Those of its actions; what devices of one virtual device hand to one another has no actions of its own."""
+        """Those of its actions; transfers between devices of one virtual device have no actions of their own."""
         here = [each.action] if each.action.kind is Kind.FORWARD or each.action.kind in _HANDING_BACK else []
         posts, receives, sends = (_places(actions, is_local=False) for actions in (each.posts, each.receives, each.sends))
         return _Places(_places(here, is_local=True), posts, receives, sends)
@@ -322,7 +292,7 @@ def _places(actions: Iterable[Action], *, is_local: bool) -> tuple[_Place, ...]:
 def _tasks(worker: SimulatedWorker, order: Sequence[Computation], places: Sequence[_Places], ends: _Ends) -> Iterator[Task]:
     """The tasks of one device.
 
-    Receives are started where their POSTs stand; what comes from other devices of its own virtual device when it is asked for.
+    Receives start at their POSTs; those from devices of its own virtual device when they are needed.
     """
     joined, awaited = _joins(order, ends), _awaits(order, ends)
     has_local = any(is_local for at in (ends.arriving, ends.leaving) for *_, is_local in at)
@@ -337,7 +307,7 @@ def _tasks(worker: SimulatedWorker, order: Sequence[Computation], places: Sequen
 
 
 def _awaits(order: Sequence[Computation], ends: _Ends) -> dict[int, list[tuple[int, float]]]:
-    """Per computation, the weights that it needs in its midst: the first forward pass of a stage that reads them."""
+    """Per computation, the weights needed inside it: in the first forward pass of a stage that reads them."""
     first = {each.action.stage: position for position, each in reversed([*enumerate(order)]) if each.action.kind is Kind.FORWARD}
     found: dict[int, list[tuple[int, float]]] = {}
     for number, (stages, share, _) in ends.given.items():
@@ -349,7 +319,6 @@ def _awaits(order: Sequence[Computation], ends: _Ends) -> dict[int, list[tuple[i
 
 
 def _met(places: Sequence[_Place], at: Mapping[_Place, Sequence[int]]) -> Sequence[int]:
-    """The messages at some places."""
     if not places:
         return ()
     if len(places) == 1:
@@ -358,7 +327,7 @@ def _met(places: Sequence[_Place], at: Mapping[_Place, Sequence[int]]) -> Sequen
 
 
 def _joins(order: Sequence[Computation], ends: _Ends) -> dict[int, list[tuple[int, float]]]:
-    """Per computation, the sums that are ready in the midst of it or at its end."""
+    """Per computation, the sums that become ready inside it or at its end."""
     last = {stage: position for position, each in enumerate(order) for stage in each.synced}
     found: dict[int, list[tuple[int, float]]] = {}
     for number, (stages, share, is_last) in ends.sums.items():

@@ -1,4 +1,4 @@
-"""What the copies of `memory.redundancy` take, beside the step: memory of hosts, and seconds in which nothing is computed."""
+"""Cost of the copies of `memory.redundancy` besides the step: host memory, and seconds in which nothing is computed."""
 
 from __future__ import annotations
 
@@ -15,23 +15,14 @@ from whale.units import format_bytes, format_seconds
 
 @dataclass(frozen=True)
 class Redundancy:
-    """The copies of a plan's state.
+    """The copies of a plan's state."""
 
-    Attributes:
-        survives: what may be lost: ``host``, or ``device`` where there is one host.
-        every: steps from one copying to the next.
-        seconds: that a copying takes, and to hold the state to it as the next step begins.
-        link: the side of a link that is busy longest; empty where nothing is sent.
-        sent_bytes: of a copying, by the device that sends most, and its name.
-        host_bytes: by host, the memory that copies take.
-    """
-
-    survives: str
-    every: int
-    seconds: float
-    link: str
-    sent_bytes: tuple[str, int]
-    host_bytes: tuple[tuple[str, int], ...]
+    survives: str  # what may be lost: ``host``, or ``device`` where there is one host
+    every: int  # steps from one copying to the next
+    seconds: float  # that a copying takes, and to hold the state to it as the next step begins
+    link: str  # the side of a link that is busy longest; empty where nothing is sent
+    sent_bytes: tuple[str, int]  # of a copying, by the device that sends most, and its name
+    host_bytes: tuple[tuple[str, int], ...]  # by host, the memory that copies take
 
     def __str__(self) -> str:
         host, most = max(self.host_bytes, key=lambda each: each[1])

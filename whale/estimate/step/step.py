@@ -1,4 +1,4 @@
-"""What a step is estimated to take: time, memory, and the use of links, as one value with a text form."""
+"""The estimate of a step: time, memory, and use of links, with a text form."""
 
 from __future__ import annotations
 
@@ -19,25 +19,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class MemoryUse:
-    """Bytes on a device at one time, by what they are.
+    """Bytes on a device at one time, by purpose."""
 
-    Attributes:
-        weights, gradients, optimizer: of parameters; gradients in their buckets, each once.
-        activations: what micro-batches in flight keep for their backward passes, received and handed on tensors among it.
-        recomputed: what is kept again after it was computed again.
-        received: tensors that arrive, or have arrived, ahead of their use.
-        sent: gradients on their way.
-        working: of the op at work.
-    """
-
-    weights: float = 0.0
-    gradients: float = 0.0
-    optimizer: float = 0.0
-    activations: float = 0.0
-    recomputed: float = 0.0
-    received: float = 0.0
-    sent: float = 0.0
-    working: float = 0.0
+    weights: float = 0.0  # of parameters
+    gradients: float = 0.0  # in their buckets, each once
+    optimizer: float = 0.0  # state besides weights and gradients
+    activations: float = 0.0  # kept by micro-batches in flight, with received and handed-on tensors
+    recomputed: float = 0.0  # kept again after recomputation
+    received: float = 0.0  # tensors that arrive ahead of their use
+    sent: float = 0.0  # gradients in flight
+    working: float = 0.0  # of the running op
 
     @property
     def total(self) -> float:
@@ -45,7 +36,6 @@ class MemoryUse:
 
     @property
     def parts(self) -> tuple[tuple[str, float], ...]:
-        """Names and bytes, in the order above."""
         return tuple((name, getattr(self, name)) for name in self.__slots__)
 
     def __str__(self) -> str:
@@ -55,45 +45,27 @@ class MemoryUse:
 
 @dataclass(frozen=True)
 class DeviceEstimate:
-    """What some devices do in a step, all of them the same at the same times.
+    """What some devices do in a step, all of them the same at the same times."""
 
-    Attributes:
-        devices: their names.
-        stages: that they run.
-        compute: F, B, I, W, R, and the optimizer's STEP at the end; with `waits` in their midst.
-        messages: that the first of them sends and receives.
-        syncs: that they take part in.
-        exposed: seconds of waiting while what is awaited is on its way.
-        memory: (second, bytes) wherever the bytes change.
-        peak: what fills the memory when it is fullest.
-        stage_peaks: per stage of `stages`, bytes beside parameters at that time.
-        stage_bytes: per stage of `stages`, bytes of its parameters with what training keeps beside them.
-        capacity: bytes that a plan may use.
-        on_host: bytes of each of them in the memory of its host.
-        waits: for weights, in the midst of forward passes.
-        num_given: buckets of weights that it takes or gives before the step ends.
-        own_seconds: of its own ops in all passes, without the optimizer's step, and without what is exchanged and waited for.
-    """
-
-    devices: tuple[str, ...]
-    stages: tuple[int, ...]
-    compute: tuple[Span, ...]
-    messages: tuple[Message, ...]
-    syncs: tuple[Sync, ...]
-    exposed: float
-    memory: tuple[tuple[float, float], ...]
-    peak: MemoryUse
-    stage_peaks: tuple[float, ...]
-    stage_bytes: tuple[float, ...]
-    capacity: int
-    on_host: float = 0.0
-    waits: tuple[Stretch, ...] = ()
-    num_given: int = 0
-    own_seconds: float = 0.0
+    devices: tuple[str, ...]  # their names
+    stages: tuple[int, ...]  # that they run
+    compute: tuple[Span, ...]  # F, B, I, W, R, and the optimizer's STEP at the end; `waits` lie inside
+    messages: tuple[Message, ...]  # that the first of them sends and receives
+    syncs: tuple[Sync, ...]  # that they take part in
+    exposed: float  # seconds of waiting for something in flight
+    memory: tuple[tuple[float, float], ...]  # (second, bytes) wherever the bytes change
+    peak: MemoryUse  # what fills the memory when it is fullest
+    stage_peaks: tuple[float, ...]  # per stage of `stages`, bytes besides parameters at that time
+    stage_bytes: tuple[float, ...]  # per stage of `stages`, bytes of its parameters with gradients and optimizer state
+    capacity: int  # bytes that a plan may use
+    on_host: float = 0.0  # bytes of each of them in the memory of its host
+    waits: tuple[Stretch, ...] = ()  # for weights, inside forward passes
+    num_given: int = 0  # buckets of weights that it receives or sends before the step ends
+    own_seconds: float = 0.0  # of its own ops in all passes, without the optimizer's step, exchanges and waits
 
     @property
     def timeline(self) -> DeviceTimeline:
-        """What the first of them does when."""
+        """Of the first device."""
         return DeviceTimeline(self.devices[0], self.compute, self.messages, self.syncs, waits=self.waits, memory=self.memory)
 
     @property
@@ -102,11 +74,11 @@ class DeviceEstimate:
         return first_few(self.devices, 2)
 
     def does(self, verb: str) -> str:
-        """A verb as it stands behind the name, given as of one device: ``computes``."""
+        """A verb in the number of `name`, given in the singular: ``computes``."""
         return verb.removesuffix("s") if len(self.devices) > 1 else verb
 
     def of_stage(self, stage: int) -> Estimate:
-        """The figures of one of its stages: the times of the micro-batch that takes longest."""
+        """The figures of one of its stages, with the times of its longest micro-batch."""
         longest: dict[Kind, float] = {}
         for span in self.compute:
             if span.action.stage == stage:
@@ -124,7 +96,7 @@ class DeviceEstimate:
 
     @property
     def syncing(self) -> float:
-        """Seconds in which gradients are being summed."""
+        """Seconds during which gradients are summed."""
         return _covered([(sync.start, sync.end) for sync in self._summed])
 
     @property
@@ -133,13 +105,13 @@ class DeviceEstimate:
 
     @property
     def communicating(self) -> float:
-        """Seconds in which something is on its way to it or from it, beside what is exchanged inside split groups."""
+        """Seconds with a message or collective in flight, without exchanges inside split groups."""
         travelling = [(message.start, message.end) for message in self.messages]
         return _covered(travelling + [(sync.start, sync.end) for sync in self.syncs])
 
     @property
     def exposed_sync(self) -> float:
-        """Those of them that lie behind the last computation."""
+        """Of `syncing`, the seconds after the last computation."""
         last = max((span.end for span in self.compute if span.action.kind is not Kind.STEP), default=0.0)
         return _covered([(max(sync.start, last), sync.end) for sync in self._summed])
 
@@ -149,60 +121,44 @@ class DeviceEstimate:
         return sum(span.end - span.start for span in self.compute) - sum(wait.end - wait.start for wait in self.waits)
 
     def idle(self, step_seconds: float) -> float:
-        """Seconds in which it neither computes nor waits for what is on its way."""
+        """Seconds in which it neither computes nor waits for something in flight."""
         return max(0.0, step_seconds - self.busy - self.exposed)
 
 
 @dataclass(frozen=True, slots=True)
 class LinkUse:
-    """How much passes a link in a step.
+    """Use of a link in a step."""
 
-    Attributes:
-        name: ``h0/1 out``: the device's (or the host card's) side that it is; ``h0/1 out, network``: the same of its link to other hosts.
-        num_alike: links with equal use.
-        num_bytes: that pass it.
-        share: of what could pass it in the time of the step.
-    """
-
-    name: str
-    num_alike: int
-    num_bytes: float
-    share: float
+    name: str  # ``h0/1 out``: a side of a device or host card; ``h0/1 out, network``: of the device's link to other hosts
+    num_alike: int  # links with equal use
+    num_bytes: float  # that pass it
+    share: float  # of its capacity during the step
 
 
 @dataclass(frozen=True)
 class StepEstimate:
-    """The estimate of one step of a plan.
+    """The estimate of one step of a plan."""
 
-    Attributes:
-        step_seconds: from the first forward pass to the end of the optimizer's step on the last device.
-        devices: by what they do; each device of the plan is in one of them.
-        links: by use.
-        bubble_rate: the share of its time from first to last computation for which the longest rank does not compute.
-        redundancy: what copies of the state take beside the step; None where none are made.
-    """
-
-    step_seconds: float
-    devices: tuple[DeviceEstimate, ...]
-    links: tuple[LinkUse, ...]
-    bubble_rate: float
-    redundancy: Redundancy | None = None
+    step_seconds: float  # from the first forward pass to the end of the optimizer's step on the last device
+    devices: tuple[DeviceEstimate, ...]  # grouped by what they do; each device of the plan is in one group
+    links: tuple[LinkUse, ...]  # by use
+    bubble_rate: float  # idle share of the rank with the longest span of computations
+    redundancy: Redundancy | None = None  # cost of redundant copies besides the step; None without
 
     @cached_property
     def _of(self) -> dict[str, DeviceEstimate]:
         return {name: each for each in self.devices for name in each.devices}
 
     def of(self, device: str) -> DeviceEstimate:
-        """What one device does."""
         return self._of[device]
 
     def own_seconds(self, devices: Iterable[str]) -> tuple[float, ...]:
-        """What each of some devices computes itself."""
+        """Per device, seconds of its own computing."""
         return tuple(self.of(name).own_seconds for name in devices)
 
     @cached_property
     def straggler(self) -> DeviceEstimate:
-        """The devices that compute longest: what the others wait for."""
+        """The devices that compute longest, which the others wait for."""
         return max(self.devices, key=lambda each: each.busy)
 
     def __str__(self) -> str:

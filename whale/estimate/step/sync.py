@@ -1,8 +1,8 @@
-"""When the runtime sums gradients, and brings weights: the buckets of a plan, when each is ready, and what these take of time and memory.
+"""Gradient sums and all-gathers of weights: the buckets of a plan, when each is ready, and their time and memory.
 
 gradients      made in the first backward pass |##########|     in the last: |########  |#####   |##  |   what keepers keep stays
-on their way                                                                 | +bucket            |       until the optimizer's step
-lost           what rounding has lost stays from step to step
+in flight                                                                    | +bucket            |       until the optimizer's step
+lost           the rounding error stays from step to step
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ def buckets(plan: Plan, prices: Prices) -> Buckets:
 
 
 def deferred(published: Iterable[Bucket], prices: Prices) -> Iterator[Bucket]:
-    """The buckets of weights that are on their way when the next step begins."""
+    """The buckets of weights in flight when the next step begins."""
     return (bucket for bucket in published if prices.costs.defers_weights and bucket.is_read_in_place)
 
 
 def _held(replica: Replica) -> Hashable:
-    """What a replica holds where: plans that differ in their micro-batches alone have the same buckets."""
+    """What a replica holds where: plans that differ only in their micro-batches have the same buckets."""
     return tuple(
         (stage.virtual_device, stage.parameters, stage.split, stage.shards, stage.ops if stage.shards else None) for stage in replica.stages
     )
@@ -53,29 +53,22 @@ def _held(replica: Replica) -> Hashable:
 
 @dataclass(frozen=True)
 class Readiness:
-    """When in a stage's backward pass gradients are final: once it has come to the first op that reads the parameter; and when in its
-    forward pass weights are needed.
+    """When gradients are final in a stage's backward pass (at the first op that reads the parameter), and when weights are needed."""
 
-    Attributes:
-        backward, forward: seconds of each op.
-        first: per parameter, the position among the ops of the first that reads it.
-    """
-
-    backward: Floats
-    forward: Floats
-    first: Mapping[str, int]
+    backward: Floats  # seconds of each op
+    forward: Floats  # seconds of each op
+    first: Mapping[str, int]  # per parameter, the index of the first op that reads it
 
     @cached_property
     def total(self) -> float:
-        """Seconds of all ops."""
         return float(self.backward.sum())
 
     def share(self, names: Sequence[str]) -> float:
-        """The share of the pass after which the gradients of some parameters are final."""
+        """The share of the backward pass after which the gradients of these parameters are final."""
         return float(self.backward[self._first(names) :].sum()) / self.total if self.total > 0 else 1.0
 
     def share_before(self, names: Sequence[str]) -> float:
-        """The share of the forward pass before the first op that reads some of these parameters."""
+        """The share of the forward pass before the first op that reads one of these parameters."""
         total = float(self.forward.sum())
         return float(self.forward[: self._first(names)].sum()) / total if total > 0 else 0.0
 
@@ -84,12 +77,7 @@ class Readiness:
 
 
 def readiness(prices: Prices, stage: Stage, num_rows: int, first: Mapping[str, int]) -> Readiness:
-    """When the gradients of a stage are final, and its weights are needed.
-
-    Args:
-        num_rows: of the micro-batch on the stage's first device.
-        first: `first_uses` of the stage.
-    """
+    """`Readiness` of a stage with `num_rows` on its first device; `first` is `first_uses` of it."""
     seconds = prices.seconds(prices.cluster.by_name[stage.virtual_device.devices[0]], num_rows)
     backward, forward = (
         fixed + num_rows * per_row
@@ -100,7 +88,7 @@ def readiness(prices: Prices, stage: Stage, num_rows: int, first: Mapping[str, i
 
 
 def first_uses(prices: Prices, stage: Stage) -> dict[str, int]:
-    """Per parameter of a stage, the position among its ops of the first that reads it."""
+    """Per parameter of a stage, the index of the first op that reads it."""
     graph, found = prices.graph, dict[str, int]()
     for position, name in enumerate(stage.ops):
         for parameter in graph.parameters_among(graph.by_name[name].inputs):
@@ -111,13 +99,7 @@ def first_uses(prices: Prices, stage: Stage) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class SummedHere:
-    """The buckets of a device whose gradients are rounded, or let go when their sum has come, in the order in which they start.
-
-    Attributes:
-        plan: of them.
-        rank: of the device.
-        buckets: all of them.
-    """
+    """The buckets of a device whose gradients are cast, or freed after their sum, in the order in which they start."""
 
     plan: Plan
     rank: int
@@ -125,36 +107,36 @@ class SummedHere:
 
     @property
     def lost(self) -> int:
-        """Bytes of what rounding has lost."""
+        """Bytes of rounding errors that are kept."""
         return sum(bucket.lost_bytes for bucket in self.buckets)
 
     def lost_of(self, replica: int, stage: int) -> int:
-        """Bytes of that, of the parameters that a stage of the device uses."""
+        """The same, of the parameters of one stage."""
         return sum(bucket.lost_bytes for bucket in self.buckets if (replica, stage) in bucket.stages)
 
     @property
     def on_their_way(self) -> int:
-        """Bytes of what travels in a type of its own, and of the bucket that gathers gradients that are let go."""
+        """Bytes of buckets in flight in a dtype of their own, and of the buffer that gathers freed gradients."""
         rounded = [bucket for bucket in self.buckets if bucket.sum_dtype]
         return most_at_once(bucket.sent_bytes for bucket in rounded) + max((bucket.num_bytes for bucket in self._let_go), default=0)
 
     def seconds(self, device: Device) -> float:
-        """What rounding takes."""
+        """Seconds of casting."""
         rounded = (bucket for bucket in self.buckets if bucket.sum_dtype)
         return sum(rounding_seconds(device, own.num_bytes, own.sent_bytes, feeds_back=own.feeds_back) for own in rounded)
 
     def freed(self, replica: int, stage: int) -> float:
-        """Bytes that are let go by the end of the last backward pass of a stage, less what the device keeps of them."""
+        """Bytes freed by the end of the last backward pass of a stage, less what the device keeps of them."""
         done = self._of_stage(replica, stage)[:-NUM_AT_ONCE]
         return float(sum(self._made(bucket) - self._keeps(bucket) for bucket in done))
 
     @cached_property
     def freed_in_all(self) -> float:
-        """Bytes that are let go by the optimizer's step, less what the device keeps of them."""
+        """Bytes freed by the optimizer's step, less what the device keeps of them."""
         return float(sum(self._made(bucket) - self._keeps(bucket) for bucket in self._let_go))
 
     def spared(self, replica: int, stage: int) -> float:
-        """Bytes of gradients that are never there together with the others, where the first backward pass of a stage is the last."""
+        """Bytes of gradients that never coexist with the others, where the first backward pass of a stage is the last."""
         own = self._of_stage(replica, stage)
         if any(self.plan.state_of(name).is_shared_out for bucket in own for name in bucket.names):  # these start when the pass is done
             return 0.0
@@ -176,13 +158,13 @@ class SummedHere:
         return sum(slot.stop - slot.start for slot in bucket.slots) * DTYPE_BYTES[bucket.form.dtype]
 
     def _keeps(self, bucket: Bucket) -> int:
-        """Bytes of them that the device keeps on itself, as its optimizer takes them."""
+        """Bytes of these that stay on the device for its optimizer."""
         forms = ((self.plan.state_of(slot.name).kept, dict(slot.keepers).get(self.rank, 0)) for slot in bucket.slots)
         return sum(num_elements * DTYPE_BYTES[form.dtype] for form, num_elements in forms if form.home == "device")
 
 
 def summed_by_rank(plan: Plan, buckets: Iterable[Bucket]) -> Iterator[tuple[int, SummedHere]]:
-    """Per rank that has such buckets, these."""
+    """Per rank, its buckets that are cast or freed."""
     found: dict[int, list[Bucket]] = {}
     for bucket in buckets:
         for owner in bucket.owners if bucket.sum_dtype or bucket.form.sharding == "owners" else ():
@@ -191,28 +173,22 @@ def summed_by_rank(plan: Plan, buckets: Iterable[Bucket]) -> Iterator[tuple[int,
 
 
 def most_at_once(sizes: Iterable[int]) -> int:
-    """Bytes of the buckets that are on their way at once, at most."""
+    """The most bytes of buckets in flight at once."""
     found = [*sizes]
     return max((sum(found[at:][:NUM_AT_ONCE]) for at in range(len(found))), default=0)
 
 
 @dataclass(frozen=True, slots=True)
 class Brought:
-    """What a pass through a stage takes more.
+    """What fetching weights adds to a pass through a stage."""
 
-    Attributes:
-        forward, backward: seconds.
-        overlapped: seconds over the link of the host, while ops compute.
-        num_bytes: at most: weights that are there, and those on their way.
-    """
-
-    forward: float = 0.0
-    backward: float = 0.0
-    overlapped: float = 0.0
-    num_bytes: float = 0.0
+    forward: float = 0.0  # exposed seconds
+    backward: float = 0.0  # exposed seconds
+    overlapped: float = 0.0  # seconds over the host's link, while ops compute
+    num_bytes: float = 0.0  # peak of fetched weights, with those in flight
 
     def __call__(self, work: Work) -> Work:
-        """The work of the stage with it."""
+        """Adds it to the work of the stage."""
         if not self.num_bytes:
             return work
         memory, more = work.memory, self.num_bytes
@@ -224,14 +200,7 @@ class Brought:
 
 
 class Gathering:
-    """What the devices of a plan gather, or bring from their hosts.
-
-    Args:
-        plan: the plan.
-        prices: of its graph on its cluster.
-        buckets: that are gathered.
-        schedules: per replica.
-    """
+    """What the devices of a plan gather from keepers, or fetch from their hosts."""
 
     def __init__(self, plan: Plan, prices: Prices, buckets: Sequence[Bucket], schedules: Sequence[Schedule]) -> None:
         self._plan, self._buckets, self._graph, self._cluster = plan, buckets, prices.graph, prices.cluster
@@ -244,7 +213,7 @@ class Gathering:
         return 0.0 if visits is None else sum(self._seconds[number][device] for number in visits.throughout)
 
     def of(self, device: str, stage: int) -> Brought:
-        """Of a pass of a device through a stage."""
+        """For a pass of a device through a stage."""
         visits = self._visits.get(self._plan.rank_of[device])
         if visits is None:
             return Brought()
@@ -255,15 +224,13 @@ class Gathering:
         return Brought(forward, backward, overlapped, there + self._most(order))
 
     def _exposed(self, device: str, order: Sequence[int]) -> float:
-        """Seconds that nothing hides: of the first bucket, and of those that do not come over a link of the device alone."""
+        """Seconds that nothing hides: of the first bucket, and of those that use more than a link of the device alone."""
         is_alone = bool(self._cluster.by_name[device].host_link)
         hidden = (number for number in order[1:] if is_alone and not self._buckets[number].is_shared_out)
         return sum(self._seconds[number][device] for number in order) - sum(self._seconds[number][device] for number in hidden)
 
     def _most(self, order: Sequence[int]) -> float:
-        """Bytes of the buckets that are there at once: until the last op that reads them, with the copy that came where it came from
-        others, and the next.
-        """
+        """Peak bytes of buckets: each lives until its last reader, with the received copy if it came from others, and the next."""
         reads, last_reads, most = self._graph.first_reads, self._graph.last_reads, 0
         sizes = [self._buckets[number].num_bytes for number in order]
         first = [min((reads[name] for name in self._buckets[number].names if name in reads), default=0) for number in order]
@@ -276,7 +243,7 @@ class Gathering:
 
 
 def _bringing_seconds(plan: Plan, prices: Prices, bucket: Bucket) -> Mapping[str, float]:
-    """Per device, the seconds in which a bucket comes: its own part from its host, where that is there, and the rest from others."""
+    """Per device, seconds of fetching a bucket: its own part from its host, where it is there, and the rest from others."""
     found = dict(giving_seconds(plan, prices, bucket)) if bucket.is_shared_out else {}
     for owner in bucket.owners if bucket.form.home == "host" else ():
         device, size = plan.devices[owner], DTYPE_BYTES[bucket.form.dtype]
@@ -286,7 +253,7 @@ def _bringing_seconds(plan: Plan, prices: Prices, bucket: Bucket) -> Mapping[str
 
 
 def giving_seconds(plan: Plan, prices: Prices, bucket: Bucket) -> Mapping[str, float]:
-    """Per device, the seconds in which keepers give the other owners of a bucket what these read."""
+    """Per device, seconds in which keepers send the other owners of a bucket what these read."""
     devices, num_bytes = [plan.devices[owner] for owner in bucket.owners], float(bucket.num_bytes)
     over = fabric(prices.cluster, devices)
     way, volume = fastest_way(over, 1, num_bytes), ring_volume(len(devices), Line(num_bytes), 1)

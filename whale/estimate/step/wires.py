@@ -1,4 +1,4 @@
-"""What travels in a step of a plan: messages between stages and collectives of gradients, with the links that they pass."""
+"""Transfers of a step of a plan: messages between stages and collectives of gradients and weights, with their links."""
 
 from __future__ import annotations
 
@@ -21,12 +21,7 @@ from whale.sharding.crossings import border_gradient, border_sharding
 
 @dataclass(frozen=True, slots=True)
 class Crossing:
-    """What one device hands to another; both by position in their virtual devices.
-
-    Attributes:
-        num_bytes: of all tensors together.
-        num_messages: one per tensor.
-    """
+    """What one device sends to another; both by position in their virtual devices; one message per tensor."""
 
     source: int
     target: int
@@ -36,7 +31,7 @@ class Crossing:
 
 @dataclass(frozen=True, slots=True)
 class _End:
-    """A stage as a boundary sees it: equal ends hand over equally."""
+    """A stage as a boundary sees it: equal ends send equally."""
 
     shares: tuple[int, ...]
     split: int
@@ -46,7 +41,7 @@ class _End:
 
 @dataclass(eq=False)
 class CrossingBytes:
-    """The crossings of one graph's tensors; equal questions are answered once."""
+    """The crossings of one graph's tensors, cached."""
 
     graph: ModelGraph
     _known: dict[tuple[_End, _End, tuple[str, ...], int, bool], tuple[Crossing, ...]] = field(default_factory=dict, init=False)
@@ -87,35 +82,25 @@ class CrossingBytes:
 
 
 def _bytes(spec: TensorSpec, num_rows: int, planned: int) -> float:
-    """Bytes of a tensor at a number of rows; of one that grows with them in an unknown way as if in proportion."""
+    """Bytes of a tensor at a number of rows; unknown growth counts as proportional."""
     return spec.num_bytes * (num_rows / planned if any(spec.row_factors) else 1.0)
 
 
 _SENDS_AND_RECEIVES: tuple[Role, ...] = ((0,), (1,))
-_BEYOND = ", network"
-"""What a device's link to other hosts is called behind its name, beside that to its neighbours."""
+_BEYOND = ", network"  # suffix of a device's link to other hosts
 
 
 @dataclass(frozen=True, slots=True)
 class Crosses:
-    """What a message is.
+    """The kind of a message."""
 
-    Attributes:
-        source, target: stages.
-        num_rows: of the micro-batches that it is for.
-        num_bytes: of all tensors together.
-        num_messages: in which these go.
-        latency: seconds beside the bytes.
-        is_local: whether both stages run on one virtual device, so that no action of the schedule stands for it.
-    """
-
-    source: int
-    target: int
-    num_rows: int
-    num_bytes: float
-    num_messages: int
-    latency: float
-    is_local: bool
+    source: int  # stage
+    target: int  # stage
+    num_rows: int  # of the micro-batches that it is for
+    num_bytes: float  # of all tensors together
+    num_messages: int  # one per tensor
+    latency: float  # seconds independent of the bytes
+    is_local: bool  # whether both stages run on one virtual device, so that the schedule has no action for it
 
     @property
     def is_backward(self) -> bool:
@@ -123,40 +108,33 @@ class Crosses:
 
     @property
     def volume(self) -> Volume:
-        """What either end handles."""
+        """Handled at either end."""
         return Volume(self.num_messages, Line(self.num_bytes))
 
 
 @dataclass(frozen=True, slots=True)
 class Sums:
-    """What a collective of gradients is, or of weights. The role of each device in it: its stages there, after which share of their last
-    backward pass it is ready, and whether it waits there until all else is done; of weights, which are on their way when a step begins,
-    after which share of their first forward pass it needs them.
+    """The kind of a collective of gradients or weights.
 
-    Attributes:
-        num_bytes: of the gradients as they travel.
-        num_owners: that add them up.
-        num_passes: around all of them: 2 where each gets the sum, 1 where each gets the part that it keeps.
-        latency: seconds beside the bytes.
-        queue: position among those of the same owners.
-        gives: whether owners that keep weights give them to the others.
+    The role of a device in it: its stages; the share of their last backward pass after which it is ready, and whether it
+    waits there until all else is done; for weights, the share of their first forward pass before which it needs them.
     """
 
-    num_bytes: float
-    num_owners: int
-    num_passes: int
-    latency: float
-    queue: int
-    gives: bool = False
+    num_bytes: float  # of the gradients as they are sent
+    num_owners: int  # participants
+    num_passes: int  # 2 where each gets the sum, 1 where each gets the part that it keeps
+    latency: float  # seconds independent of the bytes
+    queue: int  # position among those of the same owners
+    gives: bool = False  # whether keepers of weights send them to the others
 
     @property
     def volume(self) -> Volume:
-        """What each owner handles."""
+        """Handled by each owner."""
         return ring_volume(self.num_owners, Line(self.num_bytes), self.num_passes)
 
 
 class Links:
-    """The sides of devices and of hosts' cards, and what hosts share inside, numbered as they are met."""
+    """The sides of devices and host cards, and shared buses of hosts, numbered in order of first use."""
 
     def __init__(self, prices: Prices) -> None:
         self._prices = prices
@@ -166,7 +144,7 @@ class Links:
         self.found: list[tuple[str, float]] = []
 
     def path(self, source: str, target: str) -> Path:
-        """The links that a message passes: one side of each device, and of each host's card; inside a host its bus, where it has one."""
+        """The links of a message: a side of each device and each host's card; inside a host its bus, if there is one."""
         by_name = self._prices.cluster.by_name
         hosts = by_name[source].host, by_name[target].host
         link, alike = self._link(source, target, hosts)
@@ -179,14 +157,14 @@ class Links:
         return tuple((number, 1.0) for number in passed)
 
     def _link(self, source: str, target: str, hosts: tuple[str, str]) -> tuple[Link, int]:
-        """The link between two devices, on these hosts, and a number that equal links share."""
+        """The link between two devices on these hosts, and a number that equal links share."""
         if hosts not in self._between:
             link = self._prices.link(source, target)
             self._between[hosts] = link, self._alike.setdefault(link, len(self._alike))
         return self._between[hosts]
 
     def collective(self, devices: Sequence[str], way: Route) -> Path:
-        """The links that a collective passes: inside each host from device to device, and from host to host by all of them."""
+        """The links of a collective: inside each host from device to device, and from host to host by all devices."""
         by_name, members = self._prices.cluster.by_name, dict[str, list[str]]()
         for name in devices:
             members.setdefault(by_name[name].host, []).append(name)
@@ -228,12 +206,7 @@ class Links:
 
 @dataclass(frozen=True, slots=True)
 class _Handed:
-    """What one device of a replica hands to another; alike replicas hand on alike.
-
-    Attributes:
-        source, target: the stages, and the devices by position in them.
-        kind: the message, but for the latency of the link.
-    """
+    """A message from one device of a replica to another, by (stage, position); shared by equal replicas. `kind` lacks the latency."""
 
     source: tuple[int, int]
     target: tuple[int, int]
@@ -241,7 +214,7 @@ class _Handed:
 
 
 def message_wires(plan: Plan, prices: Prices, links: Links, number: Mapping[str, int]) -> Iterator[Wire]:
-    """What stages hand to one another, both ways."""
+    """What stages send to one another, in both directions."""
     crossings, known, kinds = CrossingBytes(prices.graph), dict[Hashable, tuple[_Handed, ...]](), dict[tuple[int, float], Crosses]()
     for replica, rows in zip(plan.replicas, plan.all_micro_batch_rows(plan.planned_rows), strict=True):
         sizes = tuple(sorted({stop - start for start, stop in rows}))
@@ -261,7 +234,7 @@ def message_wires(plan: Plan, prices: Prices, links: Links, number: Mapping[str,
 
 
 def _handed(replica: Replica, sizes: Sequence[int], crossings: CrossingBytes, *, training: bool) -> Iterator[_Handed]:
-    """What the stages of a replica hand to one another, with micro-batches of these numbers of rows."""
+    """What the stages of a replica send, with micro-batches of these numbers of rows."""
     for edge in replica.edges:
         for backward in (False, True) if training else (False,):
             source, target = (edge.target, edge.source) if backward else (edge.source, edge.target)
@@ -272,7 +245,7 @@ def _handed(replica: Replica, sizes: Sequence[int], crossings: CrossingBytes, *,
 
 
 def sum_wires(plan: Plan, prices: Prices, links: Links, given: Iterable[Bucket], summed: Iterable[Bucket]) -> Iterator[Wire]:
-    """Collectives of weights that are given and of gradients, of these buckets, each by the way that is fastest alone."""
+    """Collectives of weights (`given`) and of gradients (`summed`), each by its fastest algorithm."""
     queues: dict[tuple[int, ...], int] = {}
     fabrics: dict[tuple[int, ...], Fabric] = {}
     paths: dict[tuple[tuple[int, ...], Route], Path] = {}
@@ -293,15 +266,10 @@ def sum_wires(plan: Plan, prices: Prices, links: Links, given: Iterable[Bucket],
 
 @dataclass(frozen=True, slots=True)
 class _Owner:
-    """What owners of a bucket are alike in.
+    """What equivalent owners of a bucket share."""
 
-    Attributes:
-        stages: of theirs that use it.
-        look: of the last of them, whose share theirs is; None where they come to it at unlike places.
-    """
-
-    stages: tuple[int, ...]
-    look: int | None
+    stages: tuple[int, ...]  # of theirs that use it
+    look: int | None  # of the last of them, whose share is theirs; None where they reach it at different points
 
 
 class _Roles:
@@ -317,7 +285,6 @@ class _Roles:
         self._last_rows = [stop - start for *_, (start, stop) in plan.all_micro_batch_rows(plan.planned_rows)]
 
     def of(self, bucket: Bucket, *, gives: bool) -> tuple[Role, ...]:
-        """Per owner, its role."""
         key = bucket.stages, bucket.owners, bucket.is_at_one_place
         if key not in self._owners:
             self._owners[key] = self._alike(bucket)
@@ -333,7 +300,7 @@ class _Roles:
         return tuple(roles[number] for number in owners)
 
     def _alike(self, bucket: Bucket) -> tuple[tuple[_Owner, ...], tuple[int, ...]]:
-        """The unlike owners of the buckets of these stages, and per owner the number of its like."""
+        """The distinct owners of the buckets of these stages, and per owner its index among these."""
         by_replica: dict[int, list[int]] = {}
         for replica, index in bucket.stages:
             by_replica.setdefault(replica, []).append(index)
@@ -345,7 +312,7 @@ class _Roles:
         return tuple(numbers), tuple(found[self._plan.devices[owner]] for owner in bucket.owners)
 
     def _look(self, replica: int, stage: Stage) -> int:
-        """A number that stages of equal ops on equal devices with equally many rows share, those of the last micro-batch."""
+        """A number for the stage's ops, device type and rows of the last micro-batch, equal for equal ones."""
         kind, num_rows = self._prices.kinds[stage.virtual_device.devices[0]], self._last_rows[replica]
         same = id(stage.ops), id(stage.shares), id(kind), num_rows  # of alike replicas
         if same not in self._same:

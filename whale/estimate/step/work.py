@@ -1,4 +1,4 @@
-"""What one device does and keeps of one stage, for one micro-batch of so many rows."""
+"""What one device computes and keeps of one stage, for one micro-batch."""
 
 from __future__ import annotations
 
@@ -25,25 +25,15 @@ from whale.sharding.bridges import Bridge
 
 @dataclass(frozen=True)
 class StageKey:
-    """A stage as its price sees it.
+    """A stage as its price sees it."""
 
-    Attributes:
-        part: what it runs.
-        segments: the runs of its ops that are computed again in the backward pass.
-        shards: how it is split.
-        overlap: whether it computes its rows in two halves.
-        recomputes: whether all of it is computed again, by R actions.
-        defers_weights: whether its weight gradients have W actions of their own.
-        offloads: whether what it keeps waits on the host.
-    """
-
-    part: Part
-    segments: tuple[tuple[str, ...], ...] = ()
-    shards: tuple[Shard, ...] = ()
-    overlap: bool = False
-    recomputes: bool = False
-    defers_weights: bool = False
-    offloads: bool = False
+    part: Part  # what it runs
+    segments: tuple[tuple[str, ...], ...] = ()  # recomputed runs of its ops
+    shards: tuple[Shard, ...] = ()  # how it is split
+    overlap: bool = False  # whether it computes its rows in two halves
+    recomputes: bool = False  # whether R actions recompute all of it
+    defers_weights: bool = False  # whether its weight gradients have W actions
+    offloads: bool = False  # whether what it keeps waits on the host
 
     @cached_property
     def _hash(self) -> int:
@@ -58,78 +48,47 @@ _NOTHING = Fullest()
 
 @dataclass(frozen=True, slots=True)
 class PassMemory:
-    """Bytes that the passes of one micro-batch have beside what is kept.
+    """Bytes of the passes of one micro-batch besides what is kept."""
 
-    Attributes:
-        gradients: of parameters whose gradients are in no bucket, from the first backward pass of a step on.
-        forward: that F has at most beyond what it leaves.
-        recompute: likewise of R.
-        first, later: B (or I) when it has most, in the first of a step and in others.
-        weight: of the largest weight gradient, where W makes it.
-    """
-
-    gradients: float = 0.0
-    forward: float = 0.0
-    recompute: float = 0.0
-    first: Fullest = _NOTHING
-    later: Fullest = _NOTHING
-    weight: float = 0.0
+    gradients: float = 0.0  # unbucketed, from the first backward pass of a step on
+    forward: float = 0.0  # peak of F beyond what it leaves
+    recompute: float = 0.0  # peak of R beyond what it leaves
+    first: Fullest = _NOTHING  # B (or I) at its peak, in the first of a step
+    later: Fullest = _NOTHING  # the same in the others
+    weight: float = 0.0  # of the largest weight gradient, where W makes it
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Seconds and bytes for one micro-batch.
+    """Seconds and bytes for one micro-batch."""
 
-    Attributes:
-        forward: seconds of F and of R, with what is exchanged inside a split group.
-        backward_input, backward_weight: seconds of I and W, and of B together.
-        kept: bytes from F to B (or I): activations, and what was received and handed on.
-        left: bytes from F to R where the whole stage is computed again.
-        for_weights: bytes from I to W.
-        memory: what its passes have beside these.
-        own_forward, own_backward: seconds of F (and of R), and of B or I and W together, of its own ops alone: without what is exchanged
-            in a split group, and without waiting for it.
-        away: bytes from F to B (or I) in the memory of the host.
-    """
-
-    forward: float
-    backward_input: float
-    backward_weight: float
-    own_forward: float
-    own_backward: float
-    kept: float
-    left: float
-    for_weights: float
-    memory: PassMemory
-    away: float = 0.0
+    forward: float  # seconds of F and of R, with exchanges inside the split group
+    backward_input: float  # seconds of I; B takes this and `backward_weight`
+    backward_weight: float  # seconds of W
+    own_forward: float  # seconds of the own ops of F (and R), without exchanges and waits
+    own_backward: float  # the same of B, or of I and W
+    kept: float  # bytes from F to B (or I): activations, received and handed-on tensors
+    left: float  # bytes from F to R where R recomputes the whole stage
+    for_weights: float  # bytes from I to W
+    memory: PassMemory  # of its passes besides these
+    away: float = 0.0  # bytes from F to B (or I) in the host's memory
 
 
 @dataclass(frozen=True, slots=True)
 class _InGroup:
-    """Seconds of F, I and W of a split group, whose devices wait for one another.
+    """Seconds of F, I and W of a split group, whose devices wait for one another."""
 
-    Attributes:
-        seconds: of the slowest, with what they exchange.
-        own: per position, of its own ops alone.
-    """
-
-    seconds: tuple[float, float, float]
-    own: tuple[tuple[float, float, float], ...]
+    seconds: tuple[float, float, float]  # of the slowest, with exchanges
+    own: tuple[tuple[float, float, float], ...]  # per position, of its own ops
 
 
 @dataclass(eq=False)
 class Works:
-    """The work of the stages of plans of one graph on one cluster; equal questions are answered once.
-
-    Args:
-        prices: of the graph on the cluster.
-        state_of: in which forms a parameter or buffer lives, by name.
-        bucketed: parameters whose gradients lie in buckets.
-    """
+    """The work of the stages of plans of one graph on one cluster, cached."""
 
     prices: Prices
-    state_of: Callable[[str], ParameterState]
-    bucketed: frozenset[str]
+    state_of: Callable[[str], ParameterState]  # the forms of a parameter or buffer, by name
+    bucketed: frozenset[str]  # parameters whose gradients lie in buckets
     _known: dict[tuple[StageKey, tuple[Device, ...], tuple[Link, ...], int, int, float], Work] = field(default_factory=dict, init=False)
     _memory: dict[tuple[StageKey, int, int, float], tuple[float, float, float, PassMemory, float]] = field(default_factory=dict, init=False)
     _groups: dict[tuple[StageKey, tuple[Device, ...], tuple[Link, ...], int], _InGroup] = field(default_factory=dict, init=False)
@@ -143,7 +102,7 @@ class Works:
             group: the devices of its split group; itself where the stage is not split.
             position: its own in the group.
             num_rows: that the group takes.
-            spared: bytes of gradients that the first backward pass does not have together with the others.
+            spared: bytes of gradients that never coexist with the others in the first backward pass.
         """
         kinds, links = self.likeness(group)
         own = first_alike(key.shards, position, kinds) if key.shards else position
@@ -180,14 +139,14 @@ class Works:
         return *_kept(prices, key, num_rows, names, copies), self._pass_memory(prices, key, num_rows, names, forms, spared), away
 
     def _in_group(self, key: StageKey, group: Sequence[str], num_rows: int) -> _InGroup:
-        """`_together`, once for all positions of equal groups."""
+        """`_together`, cached."""
         question = key, *self.likeness(group), num_rows
         if question not in self._groups:
             self._groups[question] = self._together(key, group, num_rows)
         return self._groups[question]
 
     def likeness(self, group: Sequence[str]) -> tuple[tuple[Device, ...], tuple[Link, ...]]:
-        """What is equal for equal groups: the kinds of their devices, and the links between neighbours."""
+        """Equal for equivalent groups: the types of their devices, and the links between neighbours."""
         kinds = tuple(self.prices.kinds[name] for name in group)
         return kinds, tuple(self.prices.link(a, b) for a, b in pairwise(group))
 
@@ -234,13 +193,7 @@ class Works:
     def _pass_memory(
         self, prices: Prices, key: StageKey, num_rows: int, names: frozenset[str] | None, forms: tuple[BridgedTensor, ...], spared: float
     ) -> PassMemory:
-        """What passes have beside what is kept.
-
-        Args:
-            names: of the storages that are kept; None without training.
-            forms: that its split group makes.
-            spared: as `of` takes it.
-        """
+        """Bytes of passes besides what is kept; `names` are the storages kept, None without training."""
         graph, part, training = prices.graph, key.part, names is not None
         crossing = part.crossing(graph) if training else ()
         states = {name: state_bytes(graph.parameter_by_name[name], self.state_of(name), training=training) for name in part.parameters}
@@ -267,7 +220,7 @@ class Works:
         return PassMemory(passes.gradients, forward, recompute, first, later, passes.largest_gradient if key.defers_weights else 0.0)
 
     def _divided(self, key: StageKey) -> frozenset[str]:
-        """The losses that have parts of their classes."""
+        """The losses whose classes are cut."""
         if not key.shards:
             return frozenset()
         work, axes = self.prices.labels(key.part.ops, key.shards).work, self.prices.axes.ops
@@ -275,7 +228,7 @@ class Works:
 
     @staticmethod
     def _read(graph: ModelGraph, part: Part) -> dict[str, None]:
-        """All ops whose results the ops of a part make or read, and those that own their memory."""
+        """All ops whose results the ops of a part make or read, and the owners of their storage."""
         names = dict.fromkeys(name for op in part.ops for name in (op, *graph.by_name[op].inputs))
         return names | dict.fromkeys(graph.storage[name] for name in names)
 
@@ -290,7 +243,7 @@ class Works:
 
 
 def first_alike(shards: Sequence[Shard], position: int, kinds: Sequence[Device] = ()) -> int:
-    """The first position of a split group that has equal parts of everything, and whose device is of equal kind where these are given."""
+    """The first position of a split group with equal parts, and with an equal device type where `kinds` are given."""
 
     def look(each: int) -> Hashable:
         return tuple(shard.sizes[each] for shard in shards), kinds[each] if kinds else None
@@ -305,7 +258,7 @@ def _at(passes: tuple[Started, Started, Started], num_rows: int) -> tuple[float,
 
 
 def _slowest(passes: Iterable[Started], num_rows: int) -> Started:
-    """The pass of devices that wait for one another: as long as the slowest of them, and the slowest of their hosts, takes."""
+    """The pass of devices that wait for one another: the slowest device, and the slowest host."""
     found = tuple(passes)
     return Started(max((each.device for each in found), key=lambda line: line.at(num_rows)), max(each.host for each in found))
 

@@ -1,4 +1,4 @@
-"""The devices of a plan as workers: what each does and holds by itself."""
+"""The devices of a plan as workers: what each does and holds."""
 
 from __future__ import annotations
 
@@ -26,47 +26,26 @@ _NOTHING: Mapping[str, int] = {}
 
 @dataclass(frozen=True)
 class SimulatedWorker:
-    """One device by itself: equal workers do the same if what they exchange is the same.
+    """One device: equal workers do the same if what they exchange is the same."""
 
-    Attributes:
-        schedule: which of the schedules that replicas follow.
-        rank: of its pipeline.
-        stages: that it runs, in order.
-        rows: per micro-batch, the rows that its replica takes.
-        works: per stage and number of rows of a micro-batch, its work.
-        held: bytes of parameters with what training keeps beside them, but for `unbucketed`.
-        unbucketed: bytes of gradients that are in no bucket: they are there from the first backward passes on.
-        casts: bytes of gradients in the type that the optimizer takes, where that is another.
-        sent: bytes of buckets on their way, beside the gradients: from the first last backward pass to the optimizer's step.
-        freed: per stage, bytes of gradients that are let go by the end of its last backward pass, since others keep them.
-        freed_last: likewise, of the rest until the optimizer's step.
-        num_given: buckets of weights that are given before the step ends.
-        published: bytes of the buckets that are on their way at once after the optimizer's step, but for those in which ops read.
-        stage_bytes: the same, for each of its stages by itself.
-        optimizer: seconds of the optimizer's step, of rounding what is summed before, and until ops can read what it made.
-        capacity: bytes that a plan may use.
-        handling: what messages take of it.
-        on_host: bytes in the memory of its host; of activations at most.
-    """
-
-    schedule: int
-    rank: int
-    stages: tuple[int, ...]
-    rows: tuple[int, ...]
-    works: tuple[tuple[tuple[int, int], Work], ...]
-    held: MemoryUse
-    unbucketed: float
-    casts: float
-    stage_bytes: tuple[float, ...]
-    optimizer: float
-    capacity: int
-    handling: Handling = NO_HANDLING
-    on_host: float = 0.0
-    sent: float = 0.0
-    freed: tuple[float, ...] = ()
-    freed_last: float = 0.0
-    published: float = 0.0
-    num_given: int = 0
+    schedule: int  # index among the distinct schedules
+    rank: int  # of its pipeline
+    stages: tuple[int, ...]  # that it runs, in order
+    rows: tuple[int, ...]  # per micro-batch, the rows that its replica takes
+    works: tuple[tuple[tuple[int, int], Work], ...]  # per stage and number of rows of a micro-batch
+    held: MemoryUse  # bytes of parameters with gradients and optimizer state, without `unbucketed`
+    unbucketed: float  # bytes of gradients in no bucket, alive from the first backward passes on
+    casts: float  # bytes of gradients in the optimizer's dtype, where that differs
+    stage_bytes: tuple[float, ...]  # `held` and `unbucketed` of each of its stages alone
+    optimizer: float  # seconds of the optimizer's step, of casts before it, and until ops can read the result
+    capacity: int  # bytes that a plan may use
+    handling: Handling = NO_HANDLING  # of messages
+    on_host: float = 0.0  # bytes in the memory of its host; of activations the most
+    sent: float = 0.0  # bytes of buckets in flight, from the first last backward pass to the optimizer's step
+    freed: tuple[float, ...] = ()  # per stage, bytes of gradients of other keepers freed by the end of its last backward pass
+    freed_last: float = 0.0  # the rest of these, by the optimizer's step
+    published: float = 0.0  # peak bytes of buckets in flight after the optimizer's step, without those in which ops read
+    num_given: int = 0  # buckets of weights sent before the step ends
 
     @cached_property
     def _hash(self) -> int:
@@ -77,34 +56,21 @@ class SimulatedWorker:
 
     @cached_property
     def work(self) -> Mapping[tuple[int, int], Work]:
-        """`works` to look up."""
         return dict(self.works)
 
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """A stage of a replica, with what all its devices ask for.
-
-    Attributes:
-        groups: its split groups.
-        rows: per number of rows of a micro-batch, those of each device.
-    """
+    """A stage of a replica, with what all its devices share."""
 
     stage: Stage
     key: StageKey
-    groups: tuple[tuple[str, ...], ...]
-    rows: tuple[tuple[int, tuple[int, ...]], ...]
+    groups: tuple[tuple[str, ...], ...]  # its split groups
+    rows: tuple[tuple[int, tuple[int, ...]], ...]  # per number of rows of a micro-batch, those of each device
 
 
 class Workers:
-    """Makes workers of the devices of replicas; equal questions are answered once.
-
-    Args:
-        plan: the plan.
-        prices: of its graph on its cluster.
-        buckets: of the plan.
-        schedules: per replica.
-    """
+    """Makes workers of the devices of replicas, cached."""
 
     def __init__(self, plan: Plan, prices: Prices, buckets: Buckets, schedules: Sequence[Schedule]) -> None:
         self._plan, self._prices, self._kept = plan, prices, buckets.kept
@@ -141,11 +107,9 @@ class Workers:
         self._same: dict[Hashable, tuple[SimulatedWorker, ...]] = {}
 
     def of(self, replica: Replica, schedule: Schedule, number: int) -> Iterator[tuple[str, SimulatedWorker]]:
-        """The devices of a replica, each with what it does: that of equal replicas on equal devices is found once.
+        """The devices of a replica with their workers; equal replicas on equal devices share them.
 
-        Args:
-            schedule: of the replica.
-            number: of that schedule among all.
+        `number`: index of the replica's schedule.
         """
         groups = tuple(self._works.likeness(group) for stage in replica.stages for group in stage.groups)
         stages = [(own.ops, own.parameters, own.program, own.shards, own.shares, own.split) for own in replica.stages]
@@ -226,11 +190,11 @@ class Workers:
         )
 
     def _exposed(self, device: Device, num_bytes: float, hides: float) -> float:
-        """Bytes of gradients that are still on their way to the host when the last backward pass is done: of a bucket at least."""
+        """Bytes of gradients still on their way to the host after the last backward pass: at least a bucket."""
         return max(num_bytes - hides * device.host_link, min(num_bytes, float(self._prices.costs.bucket_bytes)))
 
     def _given(self, device: str) -> float:
-        """Seconds in which a device gives and takes what ops read, outside of passes."""
+        """Seconds in which a device sends and receives weights outside of passes."""
         return self._publishing.get(device, 0.0) + self._gathering.throughout(device)
 
     def _work(
@@ -245,11 +209,7 @@ class Workers:
 
 
 def stage_key(replica: Replica, stage: Stage, kinds: Collection[tuple[int | None, Kind]] = ()) -> StageKey:
-    """A stage of a plan as its price sees it.
-
-    Args:
-        kinds: which stages of the schedule have R or W actions.
-    """
+    """A stage of a plan as its price sees it; `kinds`: which stages of the schedule have R or W actions."""
     received = tuple((edge.source, edge.tensors) for edge in replica.edges if edge.target == stage.index)
     handed_on = dict.fromkeys(name for edge in replica.edges if edge.source == stage.index for name in edge.tensors)
     part = Part(stage.ops, stage.parameters, received, tuple(handed_on))
@@ -260,30 +220,20 @@ def stage_key(replica: Replica, stage: Stage, kinds: Collection[tuple[int | None
 
 @dataclass(frozen=True, slots=True)
 class _State:
-    """Bytes of the parameters of a device.
+    """Bytes of the parameters of a device."""
 
-    Attributes:
-        use: of what it holds of them while gradients are there.
-        stepped: of weights, of gradients, and of what the optimizer keeps beside, that a step of the optimizer reads and writes.
-        unbucketed: of the gradients that are in no bucket.
-        casts: of the gradients in the type that the optimizer takes, where that is another, beyond those in no bucket.
-        stepped_there: of weights, gradients and what is kept beside, that a step on the host reads and writes.
-        leaving, returning: of gradients to the host, and of weights back.
-        on_host: of what lives on the host, and of the gradients that come there.
-    """
-
-    use: MemoryUse
-    stepped: tuple[float, float, float]
-    unbucketed: float
-    casts: float
-    stepped_there: float
-    leaving: float
-    returning: float
-    on_host: float
+    use: MemoryUse  # while gradients are alive
+    stepped: tuple[float, float, float]  # weights, gradients and other optimizer state that an optimizer step reads and writes
+    unbucketed: float  # of the gradients in no bucket
+    casts: float  # of gradients in the optimizer's dtype, where that differs, beyond those in no bucket
+    stepped_there: float  # what an optimizer step on the host reads and writes
+    leaving: float  # of gradients to the host
+    returning: float  # of weights back
+    on_host: float  # of what lives on the host, and of the gradients that arrive there
 
 
 class _ParameterMemory:
-    """Bytes of parameters on a device, with what training keeps beside them."""
+    """Bytes of parameters on a device, with gradients and optimizer state."""
 
     def __init__(self, prices: Prices, plan: Plan, bucketed: frozenset[str], let_go: frozenset[str]) -> None:
         self._prices, self._plan, self._bucketed, self._let_go = prices, plan, bucketed, let_go
@@ -292,8 +242,7 @@ class _ParameterMemory:
     def of(self, keys: Sequence[StageKey], positions: Sequence[int], kept: Mapping[str, int] | None) -> _State:
         """The bytes; what several stages of a device hold counts once.
 
-        Args:
-            kept: elements that the device keeps of what is shared out among owners; None where nothing is.
+        `kept`: elements that the device keeps of what is sharded over owners; None where nothing is.
         """
         positions = [first_alike(key.shards, position) for key, position in zip(keys, positions, strict=True)]
         question = tuple(keys), tuple(positions), id(kept)
@@ -334,7 +283,7 @@ class _ParameterMemory:
 
 
 def _padding_of_pieces(buckets: Iterable[Bucket]) -> dict[int, int]:
-    """Per rank, bytes that fill up slots of parameters that fall into pieces, beyond one slot for each parameter."""
+    """Per rank, padding bytes of parameters that fall into pieces, beyond one slot for each parameter."""
     pieces: dict[str, list[tuple[Bucket, BucketSlot]]] = {}
     for bucket in buckets:
         for slot in bucket.slots:

@@ -1,1 +1,1 @@
-"""The user's scopes read: TaskGraphs, their devices, how they nest and which of them run together."""
+"""Reads the user's scopes: TaskGraphs, their devices, their nesting, and which run together."""

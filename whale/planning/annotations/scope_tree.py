@@ -1,4 +1,4 @@
-"""The user's scopes as a tree: what encloses what, how many devices each asks for, and which share theirs."""
+"""The user's scopes as a tree: nesting, device counts, and which scopes share devices."""
 
 from __future__ import annotations
 
@@ -16,17 +16,12 @@ from whale.units import counted
 class ScopeNode:
     """A scope with the scopes inside it.
 
-    Attributes:
-        scope: as it was entered first.
-        number: counts nodes in the order of their first op.
-        inner: the scopes inside, by key, in order of first appearance; they have devices of their own, and this one stands
-            for copies of them.
-        hosted: the scopes that run on this one's devices: inside of a scope with layers of its own all that are there, under
-            a default strategy the splits.
+    `inner` scopes have their own devices, and this one makes copies of them; `hosted` ones run on its devices (all inside a scope that also
+    has layers; under a default strategy the splits).
     """
 
-    scope: Scope
-    number: int
+    scope: Scope  # as first entered
+    number: int  # order of nodes by their first op
     inner: dict[str, ScopeNode] = field(default_factory=dict)
     hosted: list[ScopeNode] = field(default_factory=list)
 
@@ -40,9 +35,9 @@ class ScopeNode:
 
     @property
     def count(self) -> int | None:
-        """Devices that it asks for: what is written on it, else the most that a scope on its devices asks for.
+        """Devices that it asks for: its own count, else the largest of the scopes on its devices.
 
-        A default strategy is copied onto the devices of a split beside it that asks for more.
+        A default strategy is copied onto the devices of a split that asks for more.
         """
         own, asked = self.scope.device_count, [leaf.count for leaf in self.hosted if leaf.count is not None]
         if not asked or (own is not None and not self.scope.is_default):
@@ -51,24 +46,19 @@ class ScopeNode:
 
     @property
     def states_count(self) -> bool:
-        """Whether it, or any scope inside, asks for a number of devices."""
+        """Whether it, or any scope inside, states a device count."""
         return self.count is not None or any(node.states_count for node in self.inner.values())
 
 
 @dataclass(frozen=True)
 class ScopeTree:
-    """The scopes of a model.
+    """The scopes of a model."""
 
-    Attributes:
-        roots: the outermost ones that run on no other's devices, in order of first appearance.
-        by_path: every scope, by the keys of the scopes around it and its own.
-    """
-
-    roots: tuple[ScopeNode, ...]
-    by_path: Mapping[tuple[str, ...], ScopeNode]
+    roots: tuple[ScopeNode, ...]  # outermost scopes that run on no other's devices, in order of first appearance
+    by_path: Mapping[tuple[str, ...], ScopeNode]  # every scope, by the keys of its path
 
     def task_graph_of(self, op: Op) -> ScopeNode | None:
-        """The TaskGraph of an op; None for one that has no scope, stands between scopes, or is no call."""
+        """The TaskGraph of an op; None for one without scope, between scopes, or no call."""
         if op.kind != "call" or not op.scope:
             return None
         node = self.by_path[_keys(effective_path(op.scope))]
@@ -76,7 +66,7 @@ class ScopeTree:
 
 
 def effective_path(path: ScopePath) -> ScopePath:
-    """The scopes that speak of an op: a default strategy counts only where no other scope does."""
+    """The scopes that apply to an op: a default strategy only where there is no other."""
     chosen = tuple(scope for scope in path if not scope.is_default)
     return chosen or path[-1:]
 
@@ -86,7 +76,7 @@ def _keys(path: ScopePath) -> tuple[str, ...]:
 
 
 def scope_tree(graph: ModelGraph) -> tuple[ScopeTree, list[AnnotationError]]:
-    """The scopes as a tree, and what is wrong with them."""
+    """The scopes as a tree, and its faults."""
     by_path: dict[tuple[str, ...], ScopeNode] = {}
     parents: dict[str, tuple[str, ...]] = {}
     faults: list[AnnotationError] = []
@@ -139,11 +129,11 @@ def _name_faults(scope: Scope, first: Scope) -> Iterator[AnnotationError]:
 
 
 def _host_beside_layers(graph: ModelGraph, by_path: Mapping[tuple[str, ...], ScopeNode]) -> Iterator[AnnotationError]:
-    """Where layers stand beside scopes in one scope, all of them run on its devices; says where the numbers do not fit that.
+    """In a scope with both layers and inner scopes all run on its devices; yields counts that contradict that.
 
         with replicate(2): a; with split(2): b; c        a and c are copied, b is split, on the same two devices
 
-    What has no parameters (a residual between two scopes) joins its neighbours and makes no such case.
+    Ops without parameters (a residual between two scopes) join their neighbours and do not count as layers.
     """
     layers: dict[tuple[str, ...], Op] = {}
     for op in graph.ops:
@@ -178,49 +168,32 @@ def _two_readings(outer: Scope, inner: Scope, layer: Op) -> AnnotationError:
 
 @dataclass(frozen=True)
 class Copies:
-    """Copies of the pipeline inside a scope; the outermost one is a whole model replica.
-
-    Attributes:
-        count: how many; they divide the rows among them.
-        members: stages, or further copies.
-    """
+    """Copies of the pipeline inside a scope, which divide the rows (outermost: whole model replicas). Members are stages or `Copies`."""
 
     count: int
     members: tuple[int | Copies, ...]
 
     @property
     def stages(self) -> tuple[int, ...]:
-        """All stages inside."""
         return tuple(stage for member in self.members for stage in ((member,) if isinstance(member, int) else member.stages))
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Devices of every virtual device.
+    """Devices of every virtual device."""
 
-    Attributes:
-        place_of: per TaskGraph (the number of its node), its virtual device.
-        devices: per virtual device, how many.
-        copies: the nesting of virtual devices.
-        widths: per TaskGraph that is a split, devices of its split group.
-    """
-
-    place_of: Mapping[int, int]
-    devices: tuple[int, ...]
-    copies: Copies
-    widths: Mapping[int, int]
+    place_of: Mapping[int, int]  # per TaskGraph (number of its node), its virtual device
+    devices: tuple[int, ...]  # per virtual device, how many
+    copies: Copies  # the nesting of virtual devices
+    widths: Mapping[int, int]  # per split TaskGraph, devices of its split group
 
 
 def resolve_sizes(nodes: Sequence[ScopeNode], num_devices: int, *, colocate: bool) -> Sizes:
-    """How many devices each TaskGraph gets, by the rules for scopes.
+    """Device counts of all TaskGraphs.
 
-    None means all devices of the enclosing scope, together with its siblings, if none of these states a count, and
-    else 1. TaskGraphs are colocated on one virtual device if `colocate` says so, if each asks for all devices there are, or
-    if one hosts the others.
-
-    Args:
-        nodes: the outermost scopes.
-        num_devices: devices of the cluster.
+    A count of None means all devices of the enclosing scope, shared with its siblings, if none of these states a count, and
+    else 1. TaskGraphs are colocated on one virtual device if `colocate` is set, if each asks for all devices, or if one hosts
+    the others.
 
     Raises:
         AnnotationError: a split does not divide the devices that it is colocated on.
@@ -238,10 +211,9 @@ def resolve_sizes(nodes: Sequence[ScopeNode], num_devices: int, *, colocate: boo
 
 
 def share_devices(sizes: Sizes, num_devices: int) -> Sizes:
-    """The sizes where consecutive virtual devices are one wherever there are more of them than the cluster has devices for.
+    """Merges consecutive virtual devices where there are more than devices.
 
-    They are as they were where that cannot be: where a split divides one of them, where scopes nest, or where they ask for unlike
-    numbers of devices.
+    Unchanged where a split divides one of them, where scopes nest, or where their device counts differ.
     """
     num_places, each = len(sizes.devices), sizes.devices[0]
     is_plain = sizes.copies == Copies(1, tuple(range(num_places))) and not sizes.widths and set(sizes.devices) == {each}
@@ -253,7 +225,7 @@ def share_devices(sizes: Sizes, num_devices: int) -> Sizes:
 
 
 def _divisor(leaf: ScopeNode, size: int) -> int:
-    """The devices of a split group on a virtual device of `size` devices."""
+    """The width of a split group on a virtual device of `size` devices."""
     width = leaf.scope.device_count or size
     if size % width:
         raise AnnotationError(
@@ -265,7 +237,7 @@ def _divisor(leaf: ScopeNode, size: int) -> int:
 
 
 def _in_order_of_appearance(walk: _Walk, copies: Copies) -> Sizes:
-    """Renumbers the virtual devices by their first op; the walk over the tree met them scope by scope."""
+    """Renumbers the virtual devices by their first op."""
     stage_of, devices = walk.place_of, walk.devices
     order = list(dict.fromkeys(stage_of[number] for number in sorted(stage_of)))
     new = {old: index for index, old in enumerate(order)}
@@ -284,7 +256,7 @@ def _leaf_count(node: ScopeNode, budget: int, stated: bool) -> int:
 
 
 def _widest(node: ScopeNode, budget: int, stated: bool) -> int:
-    """Devices of the widest TaskGraph under a node, its copies counted."""
+    """Devices of the widest TaskGraph under a node, with its copies."""
     if not node.inner:
         return _leaf_count(node, budget, stated)
     copies = node.scope.device_count or 1
@@ -294,14 +266,14 @@ def _widest(node: ScopeNode, budget: int, stated: bool) -> int:
 
 @dataclass
 class _Walk:
-    """The virtual devices met so far on a walk over the tree, one per leaf or per set of leaves that share."""
+    """The virtual devices found so far: one per leaf or per set of leaves that share."""
 
     place_of: dict[int, int] = field(default_factory=dict)
     devices: list[int] = field(default_factory=list)
     widths: dict[int, int] = field(default_factory=dict)
 
     def level(self, nodes: Sequence[ScopeNode], budget: int, outer: int) -> tuple[int | Copies, ...]:
-        """Gives places to the nodes of one level; `outer` copies enclose it."""
+        """Places the nodes of one level, inside `outer` copies."""
         stated = any(node.states_count for node in nodes)
         if len(nodes) > 1 and not stated and not any(node.inner for node in nodes):  # each asks for all: one place
             for node in nodes:

@@ -1,13 +1,13 @@
-"""From the scopes of the ops to TaskGraphs, and from TaskGraphs to the stages they form.
+"""From scopes to TaskGraphs, and from TaskGraphs to stages.
 
-TaskGraphs that share a virtual device are as many stages as their ops alternate between replicate and split:
+TaskGraphs on one virtual device form a stage per alternation between replicate and split:
 
     replicate   r r . . r r . . r          ops in order of need, on one virtual device
     split       . . s s . . s s .
-    stages      0 0 1 1 2 2 3 3 4          each a stage of its own; the devices run them one after another
+    stages      0 0 1 1 2 2 3 3 4          run one after another
 
-Where only replicates share a virtual device they are one stage. Ops that read nothing of other phases (a mask, the counter of a
-normalisation) make no stage of their own before the first that does: they run with the next ops of their kind.
+If only replicates share a virtual device, they are one stage. Ops that read nothing of other phases (a mask, the counter
+of a normalisation) do not form a first stage of their own: they run with the next ops of their kind.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from whale.schedules import placement
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """Ops that run together: on virtual device `place`, after `level` changes of `kind` (a number per way to run)."""
+    """Ops that run together: on virtual device `place`, after `level` changes of `kind`."""
 
     place: int
     level: int
@@ -63,7 +63,7 @@ def find_phases(
 
 
 def _join_next(structure: Structure, phases: list[Phase | None]) -> None:
-    """Moves the ops of a phase that reads no other to the next phase of its kind, where no op between needs one of them."""
+    """Moves the ops of a phase that reads no other to the next phase of its kind, if no op between needs them."""
     consumers: dict[int, list[Phase]] = {}
     reads_others: set[Phase] = set()
     for atom, sources in enumerate(structure.producers):
@@ -85,31 +85,21 @@ def _join_next(structure: Structure, phases: list[Phase | None]) -> None:
 
 
 def _may_follow(reader: Phase, made: Phase) -> bool:
-    """Whether ops of one phase may read what another makes."""
     return reader.place != made.place or reader.level > made.level or reader == made
 
 
 @dataclass(frozen=True)
 class Annotations:
-    """What the user's scopes say.
+    """What the scopes say."""
 
-    Attributes:
-        names: per TaskGraph; `scopes` and `stages` likewise: its scope and its stage.
-        task_graph_of: per scoped op, its TaskGraph.
-        devices: per stage, how many it asks for (all copies together).
-        copies: how the virtual devices nest.
-        places: per stage, its virtual device.
-        widths: per stage, devices of a split group; 1 where nothing is split.
-    """
-
-    names: tuple[str, ...]
-    scopes: tuple[Scope, ...]
-    stages: tuple[int, ...]
-    task_graph_of: Mapping[str, int]
-    devices: tuple[int, ...]
-    copies: Copies
-    places: tuple[int, ...]
-    widths: tuple[int, ...]
+    names: tuple[str, ...]  # per TaskGraph
+    scopes: tuple[Scope, ...]  # per TaskGraph
+    stages: tuple[int, ...]  # per TaskGraph
+    task_graph_of: Mapping[str, int]  # per scoped op
+    devices: tuple[int, ...]  # per stage, how many it asks for (all copies together)
+    copies: Copies  # nesting of the virtual devices
+    places: tuple[int, ...]  # per stage, its virtual device
+    widths: tuple[int, ...]  # per stage, devices of a split group; 1 where nothing is split
 
     @property
     def num_stages(self) -> int:
@@ -121,16 +111,14 @@ class Annotations:
         return tuple(dict(zip(self.places, self.devices, strict=True)).values())
 
     def names_of(self, stage: int) -> tuple[str, ...]:
-        """The TaskGraphs of a stage."""
         return tuple(name for name, own in zip(self.names, self.stages, strict=True) if own == stage)
 
     def split_scopes(self, stage: int) -> tuple[Scope, ...]:
-        """The splits in a stage."""
         return tuple(scope for scope, own in zip(self.scopes, self.stages, strict=True) if own == stage and scope.kind == "split")
 
 
 def read_scopes(graph: ModelGraph, config: Config, num_devices: int) -> Annotations | None:
-    """The TaskGraphs that the scopes make; None for a model without scopes.
+    """The TaskGraphs of the scopes; None for a model without scopes.
 
     Raises:
         AnnotationError: scopes that cannot be honoured; all reasons at once.
@@ -165,9 +153,9 @@ def read_scopes(graph: ModelGraph, config: Config, num_devices: int) -> Annotati
 
 
 def place_sizes(graph: ModelGraph, config: Config, num_devices: int) -> tuple[int, ...]:
-    """Devices of each virtual device of a replica that the scopes of a model make of so many devices; those of several chunks once.
+    """Devices of each virtual device of a replica that the scopes make of `num_devices`; chunks on one virtual device count once.
 
-    Empty without scopes, and where they do not make equally many stages of every chunk.
+    Empty without scopes, and where chunks would have different numbers of stages.
 
     Raises:
         AnnotationError: scopes that cannot be honoured.
@@ -178,7 +166,6 @@ def place_sizes(graph: ModelGraph, config: Config, num_devices: int) -> tuple[in
 
 
 def num_chunks(config: Config) -> int:
-    """Stages on each virtual device, by the schedule."""
     return len(placement(config.pipeline.schedule, num_ranks=1, num_chunks=config.pipeline.num_chunks))
 
 
@@ -189,7 +176,7 @@ def _is_mixed(leaves: Sequence[ScopeNode], sizes: Sizes) -> bool:
 
 
 def _by_phases(graph: ModelGraph, leaves: Sequence[ScopeNode], sizes: Sizes, task_graph_of: Mapping[str, int]) -> Annotations:
-    """Annotations where TaskGraphs share a virtual device with splits: a TaskGraph that others interrupt becomes several."""
+    """Annotations where TaskGraphs share a virtual device with splits: an interrupted TaskGraph becomes several."""
     places = [sizes.place_of[leaf.number] for leaf in leaves]
     widths = [sizes.widths.get(leaf.number, 1) for leaf in leaves]
     kinds = [number if width > 1 else 0 for number, width in enumerate(widths, start=1)]
@@ -222,14 +209,7 @@ def _names(leaves: Sequence[ScopeNode]) -> Iterator[str]:
 
 
 def check_enough_devices(annotations: Annotations, wanted: int, num_devices: int) -> None:
-    """Checks that the cluster has the devices that one model replica takes.
-
-    Args:
-        wanted: devices of one model replica.
-
-    Raises:
-        AnnotationError: it has not.
-    """
+    """Raises AnnotationError if a model replica takes more devices (`wanted`) than there are."""
     if wanted <= num_devices:
         return
     asked = [
@@ -244,7 +224,7 @@ def check_enough_devices(annotations: Annotations, wanted: int, num_devices: int
 
 
 def assign_by_scopes(graph: ModelGraph, annotations: Annotations) -> Assignment:
-    """Assigns ops to the stages that their scopes say.
+    """Assigns ops to the stages of their scopes.
 
     Raises:
         AnnotationError: an op needs the value of a later stage.
@@ -263,13 +243,13 @@ def assign_by_scopes(graph: ModelGraph, annotations: Annotations) -> Assignment:
 
 
 def _only_cheap(annotations: Annotations, structure: Structure) -> frozenset[str]:
-    """Ops of TaskGraphs that would be left without any op if all cheap ones were repeated elsewhere."""
+    """Ops of TaskGraphs that would be empty if all cheap ops were repeated elsewhere."""
     kept = {task_graph for name, task_graph in annotations.task_graph_of.items() if name not in structure.repeatable}
     return frozenset(name for name, task_graph in annotations.task_graph_of.items() if task_graph not in kept)
 
 
 def _is_firm(graph: ModelGraph, scope: Scope, name: str) -> bool:
-    """A default strategy's glue between other scopes may move to where its values are; its parameters may not."""
+    """A default strategy's ops between other scopes may move to where their values are; those with parameters may not."""
     return not scope.is_default or any(graph.by_name[source].kind == "parameter" for source in graph.by_name[name].inputs)
 
 
@@ -302,10 +282,9 @@ def _empty_faults(annotations: Annotations, assignment: Assignment) -> Iterator[
 
 
 def task_graphs(graph: ModelGraph, annotations: Annotations | None, stage_of: Mapping[str, int]) -> tuple[TaskGraph, ...]:
-    """The TaskGraphs, which cover the calls of the graph without overlap.
+    """The TaskGraphs, which partition the calls of the graph.
 
-    An op without a scope joins the TaskGraph of its first scoped consumer, else of a producer, as far as these are in
-    the stage that it runs in.
+    An op without a scope joins the TaskGraph of its first scoped consumer, else of a producer, within its stage.
     """
     calls = [op for op in graph.ops if op.kind == "call"]
     if annotations is None:

@@ -1,1 +1,1 @@
-"""Where a model without scopes is cut into stages, by what every piece of it would take on every kind of device."""
+"""Cuts a model without scopes into stages, by the cost of every piece on every device type."""

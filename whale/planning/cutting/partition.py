@@ -1,15 +1,13 @@
-"""Cuts a model without scopes into stages: the contiguous pieces whose slowest is fastest, within each device's memory.
+"""Cuts a model without scopes into contiguous stages: the slowest is fastest, within each device's memory.
 
     best[s][j] = min over i < j of max(best[s-1][i], cost_s(i, j))
 
-over the units of `whale.planning.pipeline.cut_points`, where cost_s is what the piece from i to j takes on the device of stage s
-for one micro-batch, with what it receives: values at i, and gradients at j. Among the cuts with that slowest piece, the least sum of
-squares keeps the other stages level. Only pieces of some length are looked at: where all of that length take longer than the slowest
-piece of the best cut, longer ones are in no better cut; else longer ones are looked at too.
+over the units of `whale.planning.pipeline.cut_points`, where cost_s is the time of the piece from i to j on the device of
+stage s for one micro-batch, with its messages: values at i, gradients at j. Among cuts with the same slowest piece the
+least sum of squares balances the others. Only pieces up to some length are tried; longer ones if a better cut may have one.
 
-For a first look at pipelines of many ranks a cut is found sooner (`fill`): within a time every stage takes as much as it can, in order. The
-least time within which the model ends is that of the slowest stage of every cut between places where little crosses; it is sought by
-bisection.
+For a first estimate of pipelines with many ranks `fill` is faster: within a time limit every stage takes as much as it
+can, in order, cutting where little crosses; the least feasible limit is found by bisection.
 """
 
 from __future__ import annotations
@@ -31,24 +29,17 @@ from whale.planning.pipeline.cut_points import CutPoints
 from whale.planning.strategy import Placed
 from whale.planning.structure.stages import Wish
 
-LENGTHS = 2
-"""Pieces of so many times as many units as all stages have on average are looked at first."""
+LENGTHS = 2  # pieces of at most this multiple of the average length are tried first
 
-EQUAL = 1e-12
-"""Times that differ by this share are equal."""
+EQUAL = 1e-12  # relative difference of equal times
 
 
 @dataclass(frozen=True)
 class Partition:
-    """A cut.
+    """A cut."""
 
-    Attributes:
-        bounds: index into the spine where each stage starts, and the spine's length at the end.
-        units: the same in units of the cut points.
-    """
-
-    bounds: tuple[int, ...]
-    units: tuple[int, ...]
+    bounds: tuple[int, ...]  # indices into the spine where stages start, and its length
+    units: tuple[int, ...]  # the same in units of the cut points
     _slowest: Callable[[Iterable[int]], float] = field(compare=False, repr=False)
 
     @property
@@ -58,7 +49,7 @@ class Partition:
 
     @property
     def even(self) -> float:
-        """The same where each stage had equally many ops."""
+        """The same with equally many ops per stage."""
         return self._slowest(np.linspace(0, self.units[-1], len(self.units)).round().astype(int))
 
 
@@ -66,15 +57,15 @@ def cut_into_stages(tables: StageTables, placed: Placed, num_rows: int, margin: 
     """Finds the stages of one replica.
 
     Args:
-        tables: what the pieces of the model cost as stages of a pipeline.
+        tables: costs of the pieces as stages.
         placed: the devices of each rank.
         num_rows: rows of a micro-batch.
-        margin: share of the devices' memory that may be planned for here, where bytes are approximate.
-        look: what is equal for replicas on equal devices with equal links.
+        margin: share of the devices' memory to use, since bytes are approximate here.
+        look: equal for replicas on equal devices with equal links.
 
     Raises:
         PlanError: there are fewer places to cut than stages need.
-        ConfigError: likewise, with several chunks per rank.
+        ConfigError: the same, with several chunks per rank.
     """
     check_places(tables)
     points = tables.points
@@ -96,12 +87,7 @@ def cut_into_stages(tables: StageTables, placed: Placed, num_rows: int, margin: 
 
 
 def check_places(tables: StageTables) -> None:
-    """Checks that the model has a place to cut for every stage.
-
-    Raises:
-        PlanError: it has not.
-        ConfigError: likewise, with several chunks per rank.
-    """
+    """Raises as `cut_into_stages` if there are too few places to cut."""
     points, pipeline = tables.points, tables.pipeline
     if points.num_units < pipeline.num_stages:
         if pipeline.num_chunks > 1:
@@ -117,7 +103,7 @@ def check_places(tables: StageTables) -> None:
 
 
 def _best_of(tables: StageTables, placed: Placed, num_rows: int, margin: float | None) -> list[int]:
-    """The bounds of the best cut, in units; without a margin as if memory were boundless."""
+    """The bounds of the best cut, in units; `margin` None ignores memory."""
     num_units, num_stages = tables.points.num_units, tables.pipeline.num_stages
     longest = min(num_units, LENGTHS * -(-num_units // num_stages))
     while (chosen := _chosen(tables, placed, num_rows, margin, Band(num_units, longest))) is None:
@@ -126,7 +112,7 @@ def _best_of(tables: StageTables, placed: Placed, num_rows: int, margin: float |
 
 
 def _chosen(tables: StageTables, placed: Placed, num_rows: int, margin: float | None, band: Band) -> list[int] | None:
-    """The bounds of the best cut, in units; None where longer pieces may be in a better one."""
+    """The same within a band; None where longer pieces may be in a better cut."""
     stages = range(tables.pipeline.num_stages)
     growing = [tables.times(stage, placed, num_rows, band) for stage in stages]
     if margin is not None:
@@ -146,13 +132,13 @@ def _chosen(tables: StageTables, placed: Placed, num_rows: int, margin: float | 
 
 
 def _is_enough(tables: Sequence[Floats], slowest: float, band: Band) -> bool:
-    """Whether no piece that is longer than those of a band is in a cut whose slowest piece is as fast as this."""
+    """Whether no piece longer than the band's can be in a cut whose slowest piece is this fast."""
     limits = (table[band.longest : -1, 0] for table in tables)  # as long as may be, and could be longer
     return all(np.all(np.isinf(own) | (own > slowest * (1 + EQUAL))) for own in limits)
 
 
 def wishes_of(points: CutPoints, partition: Partition) -> dict[str, Wish]:
-    """Where the ops of each piece want to run; what floats has no wish."""
+    """The stage of each op; floating ops have no wish."""
     stages = np.searchsorted(partition.bounds, np.arange(len(points.spine)), side="right") - 1
     wishes = [Wish((stage,)) for stage in range(len(partition.bounds) - 1)]
     return {name: wishes[stage] for name, stage in zip(points.spine, stages, strict=True) if name not in points.floating}
@@ -182,23 +168,15 @@ def _least_squares(tables: Sequence[Floats], slowest: float, band: Band) -> list
     return bounds[::-1]
 
 
-HEAVY = 8.0
-"""A model is not cut where so many times as much crosses as at a light place, as long as there are other places."""
+HEAVY = 8.0  # no cut where more than this multiple of a light place's bytes crosses, while there are other places
 
-TIME_TOLERANCE = 0.005
-"""The time is sought until it is known to this share of it."""
+TIME_TOLERANCE = 0.005  # relative precision of the bisection
 
 Sums = list[float]
 
 
 def fill(tables: StageTables, placed: Placed, num_rows: int) -> tuple[int, ...]:
-    """The bounds of the cut, in units; where what stages hold fits in none, as if memory were boundless.
-
-    Args:
-        tables: of the pipeline.
-        placed: the devices of each rank.
-        num_rows: of a micro-batch.
-    """
+    """The bounds of the quick cut, in units; ignores memory where nothing fits."""
     check_places(tables)
     places = light_places(tables, num_rows)
     sums = [_sums(tables, stage, placed, num_rows, places) for stage in range(tables.pipeline.num_stages)]
@@ -213,7 +191,7 @@ def fill(tables: StageTables, placed: Placed, num_rows: int) -> tuple[int, ...]:
 
 
 def light_places(tables: StageTables, num_rows: int) -> NDArray[np.int64]:
-    """The places where little crosses, first and last among them; all, where these are too few for the stages."""
+    """The places where little crosses, with both ends; all places, if these are too few for the stages."""
     points = tables.points
     crossing = points.crossing_fixed + points.crossing_per_row * num_rows
     inner = crossing[1:-1] if len(crossing) > 2 else crossing
@@ -228,7 +206,7 @@ def _fits(lowest: Sequence[Sequence[int]], places: Sequence[int], stage: int, st
 
 
 def _sums(tables: StageTables, stage: int, placed: Placed, num_rows: int, places: NDArray[np.int64]) -> Sums:
-    """Seconds of all that is before each place, on a device of a stage or its host."""
+    """Seconds of all that is before each place, on a stage's device or its host."""
     kind: Device = tables.prices.kinds[placed[tables.pipeline.stage_rank[stage]][0]]
     return tables.running(stage, kind, placed, num_rows, places)
 
@@ -254,7 +232,7 @@ def _least(sums: Sequence[Sums], num_units: int, fits: Callable[[int, int, int],
 
 
 def _bounds_below(sums: Sequence[Sums], num_units: int, limit: float, fits: Callable[[int, int, int], bool] | None) -> list[int] | None:
-    """The bounds of a cut with no stage above a time, each with a unit at least; None where there is none."""
+    """A cut with no stage above `limit` seconds, with at least one unit each; None where there is none."""
     bounds = [0]
     for stage, own in enumerate(sums):
         start = bounds[-1]

@@ -1,7 +1,7 @@
-"""What pieces of a model take on a kind of device, as running sums over the places to cut: a piece is the difference of two.
+"""Cost of any contiguous piece of the model on a device type, as the difference of prefix sums over the cut points.
 
-The cut of a pipeline and the closed form of a step read them. Of a split stage each device has the part that the sharding
-pass gives it of the whole model, or of one of its repeated blocks with what is around them, with what its group exchanges.
+Used by the cut of a pipeline and the closed form of a step. For a split stage, each device has the part that the sharding
+pass gives it of the whole model, or of one repeated block with its surroundings, and the exchanges of its group.
 """
 
 from __future__ import annotations
@@ -32,58 +32,36 @@ from whale.planning.shard.space import Scene
 from whale.planning.strategy import Placed
 from whale.sharding.bridges import Bridge
 
-SPARE = 1.25
-"""Where memory is short, a device of a split group has so many times its part at most."""
+SPARE = 1.25  # with little memory a device of a split group has at most this multiple of its even part
 
-NUM_BLOCKS = 3
-"""A model with more repeated blocks than this is split as one of them is."""
+NUM_BLOCKS = 3  # with more repeated blocks only one of them is sharded, and stands for all
 
 
 @dataclass(frozen=True, slots=True)
 class PrefixSums:
-    """Per place to cut, seconds of all ops before it, for a micro-batch: ``fixed + per_row x rows`` about some number of rows.
+    """Per cut point, seconds of all ops before it for a micro-batch, as lines (fixed, per row) about some number of rows."""
 
-    Attributes:
-        forward, backward: on the device, with what its split group exchanges: ``[2, places]``.
-        started_forward, started_backward: of the host that starts the kernels: ``[places]``.
-        waiting: ops whose weight gradients may wait, likewise.
-        weights: the part of `backward` that these are, likewise as lines.
-        away: the part of `forward`, and of `backward`, in which what is kept goes to the host, likewise as lines.
-    """
-
-    forward: Floats
-    backward: Floats
-    weights: Floats
-    started_forward: Floats
-    started_backward: Floats
-    waiting: Floats
-    away: Floats
+    forward: Floats  # on the device, with exchanges of its split group: ``[2, places]``
+    backward: Floats  # the same
+    weights: Floats  # the weight-gradient part of `backward`
+    started_forward: Floats  # host time of starting the kernels: ``[places]``
+    started_backward: Floats  # the same
+    waiting: Floats  # number of ops with deferrable weight gradients
+    away: Floats  # the part of `forward`, and of `backward`, that offloads activations
 
 
 @dataclass(eq=False)
 class _Columns:
-    """The bound ops of a graph with equal ones together: tens of numbers however deep the model is.
+    """The ops of a graph, equal ones merged into one column, so that the number does not grow with the depth."""
 
-    Attributes:
-        prices: of the whole graph, or of one device's part of it.
-        table: the figures of one of each.
-        firsts: their places in the graph.
-        before: per place to cut, how many ops of each column are before it: ``[places, columns]``.
-        collective_costs: per place, seconds of what the ops before it exchange in a split group, forward and backward: ``[2, 2, places]``.
-        started: likewise of the host: ``[2, places]``.
-        trained: per place, bytes of trainable parameters on a device, each where it is read first, and of their gradients: ``[2, places]``.
-        shares: of a device of a split group, per place what of the parameters before it is on it, and of what is kept, as a line by rows:
-            ``[3, places]``.
-    """
-
-    prices: Prices
-    table: OpTable
-    firsts: NDArray[np.int64]
-    before: Floats
-    collective_costs: Floats
-    started: Floats
-    trained: Floats
-    shares: Floats
+    prices: Prices  # of the whole graph, or of one device's part
+    table: OpTable  # one op of each column
+    firsts: NDArray[np.int64]  # their positions in the graph
+    before: Floats  # number of ops of each column before each place: ``[places, columns]``
+    collective_costs: Floats  # seconds of a split group's exchanges before each place, forward and backward: ``[2, 2, places]``
+    started: Floats  # the same of the host: ``[2, places]``
+    trained: Floats  # bytes on a device of trainable parameters (at their first reader), and of their gradients: ``[2, places]``
+    shares: Floats  # bytes on a device of parameters before each place, and of what is kept, as a line: ``[3, places]``
 
     def sums(self, kind: Device, rows: float) -> PrefixSums:
         found, prices = op_seconds(self.table, kind, rows, self.prices.costs), self.prices
@@ -115,12 +93,7 @@ class _Columns:
 
 @dataclass(frozen=True, slots=True)
 class _Split:
-    """How split groups of some width have the model.
-
-    Attributes:
-        bridges: what they exchange.
-        columns: of one device, without that.
-    """
+    """How split groups of one width hold the model: bridges, and the columns of one device without them."""
 
     bridges: tuple[Bridge, ...]
     columns: _Columns
@@ -128,35 +101,24 @@ class _Split:
 
 @dataclass(eq=False)
 class Pieces:
-    """The running sums of one model.
-
-    Args:
-        prices: of the graph on the cluster.
-        points: where it can be cut.
-        num_rows: of the global batch.
-
-    Attributes:
-        cuts: the best cuts as if memory were boundless, in units, by what they depend on; `looks` of replicas, by their devices; `times` of
-            all pieces as some stage.
-    """
+    """The prefix sums of one model."""
 
     prices: Prices
     points: CutPoints
     num_rows: int
-    cuts: dict[Hashable, tuple[int, ...]] = field(default_factory=dict, init=False)
-    times: dict[Hashable, Floats] = field(default_factory=dict, init=False)
+    cuts: dict[Hashable, tuple[int, ...]] = field(default_factory=dict, init=False)  # the best cuts without memory limits
+    times: dict[Hashable, Floats] = field(default_factory=dict, init=False)  # cache of all pieces as some stage
     lists: dict[Hashable, list[float]] = field(default_factory=dict, init=False)
-    looks: dict[Placed, Likeness] = field(default_factory=dict, init=False)
+    looks: dict[Placed, Likeness] = field(default_factory=dict, init=False)  # of replicas, by their devices
     _columns: dict[tuple[Device, int, Hashable], _Columns | None] = field(default_factory=dict, init=False)
     _sums: dict[tuple[Device, int, Hashable, float], PrefixSums] = field(default_factory=dict, init=False)
     _hosts: dict[tuple[Device, int], Host | None] = field(default_factory=dict, init=False)
     _splits: dict[tuple[int, bool], _Split | None] = field(default_factory=dict, init=False)
 
     def sums(self, kind: Device, width: int, rows: float, host: str | None = None) -> PrefixSums:
-        """The sums of a device of a split group, about a number of rows that the group takes of a micro-batch.
+        """The sums of a device of a split group, about a group's rows of a micro-batch.
 
-        Args:
-            host: where the group is; None for the one with the slowest links that has room for it.
+        `host`: None for the one with the slowest links among those that fit the group.
         """
         key = kind, width, self._look(kind, width, host), rows
         if key not in self._sums:
@@ -166,41 +128,41 @@ class Pieces:
         return self._sums[key]
 
     def trained(self, kind: Device, width: int) -> Floats:
-        """Per place, bytes of trainable parameters before it on a device; each counts where it is read first."""
+        """Per place, bytes on a device of trainable parameters before it, each at its first reader."""
         columns = self._of(kind, width, None)
         assert columns is not None, "asked for a split that there is none of"
         found: Floats = columns.trained[0]
         return found
 
     def gradients(self, kind: Device, width: int) -> Floats:
-        """Per place, likewise bytes of their gradients."""
+        """The same of their gradients."""
         columns = self._of(kind, width, None)
         assert columns is not None, "asked for a split that there is none of"
         found: Floats = columns.trained[1]
         return found
 
     def held(self, kind: Device, width: int) -> Floats:
-        """Per place, bytes of parameters with what training adds, and of what is kept for backward, as a line: ``[3, places]``.
+        """Bytes of parameters with gradients and optimizer state, and of what is kept for backward, as a line: ``[3, places]``.
 
-        Of one device of a split group; parameters that several pieces read count in each.
+        On one device of a split group; parameters that several pieces read count in each.
         """
         columns = self._of(kind, width, None)
         assert columns is not None, "asked for a split that there is none of"
         return columns.shares
 
     def can_split(self, kind: Device, width: int) -> bool:
-        """Whether something of the model can be cut over so many devices of a kind on one host."""
+        """Whether something of the model can be cut over so many devices of a type on one host."""
         return self._of(kind, width, None) is not None
 
     def _look(self, kind: Device, width: int, host: str | None) -> Hashable:
-        """What is equal for hosts on which a split group exchanges as fast."""
+        """Equal for hosts on which a split group exchanges equally fast."""
         if width == 1:
             return None
         own = self._host(kind, width) if host is None else self.prices.cluster.host_by_name[host]
         return None if own is None else (own.link, own.link.shared and len(own.devices))
 
     def _host(self, kind: Device, width: int) -> Host | None:
-        """Of the hosts that have room for a split group that with the slowest link; None where there is none."""
+        """The host with the slowest link among those that fit a split group; None where there is none."""
         key = kind, width
         if key not in self._hosts:
             having = [host for host in self.prices.cluster.hosts if sum(own.kind == kind for own in host.devices) >= width]
@@ -223,11 +185,11 @@ class Pieces:
         alike: NDArray[np.int64] | None = None,
         copies: Floats | None = None,
     ) -> _Columns:
-        """Columns of a graph, without what is exchanged.
+        """Columns of a graph, without exchanges.
 
         Args:
-            alike: per op of the graph the one whose figures stand for it; None for itself.
-            copies: per op of the graph bytes of what it brings together and keeps, as lines by rows: ``[2, ops]``.
+            alike: per op, the op whose figures stand for it; None for itself.
+            copies: per op, bytes of gathered copies that it keeps, as lines: ``[2, ops]``.
         """
         points, table = self.points, prices.table
         own = prices.positions(points.spine)
@@ -261,7 +223,7 @@ class Pieces:
         )
 
     def _before(self, per_op: Floats, alike: NDArray[np.int64] | None) -> Floats:
-        """Per place to cut, sums over the ops before it of what stands for each; what floats is in none."""
+        """Per cut point, sums over the ops before it; floating ops do not count."""
         points, own = self.points, self.prices.positions(self.points.spine)
         bound = np.array([name not in points.floating for name in points.spine])
         values = per_op[..., own if alike is None else alike[own]] * bound
@@ -269,7 +231,7 @@ class Pieces:
         return found[..., points.bounds]
 
     def _held(self, prices: Prices, stands: NDArray[np.int64]) -> Floats:
-        """Of `_Columns`: by the local shapes of the ops that stand for those of the spine."""
+        """`_Columns.shares` without copies."""
         points, found = self.points, np.zeros((3, len(self.points.spine) + 1))
         kept = {name for names in self.prices.kept_there.values() for name in names}
         for index, name in enumerate(points.spine):
@@ -283,7 +245,7 @@ class Pieces:
         return result
 
     def _trained(self, prices: Prices, stands: NDArray[np.int64]) -> Floats:
-        """Per op of the spine, bytes of the trainable parameters that it is the first to read, and of their gradients."""
+        """Per op of the spine, bytes of the trainable parameters that it reads first, and of their gradients."""
         seen, graph = set[str](), self.prices.graph
         found = np.zeros((2, len(self.points.spine)))
         local = {position: prices.graph.ops[position] for position in set(stands.tolist())}
@@ -302,7 +264,7 @@ class Pieces:
 
     @cached_property
     def _sample(self) -> tuple[tuple[str, ...], NDArray[np.int64]]:
-        """The calls that are split in the place of all, and per op of the graph that of them which stands for it."""
+        """The calls that are sharded, and per op of the graph the one that stands for it."""
         graph = self.prices.graph
         alike, run = np.arange(len(graph.ops)), find_repeated_blocks(graph)
         calls = [op for op in graph.ops if op.kind == "call"]
@@ -319,8 +281,8 @@ class Pieces:
     def _split(self, kind: Device, width: int, host: str | None) -> _Columns | None:
         """Columns of one device of a split group; None where nothing can be cut.
 
-        Where the whole model does not fit on such a group in the fastest way, it is the fastest with which each device has little more than
-        its part: what is brought together for that, and kept, may not be much.
+        Where the whole model does not fit on such a group in the fastest way, the fastest with which each device holds little more
+        than its part: gathered and kept copies are limited.
         """
         own = self._host(kind, width) if host is None else self.prices.cluster.host_by_name[host]
         group = tuple(device.name for device in own.devices if device.kind == kind)[:width] if own else ()
@@ -346,19 +308,19 @@ class Pieces:
 
     @cached_property
     def cluster_speed(self) -> float:
-        """How often all devices together would do all rows in a second."""
+        """1 / seconds in which all devices together process all rows."""
         counts = Counter(self.prices.kinds.values())
         return sum(number / self.whole_seconds(kind, 1, float(self.num_rows)) for kind, number in counts.items())
 
     def _held_by_all(self, rows: float, ops: Sequence[str] | None = None) -> float:
-        """Bytes of parameters with what training adds, and of what is kept for backward, of some ops or of all."""
+        """Bytes of parameters with gradients and optimizer state, and kept for backward, of some ops or of all."""
         prices, own = self.prices, self.points.spine if ops is None else ops
         kept = {name for op in own for name in prices.kept_there.get(op, ())}
         held = sum(prices.parameter_bytes(name) for name in prices.graph.parameters_read(own))
         return float(held + int(size_line(prices.outputs, kept).at(rows)))
 
     def _shared(self, group: tuple[str, ...], rows: float, *, is_short: bool) -> _Split | None:
-        """How groups of this width are split, whatever their kind: as the first is that asks; None where nothing can be cut."""
+        """The sharding of groups of this width, chosen by the first that asks, for all device types; None where nothing can be cut."""
         key = len(group), is_short
         if key not in self._splits:
             self._splits[key] = self._solved(StagePlace((group,), rows, 1, 1), is_short=is_short)
@@ -385,7 +347,7 @@ class Pieces:
         return _Split(bridges, self._made(prices.local(ops, shards, 0), alike, copies))
 
     def _paid(self, cut: _Split, site: StagePlace) -> _Columns:
-        """Columns of a device of a group, with what it exchanges."""
+        """Columns of a device of a group, with exchanges."""
         prices, graph, collective_costs = self.prices, self.prices.graph, CollectiveCosts(self.prices, site)
         paid, started = np.zeros((2, 2, len(graph.ops))), np.zeros((2, len(graph.ops)))
         for bridge in cut.bridges:  # a parameter's is paid by the op that reads it

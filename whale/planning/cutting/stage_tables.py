@@ -1,7 +1,7 @@
-"""What every piece of a model would cost as each stage of a pipeline: the tables among which the cut is sought.
+"""Cost tables of all pieces of a model as each stage of a pipeline, over which the cut is optimised.
 
-Seconds depend on the kind of the device and on the way on which the piece receives, bytes on the stage's micro-batches in flight
-and the memory of the device: replicas with the same rows share both.
+Seconds depend on the device type and on the link that the piece receives over, bytes on the stage's micro-batches in
+flight and the device's memory: replicas with the same rows share both.
 """
 
 from __future__ import annotations
@@ -28,16 +28,12 @@ _Timed = tuple[Device, float, int, str | None]
 
 @dataclass(frozen=True, eq=False)
 class Band:
-    """The pieces of a model that are not too long, as they lie in a table.
+    """The pieces of a model up to a length, as laid out in a table.
 
           start    j-3  j-2  j-1
-    end 1           -    -    0        what begins before the model is no piece
+    end 1           -    -    0        a start before the model is no piece
     end 2           -    0    1
     end 3           0    1    2
-
-    Attributes:
-        num_units: that the model can be cut into.
-        longest: units of a piece at most.
     """
 
     num_units: int
@@ -45,31 +41,30 @@ class Band:
 
     @cached_property
     def ends(self) -> NDArray[np.int64]:
-        """Per row, the place where its pieces end: ``[ends, 1]``."""
+        """Per row, the end of its pieces: ``[ends, 1]``."""
         return np.arange(self.num_units + 1, dtype=np.int64)[:, None]
 
     @cached_property
     def starts(self) -> NDArray[np.int64]:
-        """Where each piece starts, the longest first: ``[ends, pieces]``; 0 for what is none."""
+        """The start of each piece, the longest first: ``[ends, pieces]``; 0 where there is none."""
         return np.maximum(self._starts, 0)
 
     @cached_property
     def is_piece(self) -> NDArray[np.bool_]:
-        """Which entries are pieces."""
         return self._starts >= 0
 
     def before(self) -> Floats:
-        """What there is before the first stage: nothing, at the first place; `padded`."""
+        """The initial values of the recursion: 0 at the first place; `padded`."""
         found = np.full(self.longest + self.num_units + 1, np.inf)
         found[self.longest] = 0.0
         return found
 
     def padded(self, values: Floats) -> Floats:
-        """Values of all places, behind what is before the model."""
+        """Values of all places, with infinity before the model."""
         return np.concatenate((np.full(self.longest, np.inf), values))
 
     def windows(self, padded: Floats) -> Floats:
-        """What padded values are where each piece starts, in the form of a table."""
+        """Padded values at the start of each piece, as a table."""
         found: Floats = np.lib.stride_tricks.sliding_window_view(padded, self.longest)[: self.num_units + 1]
         return found
 
@@ -81,23 +76,18 @@ class Band:
 
 @dataclass(frozen=True, slots=True)
 class CutLink:
-    """How what crosses a cut gets to a device.
+    """How values that cross a cut reach a device.
 
-    Between split groups every device sends a part of it, which is gathered on arrival, where that is faster: the scattering pass decides
-    it of each tensor, once there are stages.
-
-    Attributes:
-        link: between the devices.
-        num_parts: that may cross by themselves.
-        gathering: seconds of a message, by its bytes, inside the groups.
+    Between split groups every device may send a part, which is gathered on arrival, if that is faster; the scattering pass
+    decides it per tensor later.
     """
 
-    link: Link
-    num_parts: int = 1
-    gathering: Line = field(default_factory=Line)
+    link: Link  # between the devices
+    num_parts: int = 1  # that can be sent separately
+    gathering: Line = field(default_factory=Line)  # seconds of a message inside the groups, by bytes
 
     def seconds(self, messages: Floats, num_bytes: Floats) -> Floats:
-        """Seconds of so many messages of so many bytes together."""
+        """Seconds of so many messages with so many bytes in total."""
         whole = messages * self.link.latency + num_bytes / self.link.bandwidth
         if self.num_parts == 1:
             return whole
@@ -107,15 +97,7 @@ class CutLink:
 
 @dataclass(eq=False)
 class StageTables:
-    """Makes the tables; those of one number of rows are kept until another is asked for.
-
-    Args:
-        points: where the model may be cut.
-        pieces: what its pieces take on each kind of device.
-        prices: of its graph on the cluster.
-        pipeline: whose stages the pieces would be.
-        policy: what recomputes inside stages.
-    """
+    """The tables of a model's pieces as stages of `pipeline`; cached for one number of rows at a time."""
 
     points: CutPoints
     pieces: Pieces
@@ -130,19 +112,13 @@ class StageTables:
 
     @property
     def look(self) -> Hashable:
-        """What is equal for pipelines of which equal devices take as long for equal pieces."""
+        """Equal for pipelines in which equal devices take equally long for equal pieces."""
         stages = range(self.pipeline.num_stages)
         times = tuple(2.0 if self.pipeline.recomputed[stage] else 1 + self.policy.share(stage) for stage in stages)
         return self.pipeline.stage_rank, self.pipeline.devices, times
 
     def times(self, stage: int, placed: Placed, num_rows: int, band: Band) -> Floats:
-        """Seconds of every piece of a band as this stage, infinite for what is none; they do not fall where a piece ends later.
-
-        Args:
-            stage: of the pipeline.
-            placed: the devices of each rank.
-            num_rows: of a micro-batch.
-        """
+        """Seconds of every piece of a band as this stage, infinite where there is none; never decreasing with the end."""
         self._ask(num_rows)
         kind, way = self._where(stage, placed, num_rows)
         timed, known = (*self._timed(stage, kind, placed), way, band.longest, num_rows), self.pieces.times
@@ -151,7 +127,7 @@ class StageTables:
         return known[timed]
 
     def lowest(self, placed: Placed, num_rows: int, margin: float) -> NDArray[np.int64]:
-        """Per stage and place where a piece may end, the first place where one may start that fits: ``[stages, places]``."""
+        """Per stage and end of a piece, the first start that fits in memory: ``[stages, places]``."""
         stages, num_units = self.pipeline.num_stages, self.points.num_units
         ends, rooms = np.arange(num_units + 1), margin * self.rooms(placed)
         low, high = np.zeros((stages, num_units + 1), dtype=np.int64), np.broadcast_to(ends, (stages, num_units + 1)).copy()
@@ -166,11 +142,7 @@ class StageTables:
         return low
 
     def excess(self, stage: int, placed: Placed, num_rows: int, margin: float, band: Band) -> Floats:
-        """Likewise the bytes by which pieces overflow their share of the device's memory.
-
-        Args:
-            margin: share of the device's memory that may be planned for.
-        """
+        """Bytes by which pieces overflow `margin` of the device's memory."""
         self._ask(num_rows)
         name = placed[self.pipeline.stage_rank[stage]][0]
         kind = self.prices.kinds[name] if self.pipeline.width(stage) > 1 else None
@@ -182,9 +154,9 @@ class StageTables:
         return np.maximum(self._bytes[look] - room, 0.0)
 
     def seconds(self, stage: int, placed: Placed, num_rows: int, starts: NDArray[np.int64], ends: NDArray[np.int64]) -> Floats:
-        """Seconds of pieces as this stage, on one of the devices of a split group, which have equal parts of the work until it is cut.
+        """Seconds of pieces as this stage, on one device of a split group (with an even part of the work).
 
-        With what it receives from the stage before; `answered` is what it receives from the next.
+        With messages from the stage before; `answered` has those from the next.
         """
         self._ask(num_rows)
         kind, way = self._where(stage, placed, num_rows)
@@ -198,7 +170,7 @@ class StageTables:
         return found
 
     def running(self, stage: int, kind: Device, placed: Placed, num_rows: int, places: NDArray[np.int64]) -> list[float]:
-        """Seconds of all that is before each of some places, as this stage: of a device, or of its host where that takes longer."""
+        """Seconds of all that is before each place, as this stage: of the device, or of its host where that takes longer."""
         timed = self._timed(stage, kind, placed)
         key = *timed, num_rows, len(places)
         if key not in self.pieces.lists:
@@ -208,19 +180,19 @@ class StageTables:
         return self.pieces.lists[key]
 
     def answered(self, stage: int, placed: Placed, num_rows: int) -> Floats:
-        """Per place where a piece may end as this stage, the seconds in which it receives gradients from the next."""
+        """Per end of a piece as this stage, seconds of receiving gradients from the next."""
         way = self._where(stage + 1, placed, num_rows)[1] if self.prices.training and stage + 1 < self.pipeline.num_stages else None
         return np.zeros(self.points.num_units + 1) if way is None else self._received(way, num_rows)
 
     def loads(self, placed: Placed, num_rows: int, bounds: Sequence[int]) -> Floats:
-        """Bytes that a device holds for each stage, where the stages are cut so."""
+        """Bytes per stage on a device, for a given cut."""
         places, found = np.array(bounds), np.zeros(self.pipeline.num_stages)
         for (kind, width), own in self._alike(placed).items():
             found[own] = self.held(own, kind, width, num_rows, places[own], places[own + 1])
         return found
 
     def _alike(self, placed: Placed) -> dict[tuple[Device | None, int], NDArray[np.int64]]:
-        """The stages on split groups of each kind and width; those that are not split are alike on all devices."""
+        """The stages by device type and width of their split groups; for unsplit stages the type does not matter."""
         groups: dict[tuple[Device | None, int], list[int]] = {}
         for stage, rank in enumerate(self.pipeline.stage_rank):
             width = self.pipeline.width(stage)
@@ -234,19 +206,19 @@ class StageTables:
         return found
 
     def _received(self, way: CutLink, num_rows: int) -> Floats:
-        """Per place, the seconds of what crosses there one way: of training, half of it."""
+        """Per place, seconds of what crosses there one way: of training, half of it."""
         share = 0.5 if self.prices.training else 1.0
         return way.seconds(share * self.points.messages, share * self._crossing(num_rows))
 
     def _ask(self, num_rows: int) -> None:
-        """What is known of other numbers of rows is let go."""
+        """Clears what is cached of other numbers of rows."""
         if self._asked != num_rows:
             self._asked, self._enters = num_rows, None
             for known in (self._sums, self._bytes, self._gatherings):
                 known.clear()
 
     def _where(self, stage: int, placed: Placed, num_rows: int) -> tuple[Device, CutLink | None]:
-        """The kind of the device of a stage, and the way on which it receives."""
+        """The device type of a stage, and the link that it receives over."""
         ranks, before = self.pipeline.stage_rank, max(stage - 1, 0)
         name, source = placed[ranks[stage]][0], placed[ranks[before]][0]
         kind = self.prices.cluster.by_name[name].kind
@@ -266,7 +238,7 @@ class StageTables:
         return self._gatherings[group]
 
     def _timed(self, stage: int, kind: Device, placed: Placed) -> _Timed:
-        """What the time of ops as this stage depends on: how often they run forward, and on how many devices of which host."""
+        """What the time of ops as this stage depends on: number of forward passes, devices, and host."""
         width, times = self.pipeline.width(stage), 2.0 if self.pipeline.recomputed[stage] else 1 + self.policy.share(stage)
         host = self.prices.cluster.by_name[placed[self.pipeline.stage_rank[stage]][0]].host if width > 1 else None
         return kind, times, width, host
@@ -277,7 +249,7 @@ class StageTables:
         return pipeline.in_flight[stage], pipeline.recomputed[stage], self.policy.share(stage), pipeline.width(stage), stage > 0
 
     def _sums_of(self, device: Device, times: float, width: int, host: str | None, num_rows: int) -> tuple[Floats, Floats]:
-        """Per place to cut, seconds of all ops before it: of a device, and of the host that starts them."""
+        """Per place, seconds of all ops before it: of a device, and of its host."""
         parts = width if self.pieces.can_split(device, width) else 1
         sums, share = self.pieces.sums(device, parts, float(num_rows), host), parts / width
         computing = times * (sums.forward[0] + num_rows * sums.forward[1]) + sums.backward[0] + num_rows * sums.backward[1]
@@ -292,11 +264,7 @@ class StageTables:
         starts: NDArray[np.int64],
         ends: NDArray[np.int64],
     ) -> Floats:
-        """Bytes that pieces need on a device as a stage, or each as its own.
-
-        Args:
-            kind: of the devices of a split group of so many; of a device by itself it is no matter.
-        """
+        """Bytes of pieces on a device as one stage, or each as its own; `kind` matters for split groups only."""
         self._ask(num_rows)
         points, crossing = self.points, self._crossing(num_rows)
         received = np.where(np.asarray(stage) > 0, crossing[starts] / 2, 0.0)
@@ -315,19 +283,19 @@ class StageTables:
 
     @cached_property
     def _shapes(self) -> Floats:
-        """Per stage its micro-batches in flight, recomputed and waiting, and the share that recomputes: ``[4, stages]``."""
+        """Per stage, micro-batches in flight, recomputed and waiting, and the recomputed share: ``[4, stages]``."""
         own = self.pipeline
         shares = [self.policy.share(stage) for stage in range(own.num_stages)]
         return np.array([own.in_flight, own.recomputed, own.waiting, shares], dtype=np.float64)
 
     @property
     def _entering(self) -> float:
-        """Bytes that enter a block of this number of rows, about."""
+        """Approximate bytes that enter a block."""
         if self._enters is None:
             self._enters = float(np.quantile(self._crossing(self._asked), 0.25)) / 2
         return self._enters
 
     def _crossing(self, num_rows: int) -> Floats:
-        """Per bound, the bytes that travel there both ways."""
+        """Per bound, the bytes that cross both ways."""
         crossing: Floats = self.points.crossing_fixed + self.points.crossing_per_row * num_rows
         return crossing

@@ -1,1 +1,1 @@
-"""The plan in words: every choice with its cost, its bound and its runner-up."""
+"""Explains the plan: every choice with its cost, bound and runner-up."""

@@ -1,4 +1,4 @@
-"""What the planner decided, with cost, bound and runner-up, for `whale plan --explain`."""
+"""The choices of the planner with cost, bound and runner-up, for `whale plan --explain`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ from whale.sharding.bridges import GATHERED, Bridge, bridge_bytes
 from whale.units import counted, each_counted, format_bytes, format_seconds
 
 _CLOSED_FORM = "a closed form without sums of gradients and the optimizer"
-"""By which rows are divided; the estimate has both, and is told by itself."""
 
 
 def explain_choices(annotations: Annotations | None, chosen: ChosenPlacement, replicas: Sequence[Replica]) -> Iterator[Choice]:
@@ -54,7 +53,7 @@ def explain_choices(annotations: Annotations | None, chosen: ChosenPlacement, re
 
 
 def _schedules(best: PricedPlacement) -> Iterator[Choice]:
-    """One choice per pipeline, with the replicas that have it where they are unlike."""
+    """One choice per distinct pipeline, with its replicas if there are several."""
     found: dict[Pipeline, list[int]] = {}
     for index, model in enumerate(best.replicas):
         found.setdefault(model.pipeline.pipeline, []).append(index)
@@ -153,7 +152,7 @@ def _sizes(sizes: Sequence[int]) -> str:
 
 
 def explain_sharding(best: PricedPlacement, replicas: Sequence[Replica]) -> Iterator[Choice]:
-    """One choice per split stage, replicas that cut alike together."""
+    """One choice per split stage, equally cut replicas together."""
     found: dict[tuple[int, StageSharding], list[int]] = {}
     for index, model in enumerate(best.replicas):
         for stage, sharding in enumerate(model.shardings):
@@ -179,7 +178,7 @@ def _bound(sharding: StageSharding) -> str:
 
 
 def _memory(replica: Replica, stage: int) -> str:
-    """What each position of a split group holds, at most."""
+    """Peak bytes at each position of a split group."""
     own = replica.stages[stage]
     held = [max(e.parameter_bytes + e.activation_bytes for e in own.estimates[position :: own.split]) for position in range(own.split)]
     texts = list(dict.fromkeys(format_bytes(num_bytes) for num_bytes in held))
@@ -187,7 +186,7 @@ def _memory(replica: Replica, stage: int) -> str:
 
 
 def _others(sharding: StageSharding) -> Iterator[str]:
-    """The next best set, told by what differs; and no cut at all."""
+    """The runner-up set of axes by its difference, and no cut at all."""
     names, seconds = sharding.runner_up
     if names:
         chosen = {shard.axis for shard in sharding.shards}
@@ -203,11 +202,11 @@ def _listed(names: Sequence[str]) -> str:
 
 
 Bytes = tuple[int, int]
-"""Received by the device that receives most, per micro-batch, forward and backward."""
+"""Per micro-batch, forward and backward, on the device that receives most."""
 
 
 def explain_bridges(solver: Solver, best: PricedPlacement, replicas: Sequence[Replica]) -> Iterator[Choice]:
-    """A choice per bridge of each split stage, alike ones together, and one for the stage; equal replicas once, others by number."""
+    """A choice per group of equal bridges of each split stage, and one for the stage; equal replicas once."""
     are_alike = len({replica.pipeline for replica in replicas}) == 1
     seen: dict[object, None] = {}
     for replica, model in zip(replicas, best.replicas, strict=True):
@@ -259,7 +258,7 @@ def _together(bridges: Sequence[Bridge], found: dict[Bridge, Bytes], received: C
 
 
 def _in_two_steps(bridge: Bridge) -> Iterator[Bridge]:
-    """The same with whole tensors in between: gather and take a part, sum and take a part, gather and sum gradients."""
+    """The same through whole tensors: gather and slice, sum and slice, gather and sum gradients."""
     if (bridge.is_sum and bridge.target) or (bridge.source and bridge.target):
         yield replace(bridge, target=None)
         yield Bridge(bridge.tensor, None, bridge.target, has_gradient=bridge.has_gradient)
@@ -271,7 +270,7 @@ def _in_two_steps(bridge: Bridge) -> Iterator[Bridge]:
 
 
 def _text(bridge: Bridge) -> str:
-    """The forms, with axes of numbered layers alike."""
+    """The forms, with layer numbers replaced."""
     source = "sum" if bridge.is_sum else _form(bridge.source)
     return f"{source} -> {_form(bridge.target)}{' by parts' if bridge.entered else ''}"
 
@@ -281,7 +280,7 @@ def _form(axis: str | None) -> str:
 
 
 def _without_numbers(name: str) -> str:
-    """A dotted name with the numbers of layers alike."""
+    """A dotted name with layer numbers replaced."""
     return ".".join("*" if part.isdigit() else part for part in name.split("."))
 
 
@@ -292,7 +291,7 @@ def _moved(forward: str, backward: str, moved: Bytes) -> str:
 
 
 def explain_recompute(solver: Solver, best: PricedPlacement, replicas: Sequence[Replica]) -> Iterator[Choice]:
-    """A choice per stage that recomputes, replicas that do the same together; nothing where nobody asked for any."""
+    """A choice per stage that recomputes, equal replicas together; nothing without recomputation."""
     seen: dict[tuple[int, object], list[int]] = {}
     for index, model in enumerate(best.replicas):
         for stage, recompute in enumerate(model.recomputes):
@@ -335,7 +334,7 @@ def _recomputed(solver: Solver, best: PricedPlacement, replicas: Sequence[Replic
 
 
 def explain_step(step: StepEstimate) -> Iterator[Choice]:
-    """Where the time of a step goes, what fills the fullest memory, and what summing gradients takes."""
+    """Where the time of a step goes, what fills the fullest memory, and the cost of gradient sums."""
     slow, full = step.straggler, max(step.devices, key=lambda each: each.peak.total / each.capacity)
     yield Choice(
         "estimate",

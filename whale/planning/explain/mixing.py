@@ -1,4 +1,4 @@
-"""The samples that a plan keeps apart though the model mixes them, what is then computed otherwise than on one device, and why."""
+"""Ops that mix samples which a plan keeps apart, so that results differ from those of one device, and why."""
 
 from __future__ import annotations
 
@@ -11,25 +11,23 @@ from whale.ir.plan import Choice, Plan, Replica
 from whale.sharding.bridges import bridge_bytes
 from whale.units import counted, each_counted, format_bytes
 
-APART = "not gathered"
-"""The decision where an op needs more rows than a device has at once."""
+APART = "not gathered"  # decision where an op needs more rows than a device has at once
 
 
 def explain_not_joined(reason: str) -> Choice:
-    """The choice to leave apart what some op needs at once."""
     return Choice("joining", "rows that an op needs at once", APART, bound=reason)
 
 
 def reason_not_joined(plan: Plan) -> str:
-    """Why rows that an op needs at once are apart; "" where they are not, or the plan does not tell."""
+    """Why rows that an op needs together are kept apart; "" where they are not, or the plan does not say."""
     return next((choice.bound for choice in plan.choices if choice.pass_name == "joining" and choice.decision == APART), "")
 
 
 def explain_joining(joined: Sequence[Replica], plan: Plan, prices: Prices) -> Iterator[Choice]:
-    """One choice per stage whose rows are divided over a split group since some op needs them all.
+    """One choice per stage whose rows are divided over a split group because some op needs them all.
 
     Args:
-        joined: the replicas by themselves.
+        joined: the separate replicas.
         plan: in which they are one.
     """
     for stage, before in zip(plan.replicas[0].stages, joined[0].stages, strict=True):
@@ -50,17 +48,13 @@ def explain_joining(joined: Sequence[Replica], plan: Plan, prices: Prices) -> It
         )
 
 
-MAX_PLACES = 5
-"""A warning names so many lines of the user's."""
+MAX_PLACES = 5  # lines of the user's code in a warning
 
 
 def mixed_apart(plan: Plan, graph: ModelGraph, axes: Axes | None = None) -> tuple[Mixing, ...]:
-    """The ops, and terms of the loss, that mix samples of which the plan computes some by themselves.
+    """The ops and loss terms that mix samples of which the plan computes some separately.
 
-    Args:
-        plan: for the graph.
-        graph: the captured model.
-        axes: of the graph; found here where not given.
+    `axes`: of the graph, where already known.
     """
     if not keeps_apart(plan):
         return ()
@@ -70,12 +64,12 @@ def mixed_apart(plan: Plan, graph: ModelGraph, axes: Axes | None = None) -> tupl
 
 
 def keeps_apart(plan: Plan) -> bool:
-    """Whether a plan computes some samples by themselves: where it does not, none that the model mixes can be apart."""
+    """Whether a plan computes any samples separately."""
     return _in_pieces(plan) or any(len(stage.shares) > 1 for replica in plan.replicas for stage in replica.stages)
 
 
 def terms_apart(plan: Plan, graph: ModelGraph) -> Iterator[str]:
-    """Warnings of the terms of the loss that are no sums over samples, where the plan keeps their rows apart."""
+    """Warnings for loss terms that are no sums over samples, where the plan keeps their rows apart."""
     in_pieces, divided = _in_pieces(plan), _divided(plan)
     for term in graph.loss:
         if not term.exact and (in_pieces or term.sum in divided):
@@ -93,7 +87,7 @@ def _in_pieces(plan: Plan) -> bool:
 
 
 def explain_mixing(mixing: Sequence[Mixing]) -> Iterator[Choice]:
-    """Ops that mix samples: their results depend on which rows stand together in a micro-batch of one device."""
+    """Ops that mix samples: their results depend on which rows share a micro-batch of one device."""
     for found in mixing:
         yield Choice(
             "bridging",
@@ -105,7 +99,7 @@ def explain_mixing(mixing: Sequence[Mixing]) -> Iterator[Choice]:
 
 
 def warn_of_mixing(mixing: Sequence[Mixing], plan: Plan, graph: ModelGraph) -> str:
-    """One text for all that mixes samples, with the user's lines, each once; "" where nothing does."""
+    """One text for all ops that mix samples, with the user's lines; "" where none does."""
     if not mixing:
         return ""
     places: dict[str, str] = {}

@@ -1,8 +1,8 @@
-"""How many units each of several unlike workers takes, so that the slowest is as fast as can be and all fit in memory.
+"""Divides units over heterogeneous workers so that the slowest is as fast as possible and all fit in memory.
 
-Worker i needs t_i(n) seconds and m_i(n) bytes for n units, both monotone. Give out the units one by one, each to the
-worker that would finish it first: the last one given sets T. That T is the N-th smallest of all the values t_i(n)
-that fit in memory, so one partial sort finds it, and every n_i is then the most that worker i can do within T.
+Worker i needs t_i(n) seconds and m_i(n) bytes for n units, both monotone. Giving out units one by one, each to the worker
+that would finish it first, the last one sets the time T: the N-th smallest of all values t_i(n) that fit in memory. So one
+partial sort finds T, and n_i is the most that worker i can do within T.
 """
 
 from __future__ import annotations
@@ -19,19 +19,13 @@ from whale.units import format_bytes
 
 
 class MemoryShortage(OutOfMemory):
-    """No division fits.
+    """No division fits."""
 
-    Attributes:
-        num_bytes: the least, over all divisions, of the largest shortage on one device.
-        sizes: a division that attains it.
-    """
-
-    num_bytes: int = 0
-    sizes: tuple[int, ...] = ()
+    num_bytes: int = 0  # the least, over all divisions, of the largest shortage on one device
+    sizes: tuple[int, ...] = ()  # a division that attains it
 
 
 def shortage(message: str, num_bytes: int, sizes: tuple[int, ...]) -> MemoryShortage:
-    """A `MemoryShortage` with its figures."""
     error = MemoryShortage(
         message,
         hint="more micro-batches (pipeline.num_micro_batch), fewer rows, more stages, recomputation (recompute.policy: auto), "
@@ -43,28 +37,20 @@ def shortage(message: str, num_bytes: int, sizes: tuple[int, ...]) -> MemoryShor
 
 @dataclass(frozen=True)
 class Curve:
-    """What 0, 1, ... N units cost one worker.
+    """What 0, 1, ... N units cost one worker."""
 
-    Attributes:
-        seconds: time for n units at index n; does not fall.
-        excess: bytes by which n units overflow its memory, 0 where they fit; does not fall.
-        minimum: the fewest units that it can be given.
-        place: the device that overflows first, for messages.
-    """
-
-    seconds: Floats
-    excess: Floats
-    minimum: int = 0
-    place: str = ""
+    seconds: Floats  # time for n units at index n; non-decreasing
+    excess: Floats  # bytes by which n units overflow its memory, 0 where they fit; non-decreasing
+    minimum: int = 0  # the fewest units that it must take
+    place: str = ""  # the device that overflows first, for messages
 
     @cached_property
     def most(self) -> int:
-        """The most units that fit; -1 where not even none does."""
+        """The most units that fit; -1 where not even 0 do."""
         return int(np.searchsorted(self.excess, 0.0, side="right")) - 1
 
     @cached_property
     def fits(self) -> bool:
-        """Whether its minimum fits."""
         return self.most >= self.minimum
 
 
@@ -83,7 +69,7 @@ def combine(num_units: int, curves: Sequence[Curve]) -> Curve:
 
 
 def divide_units(num_units: int, curves: Sequence[Curve]) -> tuple[int, ...]:
-    """The division with the least time of the slowest worker, and below that the least tail.
+    """The division with the least time of the slowest worker.
 
     Raises:
         MemoryShortage: no division fits.
@@ -103,7 +89,7 @@ def divide_units(num_units: int, curves: Sequence[Curve]) -> tuple[int, ...]:
 
 
 def _candidates(num_units: int, values: Sequence[Floats], minimums: Sequence[int], bounds: Sequence[int]) -> Floats:
-    """The values beyond the minimums, unsorted; those above what an even division reaches are left out."""
+    """The values beyond the minimums, unsorted, without those above the level of an even division."""
     even = -(-num_units // len(values))
     level = np.inf
     if all(low <= even <= high for low, high in zip(minimums, bounds, strict=True)):
@@ -116,7 +102,7 @@ def _candidates(num_units: int, values: Sequence[Floats], minimums: Sequence[int
 
 
 def _merge(num_units: int, values: Sequence[Floats], minimums: Sequence[int], bounds: Sequence[int]) -> Floats:
-    """Per number of units, the least largest value; beyond what the bounds admit, the last one."""
+    """Per number of units, the least largest value; constant beyond the bounds."""
     floor = max(float(value[low]) for value, low in zip(values, minimums, strict=True))
     merged = np.full(num_units + 1, floor)
     given = np.sort(_candidates(num_units, values, minimums, bounds))[: max(0, num_units - sum(minimums))]

@@ -1,4 +1,4 @@
-"""Where a model can be cut into stages: places in the order of its ops, and what would cross at each."""
+"""Where a model can be cut into stages, and what crosses at each place."""
 
 from __future__ import annotations
 
@@ -14,35 +14,23 @@ from whale.estimate.prices.prices import Prices
 from whale.ir.graph import ModelGraph
 from whale.planning.structure.structure import Structure, floating_ops
 
-MAX_UNITS = 320
-"""The ops are bundled into at most this many units, cut where least crosses, before the stages are sought."""
+MAX_UNITS = 320  # ops are bundled into at most this many units, cut where least crosses
 
 
 @dataclass(frozen=True)
 class CutPoints:
-    """The ops in order, bundled into units.
+    """The ops in order, bundled into units."""
 
-    Attributes:
-        structure: of the graph.
-        spine: the ops that are computed once, in graph order.
-        floating: those of them that need no parameter and no gradient; they go where they are read.
-        bounds: index into `spine` where each unit starts, and its length at the end.
-        crossing_fixed, crossing_per_row: per bound, bytes that travel there both ways, by rows.
-        messages: per bound, how many tensors and gradients these are.
-        kept_fixed, kept_per_row: per bound, bytes kept for backward by all ops before it, by rows.
-        parameters: ``[i, j]``: bytes of the parameters that units i to j - 1 read, each once.
-    """
-
-    structure: Structure
-    spine: tuple[str, ...]
-    floating: frozenset[str]
-    bounds: NDArray[np.int64]
-    crossing_fixed: Floats
-    crossing_per_row: Floats
-    messages: Floats
-    kept_fixed: Floats
-    kept_per_row: Floats
-    parameters: Floats
+    structure: Structure  # of the graph
+    spine: tuple[str, ...]  # the ops that are computed once, in graph order
+    floating: frozenset[str]  # those without parameters and gradients, which run where they are read
+    bounds: NDArray[np.int64]  # index into `spine` where each unit starts, and its length
+    crossing_fixed: Floats  # per bound, bytes that cross both ways
+    crossing_per_row: Floats  # the same, per row
+    messages: Floats  # per bound, the number of these tensors and gradients
+    kept_fixed: Floats  # per bound, bytes kept for backward by all ops before it
+    kept_per_row: Floats  # the same, per row
+    parameters: Floats  # ``[i, j]``: bytes of the parameters that units i to j - 1 read, each once
 
     @property
     def num_units(self) -> int:
@@ -50,12 +38,7 @@ class CutPoints:
 
 
 def find_cut_points(structure: Structure, prices: Prices, kept: Mapping[str, tuple[str, ...]]) -> CutPoints:
-    """Finds the units of a graph.
-
-    Args:
-        structure: of the graph that the prices are of.
-        kept: per op, what it keeps for backward.
-    """
+    """Finds the units of a graph; `kept`: per op, what it keeps for backward."""
     graph = prices.graph
     spine = tuple(op.name for op in graph.ops if op.name in structure.atom_of)
     position = {name: index for index, name in enumerate(spine)}
@@ -95,7 +78,7 @@ def _crossing(
 
 
 def _without_own_ops(spine: Sequence[str], floating: frozenset[str]) -> NDArray[np.bool_]:
-    """Per place, whether a piece that ends or begins there may have floating ops alone: these leave it, and nothing would be left."""
+    """Per place, whether a piece that ends or starts there may have only floating ops: these leave it, and nothing remains."""
     floats = np.array([name in floating for name in spine], dtype=np.bool_)
     after = np.concatenate((floats, [False]))  # all ops from a place on
     after[:-1] = np.logical_and.accumulate(floats[::-1])[::-1]
@@ -103,7 +86,7 @@ def _without_own_ops(spine: Sequence[str], floating: frozenset[str]) -> NDArray[
 
 
 def lightest_bounds(weight: Floats, forbidden: NDArray[np.bool_]) -> NDArray[np.int64]:
-    """The bounds: all allowed places, or where they are many the lightest of every so many.
+    """All allowed places, or, if there are too many, the lightest of each window.
 
     Args:
         weight: per place, 0 to the number of ops.

@@ -1,4 +1,4 @@
-"""Which devices each replica gets, and which of them each virtual device: large memories where most is held."""
+"""Assigns devices to replicas and virtual devices: large memories where most is held."""
 
 from __future__ import annotations
 
@@ -10,45 +10,30 @@ from whale.ir.cluster import Cluster, Device, Link
 from whale.planning.pipeline.scheduling import PipelineShape
 from whale.planning.strategy import Placed
 
-MAX_PERMUTED = 4
-"""On up to so many devices every order is tried, and of so many kinds."""
+MAX_PERMUTED = 4  # up to this many devices, and device types, every order is tried
 
 SEARCHED = "chosen by the search"
-"""The rule of devices that are not the planner's to choose."""
 
 
 @dataclass(frozen=True)
 class Placement:
-    """One way to place all replicas.
+    """One way to place all replicas."""
 
-    Attributes:
-        rule: what it follows, in words.
-        replicas: the devices of each.
-        idle: devices left over.
-    """
-
-    rule: str
-    replicas: tuple[Placed, ...]
-    idle: tuple[str, ...]
+    rule: str  # that it follows, in words
+    replicas: tuple[Placed, ...]  # the devices of each
+    idle: tuple[str, ...]  # devices left over
 
 
 @dataclass(frozen=True)
 class Likeness:
-    """What is equal for replicas on equal devices with equal links between them.
+    """Equal for replicas on equal devices with equal links."""
 
-    Attributes:
-        devices: per device its kind, and the number of its host among those of the replica.
-        links: inside the hosts, and between those that have a link of their own: their numbers, and the link.
-        network: the link between all other hosts; None where there is but one.
-    """
-
-    devices: tuple[tuple[Device, int], ...]
-    links: tuple[tuple[int, int, Link], ...]
-    network: Link | None
+    devices: tuple[tuple[Device, int], ...]  # per device its type, and the number of its host in the replica
+    links: tuple[tuple[int, int, Link], ...]  # inside the hosts, and between those with a link of their own: two host numbers, and the link
+    network: Link | None  # the link between all other hosts; None for one host
 
 
 def likeness_of(placed: Placed, cluster: Cluster) -> Likeness:
-    """The likeness of a replica on its devices."""
     devices = [cluster.by_name[name] for names in placed for name in names]
     local = {host: number for number, host in enumerate(dict.fromkeys(device.host for device in devices))}
     inside = ((number, number, cluster.host_by_name[host].link) for host, number in local.items())
@@ -63,24 +48,17 @@ def likeness_of(placed: Placed, cluster: Cluster) -> Likeness:
 
 @dataclass(frozen=True)
 class DevicePool:
-    """The devices that a model divided by scopes may take.
+    """The devices that a model divided by scopes may use."""
 
-    Attributes:
-        cluster: what they are of; its other devices stay idle.
-        taken: a cluster of them.
-        in_any_order: whether the rules are not all that is worth pricing.
-        stated: the devices of each rank of each replica, where they are not to be chosen; else empty.
-    """
-
-    cluster: Cluster
-    taken: Cluster
-    in_any_order: bool = False
-    stated: tuple[Placed, ...] = ()
+    cluster: Cluster  # that they belong to; its other devices stay idle
+    taken: Cluster  # a cluster of them
+    in_any_order: bool = False  # whether to price more than the rules' placements
+    stated: tuple[Placed, ...] = ()  # the devices of each rank of each replica, if fixed; else empty
 
     def placements(
         self, pipeline: PipelineShape, memory: Sequence[float], work: Sequence[float] | None, *, prefer_intra_node: bool
     ) -> tuple[Placement, ...]:
-        """The placements worth pricing, the one by memory first; the arguments are those of `placements`."""
+        """The placements worth pricing, the one by memory first; arguments as of `placements`."""
         if self.stated:
             return (_placed(SEARCHED, self.cluster, self.stated),)
         found = placements(self.taken, pipeline, memory, work, prefer_intra_node=prefer_intra_node)
@@ -94,11 +72,11 @@ class DevicePool:
 def placements(
     cluster: Cluster, pipeline: PipelineShape, memory: Sequence[float], work: Sequence[float] | None, *, prefer_intra_node: bool
 ) -> tuple[Placement, ...]:
-    """The placements worth pricing, the one by memory first; equal ones once.
+    """The distinct placements worth pricing, the one by memory first.
 
     Args:
         memory: per rank, bytes that one of its devices would hold; only the order counts.
-        work: per rank, FLOPs of one of its devices; None where the stages are still to be cut.
+        work: per rank, FLOPs of one of its devices; None where the stages are not cut yet.
     """
     groups, idle = device_groups(cluster, pipeline.num_devices, prefer_intra_node=prefer_intra_node)
     rules: list[tuple[str, Sequence[float], Callable[[Device], float]]] = [
@@ -120,7 +98,7 @@ def placements(
 
 
 def every_placement(cluster: Cluster, pipeline: PipelineShape, *, prefer_intra_node: bool) -> Iterator[Placement]:
-    """On few devices every way to place the replicas, alike devices of a host once; on more, kinds along the pipeline in every order."""
+    """On few devices all placements up to equivalence; on more, device types along the pipeline in every order."""
     kinds = list(dict.fromkeys(device.kind for device in cluster.devices))
     if len(cluster.devices) <= MAX_PERMUTED:
         seen = set[object]()
@@ -160,8 +138,8 @@ def _placed(rule: str, cluster: Cluster, replicas: tuple[Placed, ...]) -> Placem
 def device_groups(cluster: Cluster, size: int, *, prefer_intra_node: bool) -> tuple[list[list[Device]], list[Device]]:
     """Devices of each replica, and those left over (the slowest).
 
-    Replicas fill a host first; what remains on the hosts forms replicas across them. Without that preference the
-    devices are dealt out like cards, largest memory first, so that the replicas are alike.
+    Replicas fill a host first; what remains on the hosts forms replicas across them. Without that preference the devices are
+    dealt out in order of memory, so that the replicas are similar.
     """
     num_groups = len(cluster.devices) // size
     if not prefer_intra_node:
@@ -189,7 +167,7 @@ def _speed(device: Device) -> float:
 
 
 def _assign(group: Sequence[Device], sizes: Sequence[int], demand: Sequence[float], supply: Callable[[Device], float]) -> Placed:
-    """Ranks with most demand choose first, from the devices with most to offer; otherwise all keep their order."""
+    """Ranks with the largest demand choose first, from the devices with the largest supply; ties keep their order."""
     devices = sorted(group, key=lambda device: -supply(device))
     placed: list[tuple[str, ...]] = [()] * len(sizes)
     start = 0
@@ -200,7 +178,7 @@ def _assign(group: Sequence[Device], sizes: Sequence[int], demand: Sequence[floa
 
 
 def _assign_by_hosts(group: Sequence[Device], sizes: Sequence[int], widths: Sequence[int]) -> Placed:
-    """Ranks with the widest split groups choose first: for each group the host that it fills best, like devices together."""
+    """Ranks with the widest split groups choose first: per group the best-fitting host, similar devices together."""
     free: dict[str, list[Device]] = {}
     for device in sorted(group, key=lambda device: -_speed(device)):
         free.setdefault(device.host, []).append(device)
@@ -212,7 +190,7 @@ def _assign_by_hosts(group: Sequence[Device], sizes: Sequence[int], widths: Sequ
 
 
 def _take(free: dict[str, list[Device]], count: int) -> list[Device]:
-    """So many devices, from one host if one has them: the one that is left with fewest; else from the fullest ones."""
+    """So many devices, from one host if possible (the one with fewest left); else from the fullest hosts."""
     fitting = [host for host, devices in free.items() if len(devices) >= count]
     if fitting:
         host = min(fitting, key=lambda host: (len(free[host]) % count, len(free[host])))

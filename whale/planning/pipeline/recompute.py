@@ -1,4 +1,4 @@
-"""Which activations are computed again in the backward pass instead of kept: by order of the user, or as memory demands."""
+"""Which activations are recomputed in the backward pass: by the user's policy, or as memory demands."""
 
 from __future__ import annotations
 
@@ -22,41 +22,32 @@ from whale.planning.strategy import Placed
 from whale.planning.structure.stages import Assignment
 
 Recomputes = tuple[Recompute, ...]
-"""Per stage of a replica, what it computes again."""
+"""Per stage of a replica."""
 
 
 @dataclass(frozen=True)
 class Policy:
-    """What recomputes inside stages. Whole stages that recompute by R actions are the pipeline's (`PipelineShape.recomputed`).
+    """What recomputes inside stages. Whole stages recomputed by R actions are in `PipelineShape.recomputed`."""
 
-    Attributes:
-        kind: ``none`` (but what the model itself asks to compute again), ``selective`` (the cores of attention), ``shares`` (of
-            each stage's blocks) or ``auto`` (as many blocks as each device's memory demands).
-        shares: by stage; of those that are not named, 0.
-        selective: stages of which the cores of attention recompute, where others do something else.
-    """
-
-    kind: str = "none"
-    shares: Mapping[int, float] | None = None
-    selective: frozenset[int] = frozenset()
+    kind: str = "none"  # none, selective (attention cores), shares (of each stage's blocks) or auto (blocks as memory demands)
+    shares: Mapping[int, float] | None = None  # by stage; 0 for others
+    selective: frozenset[int] = frozenset()  # stages whose attention cores recompute, where others differ
 
     def share(self, stage: int) -> float:
-        """The share of a stage's blocks that recompute; under ``auto``, where stages are still to be cut, the most."""
+        """The share of a stage's blocks that recompute; under ``auto``, before stages are cut, the most."""
         return (self.shares or {}).get(stage, 1.0 if self.kind == "auto" else 0.0)
 
 
 KEEP_ALL = Policy()
 
-OPEN_DEPTHS = ("none", "blocks")
-"""What is tried before and after ``auto`` chooses for itself: to keep all, and to compute every block again."""
+OPEN_DEPTHS = ("none", "blocks")  # policies tried besides ``auto`` itself: keep all, and recompute every block
 
 
 def read_policy(policy: str | Shares, pipeline: PipelineShape) -> Policy:
-    """The policy that ``recompute.policy`` asks for in a pipeline.
+    """The policy of ``recompute.policy`` in a pipeline.
 
     Raises:
-        ConfigError: it names a stage that is not there, or asks for parts of stages, or for as little as memory demands, where the
-            schedule recomputes whole ones.
+        ConfigError: it names a stage that does not exist, or asks for parts of stages where the schedule recomputes whole ones.
     """
     if isinstance(policy, str) and policy in ("none", "full"):
         return KEEP_ALL
@@ -78,7 +69,7 @@ def read_policy(policy: str | Shares, pipeline: PipelineShape) -> Policy:
 
 
 def kept_under(prices: Prices, policy: Policy) -> Mapping[str, tuple[str, ...]]:
-    """Per op of the whole graph, what it keeps for backward where the cores of attention recompute; else what it keeps."""
+    """Per op of the whole graph, what it keeps for backward under the policy, so far as it is known before stages are."""
     if policy.kind != "selective":
         return prices.kept_there
     graph, kept = prices.graph, dict(prices.kept)
@@ -92,28 +83,15 @@ def kept_under(prices: Prices, policy: Policy) -> Mapping[str, tuple[str, ...]]:
 
 
 class PricesParts(Protocol):
-    """Tells what each device of a stage that is split needs, once its cuts are chosen."""
+    """Prices of each device's part of a split stage, with its cuts chosen."""
 
     def __call__(self, assignment: Assignment, stage: int, placed: Placed, num_rows: float, recomputes: Recomputes) -> Sequence[PartCost]:
-        """The parts.
-
-        Args:
-            placed: the devices of each rank.
-            num_rows: of a micro-batch.
-            recomputes: per stage, what it computes again; of stages on other devices it is no matter.
-        """
+        """The parts; `num_rows` of a micro-batch; `recomputes` of stages on other devices do not matter."""
 
 
 @dataclass(frozen=True)
 class Chooser:
-    """Chooses what each stage of a replica recomputes.
-
-    Args:
-        prices: what ops and parts cost.
-        pipeline: the shape.
-        policy: what is asked for.
-        price_parts: tells of the stages that are split.
-    """
+    """Chooses what each stage of a replica recomputes; `price_parts` prices split stages."""
 
     prices: Prices
     pipeline: PipelineShape
@@ -127,7 +105,7 @@ class Chooser:
             placed: the devices of each rank.
             assignment: the ops of each stage.
             num_rows: of a micro-batch.
-            margin: share of the devices' memory that may be planned for; 0 recomputes all that can be.
+            margin: share of the devices' memory to use; 0 recomputes all that can be.
         """
         stages, whole = range(self.pipeline.num_stages), self.pipeline.recomputed
         if any(whole) and self.policy.kind != "shares":
@@ -152,7 +130,7 @@ class Chooser:
         return self._first(assignment, blocks, ceil(self.policy.share(stage) * len(blocks) - 1e-9), (stage,))[stage]
 
     def _as_needed(self, placed: Placed, assignment: Assignment, rank: int, num_rows: int, margin: float) -> dict[int, Recompute]:
-        """For the stages of a rank, the fewest cores or blocks with which they fit, whichever are the sooner computed."""
+        """For the stages of a rank, the fewest attention cores or blocks with which they fit, whichever costs less time."""
         stages = self.pipeline.stages_of(rank)
         fitting: list[tuple[float, dict[int, Recompute]]] = []
         everything: dict[int, Recompute] = {}
@@ -185,7 +163,7 @@ class Chooser:
     def _by_worth(
         self, placed: Placed, assignment: Assignment, segments: Mapping[int, Sequence[Segment]], num_rows: int
     ) -> list[tuple[int, Segment]]:
-        """Segments by stage as one list, those that free most bytes per second of computing first."""
+        """Segments of all stages in one list, most freed bytes per second of recomputation first."""
         ranked = []
         for stage, found in segments.items():
             names = placed[self.pipeline.stage_rank[stage]]
@@ -201,7 +179,7 @@ class Chooser:
     def _first(
         self, assignment: Assignment, candidates: Sequence[tuple[int, Segment]], count: int, stages: Iterable[int]
     ) -> dict[int, Recompute]:
-        """The first so many of the candidates, by stage, in the order of the ops."""
+        """The first `count` candidates, by stage, in the order of the ops."""
         found: dict[int, Recompute] = {}
         for stage in stages:
             position = {name: index for index, name in enumerate(assignment.parts[stage].ops)}
@@ -212,7 +190,7 @@ class Chooser:
     def _fits(
         self, placed: Placed, assignment: Assignment, rank: int, recomputes: Mapping[int, Recompute], num_rows: int, margin: float
     ) -> bool:
-        """Whether the devices of a rank, or its split groups, can between them take the rows of a micro-batch."""
+        """Whether the devices of a rank, or its split groups, can together take the rows of a micro-batch."""
         width = max(map(self.pipeline.width, recomputes))
         needs = self._needs(placed, assignment, rank, recomputes, num_rows)
         room = [
@@ -225,7 +203,7 @@ class Chooser:
     def _needs(
         self, placed: Placed, assignment: Assignment, rank: int, recomputes: Mapping[int, Recompute], num_rows: int
     ) -> Iterator[Line]:
-        """Per device of a rank its bytes, by the rows that it takes with its split group."""
+        """Per device of a rank its bytes, by the rows of its split group."""
         pipeline, count = self.pipeline, len(placed[rank])
         width = max(map(pipeline.width, recomputes))
         if width == 1:
@@ -245,20 +223,20 @@ class Chooser:
         return self.prices.recomputing(assignment.parts[stage], recompute, device, rows).device.at(rows)
 
     def _rows(self, stage: int, num_rows: int) -> float:
-        """Of a micro-batch that a device of a stage takes, or a split group."""
+        """Rows of a micro-batch per device of a stage, or per split group."""
         return max(1.0, num_rows / self.pipeline.num_groups(stage))
 
 
 def expected_bytes(
     in_flight: Floats, recomputed: Floats, waiting: Floats, share: Floats, received: Floats, inside: Floats, entering: float
 ) -> Floats:
-    """What pieces of a model would keep as stages, before their blocks are known.
+    """Activation bytes of pieces as stages, before their blocks are known.
 
-    n blocks of which all recompute leave in_flight x n x entering + inside / n; the best n makes both terms equal. What was computed again
-    waits for W, where that is apart.
+    n blocks that all recompute keep in_flight x n x entering + inside / n; the best n makes both terms equal. Recomputed
+    activations also wait for W, where that is separate.
 
     Args:
-        in_flight, recomputed, waiting: micro-batches of each stage, as `PipelineShape` has them.
+        in_flight, recomputed, waiting: micro-batches of each stage (`PipelineShape`).
         share: of each stage's blocks that recompute.
         received: bytes that enter a piece, for one micro-batch.
         inside: bytes that its ops keep for backward.
@@ -272,10 +250,6 @@ def expected_bytes(
 
 
 def rank_memory(costs: Iterable[tuple[PartCost, Alive]]) -> Line:
-    """Bytes on a device of one rank, by its rows: all stages keep their micro-batches in flight, one is at work.
-
-    Args:
-        costs: per stage, what it needs, and the micro-batches that it holds.
-    """
+    """Bytes on a device of one rank, by its rows: all its stages hold their micro-batches in flight, one of which runs."""
     given = list(costs)
     return Line.sum(cost.held(alive) for cost, alive in given) + Line.largest(cost.at_work(alive) for cost, alive in given)

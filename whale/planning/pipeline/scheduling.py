@@ -1,4 +1,4 @@
-"""The first pass: which schedule, how many micro-batches and chunks, hence what each stage holds in flight."""
+"""Schedule, micro-batches and chunks of a pipeline, and from them what each stage holds in flight."""
 
 from __future__ import annotations
 
@@ -20,52 +20,34 @@ from whale.units import counted
 
 @dataclass(frozen=True)
 class Split:
-    """How one stage is split.
+    """How one stage is split."""
 
-    Attributes:
-        width: devices of a split group; 1 where nothing is split.
-        scopes: the `split` scopes in it.
-        axes: that a written plan cuts, by names or ends of names: all ops work along them that may; None where it leaves them open.
-        more_axes: that may be cut too.
-    """
-
-    width: int = 1
-    scopes: tuple[Scope, ...] = ()
-    axes: tuple[str, ...] | None = None
-    more_axes: tuple[str, ...] = ()
+    width: int = 1  # devices of a split group; 1 for none
+    scopes: tuple[Scope, ...] = ()  # its `split` scopes
+    axes: tuple[str, ...] | None = None  # that a written plan cuts, by (ends of) names; None where it leaves them open
+    more_axes: tuple[str, ...] = ()  # that may be cut too
 
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineShape(Pipeline):
-    """A pipeline with what planning asks of it. A rank is one virtual device of a replica.
+    """A pipeline with what planning needs. A rank is one virtual device of a replica."""
 
-    Attributes:
-        devices: per rank, how many devices it has.
-        in_flight: per stage, micro-batches whose activations it holds at once.
-        waiting: per stage, how many of these may wait for their W at once; 0 where B computes weight gradients, too.
-        copies: how the ranks nest.
-        recomputed: per stage that recomputes as a whole, by R actions, how many recomputed micro-batches it holds at
-            once; 0 for the others.
-        splits: per stage; empty where no stage is split.
-        num_asked: ranks that the configuration asks for; there may be fewer devices.
-    """
-
-    devices: tuple[int, ...]
-    in_flight: tuple[int, ...]
-    waiting: tuple[int, ...]
-    copies: Copies
-    recomputed: tuple[int, ...]
-    splits: tuple[Split, ...] = ()
-    num_asked: int = 1
+    devices: tuple[int, ...]  # per rank, its number of devices
+    in_flight: tuple[int, ...]  # per stage, micro-batches whose activations it holds at once
+    waiting: tuple[int, ...]  # per stage, of these between I and W; 0 where B computes weight gradients
+    copies: Copies  # nesting of the ranks
+    recomputed: tuple[int, ...]  # per stage that R actions recompute, its recomputed micro-batches alive at once; else 0
+    splits: tuple[Split, ...] = ()  # per stage; empty where no stage is split
+    num_asked: int = 1  # ranks in the configuration; there may be fewer devices
 
     @property
     def pipeline(self) -> Pipeline:
-        """What the plan says of it."""
+        """The part that the plan states."""
         return Pipeline(*(getattr(self, field.name) for field in fields(Pipeline)))
 
     @property
     def num_devices(self) -> int:
-        """Devices that one model replica takes."""
+        """Devices of one model replica."""
         return sum(self.devices)
 
     def width(self, stage: int) -> int:
@@ -73,21 +55,20 @@ class PipelineShape(Pipeline):
         return self.splits[stage].width if self.splits else 1
 
     def alive(self, stage: int) -> Alive:
-        """The micro-batches that a stage holds at once."""
         return Alive(self.in_flight[stage], self.waiting[stage])
 
     def num_groups(self, stage: int) -> int:
-        """Among how many the rows of a micro-batch are divided."""
+        """Number of parts that the rows of a micro-batch are divided into."""
         return self.devices[self.stage_rank[stage]] // self.width(stage)
 
     @property
     def num_keepers(self) -> int:
-        """Devices of a replica that share out the state of each parameter, at least."""
+        """The least number of devices of a replica that shard the state of a parameter."""
         return min(self.num_groups(stage) for stage in range(len(self.stage_rank)))
 
     @cached_property
     def lanes(self) -> tuple[tuple[int, ...], ...]:
-        """The stages that divide their rows together: those of one rank and one width. Without splits these are the ranks."""
+        """The stages that divide their rows together: those of one rank and one width; without splits, one per rank."""
         found: dict[tuple[int, int], list[int]] = {(rank, self.width(self.stages_of(rank)[0])): [] for rank in range(self.num_ranks)}
         for stage, rank in enumerate(self.stage_rank):
             found.setdefault((rank, self.width(stage)), []).append(stage)
@@ -95,7 +76,7 @@ class PipelineShape(Pipeline):
 
     @cached_property
     def lane_copies(self) -> Copies:
-        """`copies` with lanes in the place of ranks."""
+        """`copies` with lanes instead of ranks."""
 
         def of(node: Copies) -> Copies:
             members: list[int | Copies] = []
@@ -109,19 +90,17 @@ class PipelineShape(Pipeline):
         return of(self.copies)
 
     def lane(self, stage: int) -> int:
-        """The lane of a stage."""
         return next(index for index, stages in enumerate(self.lanes) if stage in stages)
 
 
 def shape_pipeline(config: Config, annotations: Annotations | None, num_devices: int, group_size: int | None = None) -> PipelineShape:
     """The pipeline's shape, from the scopes, or else from ``pipeline.num_stages``.
 
-    Args:
-        group_size: of interleaving, where the configuration leaves it to the planner; None for the smallest.
+    `group_size`: of interleaving, where the configuration leaves it open; None for the smallest.
 
     Raises:
         ConfigError: stages, chunks and schedule do not fit together.
-        AnnotationError: TaskGraphs of one virtual device ask for unlike numbers of devices.
+        AnnotationError: TaskGraphs of one virtual device ask for different numbers of devices.
     """
     wanted = config.pipeline
     chunks = num_chunks(config)
@@ -167,21 +146,21 @@ def _splits(annotations: Annotations) -> tuple[Split, ...]:
 
 
 def smallest_group(config: Config, num_ranks: int) -> int | None:
-    """The group size that the configuration gives, or the smallest that interleaving can do with; None for other schedules."""
+    """The configured group size, or the smallest that interleaving can use; None for other schedules."""
     if config.pipeline.group_size is not None or not BUILDERS[config.pipeline.schedule].takes_group:
         return config.pipeline.group_size
     return min(num_ranks, config.pipeline.num_micro_batch)
 
 
 def recomputed_stages(config: Config, stage_rank: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """What recomputes as a whole: the stages whose policy is ``full``; where none is said by stage, what the schedule says, if it does.
+    """Stages that R actions recompute: those whose policy is ``full``, else what the schedule itself recomputes.
 
     Args:
-        stage_rank: per stage, its position among the virtual devices.
+        stage_rank: per stage, its virtual device.
 
     Returns:
-        per stage, how many recomputed micro-batches it holds at once, 0 for those that do not recompute so; and the stages before whose
-        backward passes, and no other, R actions are to go; none where that is left to the schedule.
+        Per stage, its recomputed micro-batches alive at once (0 for none); and the stages that exactly get R actions, empty
+        where the schedule decides.
     """
     wanted, num_ranks = config.pipeline, max(stage_rank) + 1
     small = build(wanted.schedule, num_ranks=num_ranks, num_micro_batch=1, num_chunks=wanted.num_chunks)
@@ -204,14 +183,13 @@ def recomputed_stages(config: Config, stage_rank: tuple[int, ...]) -> tuple[tupl
 
 
 def _full_stages(policy: str | Shares, num_stages: int) -> tuple[int, ...]:
-    """The stages that are to be computed again as a whole."""
     if isinstance(policy, str):
         return tuple(range(num_stages)) if policy == "full" else ()
     return tuple(stage for stage, share in policy if share == "full" and stage < num_stages)
 
 
 def _ranks_of_cuts(config: Config, num_devices: int, chunks: int) -> int:
-    """Stages of a model that is cut by the planner: where fewer devices are there, consecutive ones share a device and so are one."""
+    """Stages of a model that the planner cuts: with fewer devices, consecutive stages share one and are merged."""
     asked = config.pipeline.num_stages or 1
     if chunks > 1 and asked > num_devices:
         raise ConfigError(
@@ -263,7 +241,6 @@ def _check_chunks_alike(annotations: Annotations, stage_rank: tuple[int, ...], d
 
 
 def explain_schedule(pipeline: PipelineShape) -> Choice:
-    """Why the schedule is what it is."""
     held = ", ".join(str(count) for count in pipeline.in_flight)
     shared = f" ({pipeline.num_asked} stages on {pipeline.num_ranks} devices: consecutive ones are one)"
     shared = shared if pipeline.num_asked > pipeline.num_ranks else ""

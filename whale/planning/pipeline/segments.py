@@ -1,8 +1,8 @@
-"""Runs of a stage's ops that may be computed again in the backward pass: blocks of any model, and the cores of attention.
+"""Runs of a stage's ops that may be recomputed: blocks of any model, and attention cores.
 
-A segment is a run of consecutive ops. Of a recomputed one only what it reads from outside is kept. It may hold no op
-that writes memory made outside of it (a BatchNorm's running statistics would move twice), and memory made inside may
-not be changed outside later (it would be computed again without the change).
+A recomputed segment keeps only what it reads from outside. It may contain no op that writes memory made outside (a
+BatchNorm's running statistics would move twice), and memory made inside may not be changed outside later (recomputation
+would miss the change).
 """
 
 from __future__ import annotations
@@ -22,31 +22,25 @@ from whale.ir.graph import ModelGraph
 from whale.ir.writes import written_storages
 from whale.planning.pipeline.cut_points import lightest_bounds
 
-NUM_SIZES = 12
-"""How many sizes of blocks are tried."""
+NUM_SIZES = 12  # block sizes that are tried
 
-CONTRACTIONS = frozenset({"matmul", "bmm", "mm", "baddbmm", "einsum", "scaled_dot_product_attention"})
-"""Ops that may contract two activations."""
+CONTRACTIONS = frozenset(
+    {"matmul", "bmm", "mm", "baddbmm", "einsum", "scaled_dot_product_attention"}
+)  # ops that may contract two activations
 
 SOFTMAX = frozenset({"softmax", "_softmax", "_safe_softmax"})
 
 
 @dataclass(frozen=True)
 class Ground:
-    """Where segments may lie among the ops of a stage.
+    """Where segments may lie among the ops of a stage."""
 
-    Attributes:
-        ops: of the stage, in order.
-        islands: the longest runs (start, stop) of ops that may be recomputed at all.
-        closed: per place between two ops, whether no segment may begin or end there.
-    """
-
-    ops: Sequence[str]
-    islands: tuple[tuple[int, int], ...]
-    closed: NDArray[np.bool_]
+    ops: Sequence[str]  # of the stage, in order
+    islands: tuple[tuple[int, int], ...]  # the longest runs (start, stop) of ops that may be recomputed
+    closed: NDArray[np.bool_]  # per place between two ops, whether no segment may start or end there
 
     def obstacle(self, start: int, stop: int) -> str | None:
-        """The first op on account of which a run (start, stop) may not be computed again; None where it may."""
+        """The first op that prevents recomputing a run (start, stop); None where it may be."""
         island = next((own for own in self.islands if own[0] <= start < own[1]), (start, start))
         if stop > island[1]:
             return self.ops[island[1]]
@@ -54,7 +48,6 @@ class Ground:
 
 
 def find_ground(graph: ModelGraph, ops: Sequence[str]) -> Ground:
-    """Finds what in-place ops leave of a stage for segments."""
     position = {name: index for index, name in enumerate(ops)}
     last_write: dict[str, int] = {}
     for index, name in enumerate(ops):
@@ -86,9 +79,8 @@ def find_blocks(
 ) -> tuple[Segment, ...]:
     """Cuts a stage into the blocks that leave least in memory when all are recomputed.
 
-    That is the tensors that enter each block, for every micro-batch in flight, and once what the largest block keeps:
-    few entrances speak for large blocks, the last term for small ones. For each of several sizes the cheapest places
-    to cut are found by dynamic programming, then the best size is taken.
+    That is the tensors that enter each block, for every micro-batch in flight, and once what the largest block keeps. For each
+    of several sizes dynamic programming finds the cheapest cuts; the best size is taken.
 
     Args:
         sizes: per op, the bytes of its outputs.
@@ -114,7 +106,7 @@ def find_blocks(
 def _profile(
     graph: ModelGraph, sizes: Mapping[str, Line], ops: Sequence[str], kept: Mapping[str, tuple[str, ...]], num_rows: float
 ) -> tuple[Floats, Floats]:
-    """Per place, the bytes alive across it, and the bytes kept for backward of what is made before it."""
+    """Per place, the bytes alive across it, and the bytes kept for backward of all before it."""
     position = {name: index for index, name in enumerate(ops)}
     last_use: dict[str, int] = {}
     for index, name in enumerate(ops):
@@ -134,7 +126,7 @@ def _profile(
 
 
 def _cut(entering: Floats, inside: Floats, size: float) -> list[int]:
-    """The bounds with the least sum of what enters the pieces, none of which keeps more than a size if it can be cut smaller."""
+    """The bounds with the least sum of bytes that enter the pieces, none of which keeps more than `size` if it can be cut smaller."""
     entered = entering.tolist()
     firsts = np.minimum(np.searchsorted(inside, inside - size, side="left"), np.arange(-1, len(entered) - 1)).tolist()
     choice, total = [0] * len(entered), 0.0
@@ -154,7 +146,7 @@ def _cut(entering: Floats, inside: Floats, size: float) -> list[int]:
 
 
 def find_regions(graph: ModelGraph, ops: Sequence[str]) -> tuple[Segment, ...]:
-    """The runs of a stage's ops that the model itself asks to compute again (`torch.utils.checkpoint`), without what must not be."""
+    """The runs of ops that the model itself checkpoints (`torch.utils.checkpoint`), without ops that must not be recomputed."""
     regions = [graph.by_name[name].region for name in ops]
     if not any(regions):
         return ()
@@ -170,10 +162,9 @@ def find_regions(graph: ModelGraph, ops: Sequence[str]) -> tuple[Segment, ...]:
 
 
 def find_cores(graph: ModelGraph, ops: Sequence[str], activations: Collection[str]) -> tuple[Segment, ...]:
-    """The cores of attention in a stage: from the product of two activations through softmax to the next, found by kinds of ops.
+    """The attention cores of a stage: from the product of two activations through softmax to the next product, by kinds of ops.
 
-    Args:
-        activations: ops whose values depend on the batch.
+    `activations`: ops whose values depend on the batch.
     """
     position = {name: index for index, name in enumerate(ops)}
     found: list[tuple[int, int]] = []
@@ -193,7 +184,7 @@ def find_cores(graph: ModelGraph, ops: Sequence[str], activations: Collection[st
 def _nearest(
     name: str, position: Mapping[str, int], step: Callable[[str], Sequence[str]], graph: ModelGraph, activations: Collection[str]
 ) -> list[int]:
-    """Positions of the contractions of two activations that are reached without passing another contraction or a parameter."""
+    """Positions of the nearest contractions of two activations, not passing another contraction or a parameter."""
     found: list[int] = []
     pending, seen = [name], {name}
     while pending:
@@ -210,7 +201,7 @@ def _nearest(
 
 
 def _merge(runs: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Overlapping runs as one."""
+    """Merges overlapping runs."""
     merged: list[tuple[int, int]] = []
     for start, stop in sorted(runs):
         if merged and start < merged[-1][1]:

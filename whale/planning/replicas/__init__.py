@@ -1,1 +1,1 @@
-"""Whole model replicas, priced: one on its devices, all of a placement, the end of the step."""
+"""Prices whole model replicas: one on its devices, all of a placement, the end of the step."""

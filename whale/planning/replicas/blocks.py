@@ -1,7 +1,4 @@
-"""The blocks of ``replicas:``: settings, scopes and pipeline of each replica, its number of micro-batches, and which devices it has.
-
-And what a block says of the model itself: its stages in repeated blocks, and the axes that are cut.
-"""
+"""The blocks of ``replicas:``: settings, scopes, pipeline, micro-batches, devices and stages of each replica, and cut axes."""
 
 from __future__ import annotations
 
@@ -28,13 +25,7 @@ from whale.planning.structure.structure import analyse, floating_ops
 
 @dataclass(frozen=True)
 class Shape:
-    """What a replica is, wherever it lies.
-
-    Attributes:
-        config: the settings, with the block's own.
-        annotations: the scopes on its devices; None without scopes.
-        pipeline: its pipeline.
-    """
+    """A replica independent of its devices: settings with the block's own, scopes (None without), and pipeline."""
 
     config: Config
     annotations: Annotations | None
@@ -81,7 +72,7 @@ def shape_of(graph: ModelGraph, config: Config, asked: ReplicaBlock, stated: int
 
 
 def _check_repeats(asked: ReplicaBlock, annotations: Annotations, name: str) -> None:
-    """Scopes say what is split; a block may repeat it."""
+    """Scopes say what is split; a block may only repeat it."""
     widths = sorted(set(annotations.widths))
     if asked.split is not None and asked.split not in widths:
         raise ConfigError(
@@ -112,11 +103,7 @@ def _check_devices(asked: ReplicaBlock, pipeline: PipelineShape, stated: int | N
 def with_micro_batches(
     graph: ModelGraph, config: Config, asked: Sequence[ReplicaBlock], shapes: Sequence[Shape], num_rows: int
 ) -> tuple[Shape, ...]:
-    """The shapes with the micro-batches of their weights in the rows; where blocks have none, of equal rows, to be counted again.
-
-    Args:
-        asked: the block of each replica.
-        num_rows: of the global batch.
+    """The shapes with micro-batch counts from weights of rows; without weights from equal rows, to be recounted after balancing.
 
     Raises:
         ConfigError: rows by weight that are not whole micro-batches.
@@ -137,11 +124,7 @@ def with_micro_batches(
 def count_by_rows(
     graph: ModelGraph, config: Config, asked: Sequence[ReplicaBlock], shapes: Sequence[Shape], rows: Sequence[int]
 ) -> tuple[tuple[Shape, ...], tuple[int, ...]]:
-    """The shapes with the micro-batches of balanced rows, and those rows in whole micro-batches.
-
-    Args:
-        asked: the block of each replica.
-        rows: of a step, per replica, as they are balanced.
+    """The shapes with micro-batch counts from balanced `rows`, and those rows rounded to whole micro-batches.
 
     Raises:
         ConfigError: no whole micro-batches make the batch.
@@ -156,12 +139,7 @@ def count_by_rows(
 
 
 def whole_units(rows: Sequence[int], units: Sequence[int]) -> list[int] | None:
-    """Per part, how many units come near its rows, at least one; together all rows. None where none are found.
-
-    Args:
-        rows: of each part.
-        units: rows of a unit of each part.
-    """
+    """Per part, a number of units (of `units[part]` rows, at least one) near its rows, with the same total; None where none is found."""
     counts = [max(1, own // unit) for own, unit in zip(rows, units, strict=True)]
     rest = sum(rows) - sum(count * unit for count, unit in zip(counts, units, strict=True))
     order = sorted(range(len(rows)), key=lambda index: counts[index] - rows[index] / units[index])
@@ -205,7 +183,7 @@ def _not_whole(block: ReplicaBlock, share: str, num_rows: int) -> ConfigError:
 def _counted(
     graph: ModelGraph, config: Config, asked: Sequence[ReplicaBlock], shapes: Sequence[Shape], counts: Sequence[int]
 ) -> tuple[Shape, ...]:
-    """The shapes, with so many micro-batches where a block states their rows; equal blocks share one."""
+    """The shapes with so many micro-batches where a block states their rows; equal blocks share one."""
     made: dict[tuple[ReplicaBlock, int], Shape] = {}
     for block, shape, count in zip(asked, shapes, counts, strict=True):
         if block.micro_batch_rows is not None and (block, count) not in made:
@@ -216,20 +194,14 @@ def _counted(
 
 @dataclass(frozen=True)
 class Block:
-    """One replica as it is to be planned.
-
-    Attributes:
-        cluster: its devices alone.
-        asked: what the user wrote.
-        shape: what follows from that.
-    """
+    """One replica: a cluster of its devices only, what the user wrote, and its shape."""
 
     cluster: Cluster
     asked: ReplicaBlock
     shape: Shape
 
     def placements(self, memory: Sequence[float], work: Sequence[float] | None) -> tuple[Placement, ...]:
-        """The ways to place it that are worth pricing: as it is written, else those for what its ranks hold and compute."""
+        """The placements worth pricing: the written one, else those for what its ranks hold and compute."""
         if self.asked.placed is not None:
             return (Placement("as it is written", (self.asked.placed,), ()),)
         prefers = self.shape.config.cluster.device_place_prefer_intra_node
@@ -237,16 +209,13 @@ class Block:
 
 
 def read_replicas(graph: ModelGraph, cluster: Cluster, config: Config, num_rows: int) -> tuple[tuple[Block, ...], tuple[str, ...]]:
-    """The blocks with their devices and pipelines, and the devices that are left over.
+    """The blocks with their devices and pipelines, and the devices left over.
 
-    Names are taken first; a count then takes the next free devices in the cluster's order, and its replicas divide these as
-    ``cluster.device_place_prefer_intra_node`` says.
-
-    Args:
-        num_rows: of the global batch.
+    Named devices are taken first; a count then takes the next free devices in the cluster's order, and its replicas divide
+    these as ``cluster.device_place_prefer_intra_node`` says.
 
     Raises:
-        ConfigError: blocks that do not fit the cluster, the scopes or themselves; those of all blocks at once.
+        ConfigError: blocks that do not fit the cluster, the scopes or themselves; all at once.
         AnnotationError: scopes that cannot be honoured on a block's devices.
     """
     free, faults = _free(cluster, config.replicas)
@@ -282,7 +251,7 @@ def _free(cluster: Cluster, blocks: Sequence[ReplicaBlock]) -> tuple[list[str], 
 def _read(
     graph: ModelGraph, cluster: Cluster, config: Config, asked: ReplicaBlock, free: Sequence[str], name: str
 ) -> Iterator[tuple[Shape, tuple[str, ...]]]:
-    """The replicas that a block stands for, each with its devices."""
+    """The replicas of a block, each with its devices."""
     stated = len(asked.names) if isinstance(asked.devices, tuple) else asked.devices
     shape = shape_of(graph, config, asked, stated, len(free), name)
     wanted = shape.pipeline.num_devices
@@ -302,7 +271,7 @@ def _read(
 
 
 def assign_by_blocks(graph: ModelGraph, asked: ReplicaBlock, num_stages: int, annotations: Annotations | None) -> Assignment:
-    """Assigns ops to stages of so many blocks each; what is before the blocks runs on the first stage, what is behind them on the last.
+    """Assigns ops to stages of so many blocks each; what precedes the blocks runs on the first stage, what follows on the last.
 
     Raises:
         ConfigError: the model has no blocks, or other numbers of blocks or stages.
@@ -356,11 +325,7 @@ def _shown(asked: ReplicaBlock) -> str:
 
 
 def check_written_axes(asked: ReplicaBlock, prices: Prices) -> None:
-    """Checks that the model has the axes that a written plan cuts.
-
-    Raises:
-        ConfigError: it has not; all of them at once.
-    """
+    """Raises ConfigError if the model lacks axes that a written plan cuts; all at once."""
     wanted = (*(asked.axes or ()), *asked.more_axes)
     if not wanted:
         return

@@ -1,4 +1,4 @@
-"""What ends a step: the gradients of every owner set are reduced, then the optimizer runs."""
+"""The end of a step: gradients of every owner set are reduced, then the optimizer runs."""
 
 from __future__ import annotations
 
@@ -14,21 +14,15 @@ from whale.sharding.parameters import Holders, ParameterShardings
 
 @dataclass(frozen=True, slots=True)
 class EndOfStep:
-    """Seconds after the last backward pass, on the slowest device.
+    """Seconds after the last backward pass, on the slowest device."""
 
-    Attributes:
-        sync: gradient reduction, as if none of it were hidden.
-        optimizer: the optimizer's step.
-        exposed: what the schedule cannot hide of `sync` behind backward passes, beside what devices handle of it.
-    """
-
-    sync: float
-    optimizer: float
-    exposed: float
+    sync: float  # gradient reduction, fully exposed
+    optimizer: float  # the optimizer's step
+    exposed: float  # the part of `sync` that backward passes cannot hide, without handling
 
 
 def handled_sums(prices: Prices, replicas: Sequence[ReplicaModel]) -> tuple[float, ...]:
-    """Per replica, the seconds that sums of gradients take of the device that they take most of, whatever hides behind what."""
+    """Per replica, the seconds that handling of gradient sums takes on its busiest device."""
     handling = {device.name: device.reached_handling for device in prices.cluster.devices if device.handling}
     if not handling or not prices.training:
         return (0.0,) * len(replicas)
@@ -42,11 +36,11 @@ def handled_sums(prices: Prices, replicas: Sequence[ReplicaModel]) -> tuple[floa
 
 
 def end_of_step(prices: Prices, replicas: Sequence[ReplicaModel], rows: Sequence[int], handled: float = 0.0) -> EndOfStep:
-    """Prices the end of a step. Unlike replicas synchronise when all else is done, so that nothing of it is hidden.
+    """Prices the end of a step. Heterogeneous replicas synchronise after all else, fully exposed.
 
     Args:
         rows: of a step, per replica.
-        handled: seconds of the sums that count as work of the device that they take most of.
+        handled: seconds of handling that already count as work.
     """
     if not prices.training:
         return EndOfStep(0.0, 0.0, 0.0)
@@ -67,7 +61,7 @@ def end_of_step(prices: Prices, replicas: Sequence[ReplicaModel], rows: Sequence
 
 
 def shortest_backward(replicas: Sequence[ReplicaModel], rows: Sequence[int]) -> float:
-    """Seconds of the backward pass of one micro-batch on the rank where it is shortest, so where it hides least."""
+    """Seconds of the backward pass of one micro-batch on the rank where it is shortest and so hides least."""
     found = []
     unlike = {(id(replica.costs), id(replica.pipeline), share): (replica, share) for replica, share in zip(replicas, rows, strict=True)}
     for replica, share in unlike.values():
@@ -80,7 +74,7 @@ def shortest_backward(replicas: Sequence[ReplicaModel], rows: Sequence[int]) -> 
 
 
 def _owner_sets(prices: Prices, replicas: Sequence[ReplicaModel]) -> dict[tuple[str, ...], int]:
-    """Trainable bytes by the devices whose gradients are added, in the cluster's order.
+    """Trainable bytes by the devices whose gradients are summed, in the cluster's order.
 
     Of a split group with equal gradients one device counts.
     """

@@ -18,27 +18,16 @@ from whale.units import format_seconds
 
 @dataclass(frozen=True)
 class ChosenPlacement:
-    """The placement that is taken.
+    """The chosen placement."""
 
-    Attributes:
-        solver: what priced it; it has the pipeline's shape.
-        best: the placement.
-        others: the placements that were not taken, each with its price or the reason against it.
-        group: why the group size is what it is; None where there was nothing to choose.
-    """
-
-    solver: Solver
-    best: PricedPlacement
-    others: dict[str, str]
-    group: Choice | None = None
+    solver: Solver  # that priced it
+    best: PricedPlacement  # the placement
+    others: dict[str, str]  # the other placements, each with its price or the reason against it
+    group: Choice | None = None  # the choice of the group size, if any
 
 
 def choose_group(pipeline: PipelineShape, config: Config, search: Callable[[int | None], ChosenPlacement]) -> ChosenPlacement:
-    """Searches with the smallest group, then with that which exposes least, and if it does not fit with smaller ones.
-
-    Args:
-        pipeline: its shape with the smallest group.
-        search: finds the best placement for a group size.
+    """Searches with the smallest group, then with the one that exposes least, and if it does not fit with smaller ones.
 
     Raises:
         MemoryShortage: not even the smallest fits.
@@ -63,7 +52,7 @@ def choose_group(pipeline: PipelineShape, config: Config, search: Callable[[int 
 
 
 def group_sizes(num_ranks: int, num_micro_batch: int) -> list[int]:
-    """The group sizes worth a look: the smallest that can run, and those that divide the micro-batches."""
+    """The smallest group size that can run, and those that divide the micro-batches."""
     smallest = min(num_ranks, num_micro_batch)
     return [size for size in range(smallest, num_micro_batch + 1) if size == smallest or num_micro_batch % size == 0]
 

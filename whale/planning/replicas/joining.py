@@ -1,10 +1,10 @@
-"""Replicas whose samples depend on one another are joined: one replica, whose stages divide its rows over split groups.
+"""Joins replicas whose samples depend on one another: one replica, whose stages divide its rows over split groups.
 
     replica 0   [a/0] ---> [a/1]    rows 0..4              replica 0   [a/0 b/0] ---> [a/1 b/1]    rows 0..7
     replica 1   [b/0] ---> [b/1]    rows 5..7      ==>                 groups of 2, cut batch 5:3
 
-The batch is then one more axis that is cut: an op that needs it whole gathers it, and its gradient is scattered on the way
-back; all other ops work on the rows of their device, as they would in replicas.
+The batch is then one more cut axis: an op that needs it whole gathers it, and scatters its gradient; all other ops work on
+the rows of their device, as in replicas.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from whale.ir.writes import MemoryWrites
 
 
 def needs_joining(replicas: Sequence[Replica], prices: Prices) -> bool:
-    """Whether some op needs rows that several replicas, devices of a stage or micro-batches have; the axes are found only there."""
+    """Whether some op needs rows of several replicas, devices of a stage or micro-batches. Axes are found only if rows are divided."""
     is_divided = len(replicas) > 1 or any(len(stage.shares) > 1 for replica in replicas for stage in replica.stages)
     if not is_divided and all(replica.pipeline.num_micro_batch == 1 for replica in replicas):
         return False
@@ -30,13 +30,12 @@ def needs_joining(replicas: Sequence[Replica], prices: Prices) -> bool:
 
 
 def mixes_samples(prices: Prices) -> bool:
-    """Whether some op needs rows of others."""
     axes = prices.axes
     return BATCH in axes.by_name and any(_surely_mixes(found, prices.graph) for found in axes.mixing)
 
 
 def why_not_joined(replicas: Sequence[Replica]) -> str:
-    """Why replicas cannot be joined, with what to do; "" where they can."""
+    """Why replicas cannot be joined, and what to do; "" where they can."""
     if any(replica.pipeline.num_micro_batch > 1 for replica in replicas):
         return "micro-batches follow one another; with pipeline.num_micro_batch: 1 the rows are gathered"
     if any(stage.split > 1 for replica in replicas for stage in replica.stages):
@@ -47,9 +46,9 @@ def why_not_joined(replicas: Sequence[Replica]) -> str:
 
 
 def with_one_program(replicas: Sequence[Replica]) -> tuple[Replica, ...]:
-    """Replicas of the same stages as they are where all compute again what the one does that computes most again: then they are alike.
+    """Replicas with the same stages, all with the program of the one that recomputes most, so that they are equal.
 
-    What each computes again follows from its own memory. What the others keep beyond that is no more than they have room for.
+    Recomputation follows from each device's memory; recomputing more than needed always fits.
     """
     forms = {tuple(stage.ops for stage in replica.stages) for replica in replicas}
     if len(forms) > 1:
@@ -76,12 +75,11 @@ def join_replicas(replicas: Sequence[Replica], prices: Prices) -> tuple[Replica,
 
 
 def _surely_mixes(found: Mixing, graph: ModelGraph) -> bool:
-    """Whether an op needs rows of others; of a user's operator without a rule it is only said that nobody can tell."""
+    """Whether an op needs other rows; of a user's operator without a rule it is unknown."""
     return found.kind == "mixes" or graph.by_name[found.op].target.startswith("aten.")
 
 
 def _are_alike(replicas: Sequence[Replica]) -> bool:
-    """Whether all have equal pipelines of the same ops."""
     forms = {
         (replica.pipeline, tuple((stage.ops, stage.program) for stage in replica.stages), tuple(edge.tensors for edge in replica.edges))
         for replica in replicas
@@ -90,7 +88,7 @@ def _are_alike(replicas: Sequence[Replica]) -> bool:
 
 
 def _joined(stages: Sequence[Stage], replicas: Sequence[Replica]) -> Stage:
-    """One stage on the devices of all, which form one split group; the rows of each device are its size of the batch."""
+    """One stage on all devices, as one split group; the rows of each device are its size of the batch."""
     devices = tuple(device for stage in stages for device in stage.virtual_device.devices)
     if len(devices) == 1:
         return stages[0]
@@ -118,7 +116,7 @@ def cut_rows(stages: Sequence[Stage], edges: Iterable[Edge], graph: ModelGraph, 
 
 
 def _labels(stage: Stage, shard: Shard, graph: ModelGraph, axes: Axes) -> Labels:
-    """All ops that may work on rows of their own do, but for those that share memory which others need to lie otherwise."""
+    """All ops that can work on their own rows do, except those that share memory which others need whole."""
     writes = MemoryWrites(graph, stage.ops)
     whole = {name for name in stage.ops if name in axes.ops and _is_whole(name, axes)}
     while True:
@@ -144,7 +142,7 @@ def _is_whole(name: str, axes: Axes) -> bool:
 
 
 def _in_parts(names: Iterable[str], axes: Axes) -> tuple[str, ...]:
-    """The tensors among some values that can be handed from stage to stage by rows."""
+    """The tensors among `names` that stages can hand on by rows."""
     made = {name: axes.ops[name].outputs for name in set(names) if name in axes.ops}
     return tuple(sorted(name for name, outputs in made.items() if len(outputs) == 1 and may_lie_in_parts(outputs[0], BATCH)))
 

@@ -31,29 +31,17 @@ Curves = Mapping[int, Sequence[Curve]]
 
 @dataclass(frozen=True)
 class ReplicaModel:
-    """A replica, priced.
-
-    Attributes:
-        pipeline: its shape.
-        placed: the devices of each rank.
-        assignment: the ops of each stage.
-        costs: per stage, per device.
-        recomputes: per stage, what it computes again.
-        lanes: curves over the rows of a micro-batch.
-        curve: of the whole replica, over its rows of a step.
-        shardings: per stage, how it is split.
-        overlappings: per stage that is split, whether it computes its rows in two halves.
-    """
+    """A replica, priced."""
 
     pipeline: PipelineShape
-    placed: Placed
-    assignment: Assignment
-    costs: tuple[tuple[DeviceCost, ...], ...]
-    recomputes: tuple[Recompute, ...]
-    lanes: Curves
-    curve: Curve
-    shardings: tuple[StageSharding | None, ...] = ()
-    overlappings: tuple[Overlapping | None, ...] = ()
+    placed: Placed  # the devices of each rank
+    assignment: Assignment  # the ops of each stage
+    costs: tuple[tuple[DeviceCost, ...], ...]  # per stage, per device
+    recomputes: tuple[Recompute, ...]  # per stage
+    lanes: Curves  # curves over the rows of a micro-batch
+    curve: Curve  # of the whole replica, over its rows of a step
+    shardings: tuple[StageSharding | None, ...] = ()  # per stage
+    overlappings: tuple[Overlapping | None, ...] = ()  # per split stage, whether it computes its rows in two halves
 
 
 def model_replica(
@@ -68,9 +56,8 @@ def model_replica(
     """Prices a replica.
 
     Args:
-        recomputes: per stage, what it computes again.
         num_rows: rows of the global batch, the most that it can be given.
-        rows_about: rows of a micro-batch that it is expected to get; prices are lines about it.
+        rows_about: expected rows of a micro-batch, about which prices are lines.
     """
     # The last have least in flight: what is best for them may fit in the others, and is best there too.
     last_first = range(pipeline.num_stages)[::-1]
@@ -91,7 +78,7 @@ def _lane_curves(
     most: int,
     rows_about: float,
 ) -> tuple[Curve, ...]:
-    """Curves of the devices of a lane, or of its split groups: as slow and as full as the group's worst; equal devices share one."""
+    """Curves of the devices of a lane, or of its split groups (as slow and as full as the group's worst); equal devices share one."""
     names, width = placed[pipeline.stage_rank[stages[0]]], pipeline.width(stages[0])
     others = [stage for stage in pipeline.stages_of(pipeline.stage_rank[stages[0]]) if stage not in stages]
     found: dict[tuple[DeviceCost, ...], Curve] = {}
@@ -110,11 +97,7 @@ def _lane_curves(
 def _device_curve(
     pipeline: PipelineShape, own: Sequence[DeviceCost], stages: Sequence[int], most: int, held_elsewhere: float, name: str
 ) -> Curve:
-    """The curve of one device over its rows of these stages.
-
-    Args:
-        elsewhere: bytes that it holds for other stages.
-    """
+    """The curve of one device over its rows of these stages; `held_elsewhere` bytes belong to other stages."""
     seconds = Line.sum(cost.seconds for cost in own)
     memory = rank_memory((cost.part, pipeline.alive(stage)) for stage, cost in zip(stages, own, strict=True))
     units = np.arange(most + 1, dtype=np.float64)
@@ -132,7 +115,7 @@ def _group_curve(curves: Sequence[Curve]) -> Curve:
 
 
 def _rank_curves(pipeline: PipelineShape, lanes: Curves, most: int) -> list[Curve]:
-    """Per rank its curve: where it has several lanes these run one after another."""
+    """Per rank its curve; several lanes run one after another."""
     found: dict[int, Curve] = {}
     for lane, stages in enumerate(pipeline.lanes):
         rank, curve = pipeline.stage_rank[stages[0]], combine(most, lanes[lane])
@@ -145,7 +128,7 @@ def _rank_curves(pipeline: PipelineShape, lanes: Curves, most: int) -> list[Curv
 
 
 def _replica_curve(pipeline: PipelineShape, lanes: Curves, num_rows: int, most: int) -> Curve:
-    """Time and memory by the rows of a step, cut in micro-batches that differ by at most one row."""
+    """Time and memory by the rows of a step, in micro-batches that differ by at most one row."""
     m = pipeline.num_micro_batch
     together = _rank_curves(pipeline, lanes, most)
     rows = np.arange(num_rows + 1)
@@ -162,10 +145,10 @@ def _replica_curve(pipeline: PipelineShape, lanes: Curves, num_rows: int, most: 
 
 
 def device_rows(pipeline: PipelineShape, lanes: Curves, num_rows: int) -> dict[int, tuple[int, ...]]:
-    """Per lane, the rows of a micro-batch that each device, or split group, takes.
+    """Per lane, the rows of a micro-batch of each device, or split group.
 
-    Copies of a nested pipeline first divide the rows among them, so that each keeps its rows from stage to stage;
-    where that does not fit in memory, every stage divides its rows by itself.
+    Copies of a nested pipeline first divide the rows among them, so that each keeps its rows from stage to stage; where that
+    does not fit in memory, every stage divides its rows by itself.
     """
     try:
         return _divide(pipeline.lane_copies, lanes, num_rows)
@@ -215,7 +198,7 @@ def _copy_curve(node: Copies, own: Curves, num_rows: int) -> Curve:
 def make_replicas(
     prices: Prices, models: Sequence[ReplicaModel], names: Sequence[Sequence[Sequence[str]]], rows: Sequence[int]
 ) -> tuple[Replica, ...]:
-    """`make_replica` of each; those that were priced as one differ in their devices alone."""
+    """`make_replica` of each; those with shared prices differ only in their devices."""
     known: dict[tuple[int, int, int, tuple[tuple[str, ...], ...]], Replica] = {}
     found = []
     for index, (model, own, num_rows) in enumerate(zip(models, names, rows, strict=True)):
@@ -237,12 +220,7 @@ def _on(replica: Replica, index: int, placed: Placed) -> Replica:
 
 
 def make_replica(prices: Prices, model: ReplicaModel, names: Sequence[Sequence[str]], index: int, num_rows: int) -> Replica:
-    """The replica as the plan states it.
-
-    Args:
-        names: per stage, its TaskGraphs.
-        num_rows: its rows of a step.
-    """
+    """The replica as the plan states it; `names`: per stage, its TaskGraphs; `num_rows` of a step."""
     pipeline = model.pipeline
     largest = -(-num_rows // pipeline.num_micro_batch)
     rows = device_rows(pipeline, model.lanes, largest)
@@ -277,13 +255,13 @@ def make_replica(prices: Prices, model: ReplicaModel, names: Sequence[Sequence[s
 
 
 def _unread(graph: ModelGraph, part: Part) -> list[str]:
-    """The parameters that a stage holds although none of its ops reads them."""
+    """The parameters that a stage holds but does not read."""
     read = graph.parameters_read(part.ops)
     return [name for name in part.parameters if name not in read and graph.parameter_by_name[name].kind == "parameter"]
 
 
 def _with_rows(shard: Shard, pipeline: PipelineShape, stage: int, rows: Mapping[int, tuple[int, ...]]) -> Shard:
-    """A cut of the batch takes the rows that a neighbour on the same devices has there, so that they need not move."""
+    """A cut of the batch takes the rows of a neighbour on the same devices, so that they need not move."""
     if shard.axis != BATCH:
         return shard
     rank, width = pipeline.stage_rank, pipeline.width(stage)

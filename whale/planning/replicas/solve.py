@@ -1,4 +1,4 @@
-"""Prices one placement: cuts the stages, gives out the rows, and repeats while the one changes the other."""
+"""Prices one placement: cuts the stages and divides the rows in turn, until neither changes the other."""
 
 from __future__ import annotations
 
@@ -28,21 +28,17 @@ from whale.planning.strategy import Placed
 from whale.planning.structure.stages import Assignment, assign
 from whale.units import counted, format_bytes
 
-SLACK = 1.01
-"""Rows are surely too few where even so many times as many are: parts of a split are rounded to whole units."""
+SLACK = 1.01  # tolerance of the bound: parts of a split are rounded to whole units
 
 
 def most_rows(prices: Prices, pipeline: PipelineShape, placed: Placed) -> int:
-    """A bound of the rows of a step that a replica can hold if nothing is recomputed, however it is cut.
+    """An upper bound of the rows of a step that a replica can hold without recomputation, however it is cut.
 
-    Every parameter is held, and what every op keeps for its backward pass, once at least; each byte of it that a rank keeps stands
-    there as often as the rank has micro-batches in flight. Gradients come while activations go, so they are not counted. With parameters
-    where most are in flight, most is left for activations:
+    Every parameter, and what every op keeps for backward, is held at least once; each kept byte of a rank exists once per
+    micro-batch in flight. Gradients arrive as activations go and are not counted. With parameters where most is in flight,
+    most is left for activations:
 
         sum over ranks of (memory - parameters there) / in flight  >=  bytes kept per row x rows of a micro-batch
-
-    Args:
-        placed: the devices of each rank.
     """
     kept = size_line(prices.outputs, dict.fromkeys(name for names in prices.kept_there.values() for name in names))
     held_bytes = (prices.held(own.name) for own in prices.graph.parameters)
@@ -63,35 +59,25 @@ def most_rows(prices: Prices, pipeline: PipelineShape, placed: Placed) -> int:
 
 MAX_ROUNDS = 5
 
-ROWS_TOLERANCE = 0.02
-"""Rows that differ by no more than this share leave the cuts as they are."""
+ROWS_TOLERANCE = 0.02  # relative change of rows that leaves the cuts as they are
 
-MARGIN_STEP = 0.93
-"""Each round in which a cut turns out not to fit plans for this much less memory."""
+MARGIN_STEP = 0.93  # factor of the memory planned for after each round in which a cut does not fit
 
 
 @dataclass(frozen=True)
 class PricedPlacement:
-    """A priced placement.
-
-    Attributes:
-        placement: where.
-        replicas: their models; `rows` has the rows of a step of each.
-        end: what follows the last backward pass.
-        step_seconds: predicted.
-        partitions: per replica its cut; None where scopes say it.
-    """
+    """A priced placement."""
 
     placement: Placement
-    replicas: tuple[ReplicaModel, ...]
-    rows: tuple[int, ...]
-    end: EndOfStep
-    step_seconds: float
-    partitions: tuple[Partition | None, ...]
+    replicas: tuple[ReplicaModel, ...]  # their models
+    rows: tuple[int, ...]  # of a step, per replica
+    end: EndOfStep  # what follows the last backward pass
+    step_seconds: float  # predicted
+    partitions: tuple[Partition | None, ...]  # per replica its cut; None where scopes fix it
 
 
 def _nearest_rows(num_rows: int, curves: Sequence[Curve]) -> tuple[int, ...]:
-    """The division of the rows of a micro-batch that fits, or comes nearest to it."""
+    """The division of the rows of a micro-batch that fits, or comes nearest."""
     try:
         return divide_units(num_rows, curves)
     except MemoryShortage as error:
@@ -100,21 +86,15 @@ def _nearest_rows(num_rows: int, curves: Sequence[Curve]) -> tuple[int, ...]:
 
 @dataclass(eq=False)
 class Solver:
-    """Prices placements of one graph in one pipeline shape; equal replicas are solved once.
-
-    Args:
-        pricing: of stages, with the passes that decide inside them.
-        points: where the graph may be cut, and `pieces` what its pieces take; None where `fixed`, an assignment by scopes, is given.
-        policy: what recomputes inside stages.
-    """
+    """Prices placements of one graph in one pipeline shape; equal replicas are solved once."""
 
     pricing: StagePricing
     pipeline: PipelineShape
     num_rows: int
-    points: CutPoints | None = None
-    pieces: Pieces | None = None
-    fixed: Assignment | None = None
-    policy: Policy = KEEP_ALL
+    points: CutPoints | None = None  # where the graph may be cut; None with `fixed`
+    pieces: Pieces | None = None  # costs of its pieces; None with `fixed`
+    fixed: Assignment | None = None  # an assignment by scopes
+    policy: Policy = KEEP_ALL  # what recomputes inside stages
     _looks: dict[Placed, Likeness] = field(default_factory=dict, init=False)
     _cuts: dict[tuple[Likeness, int, float], Partition] = field(default_factory=dict, init=False)
     _assignments: dict[tuple[int, ...], Assignment] = field(default_factory=dict, init=False)
@@ -127,7 +107,6 @@ class Solver:
 
     @property
     def prices(self) -> Prices:
-        """Prices of the graph on the cluster."""
         return self.pricing.prices
 
     def solve(self, placement: Placement, start: PricedPlacement | None = None) -> PricedPlacement:
@@ -135,11 +114,7 @@ class Solver:
         return solve_together(placement, [self] * len(placement.replicas), self.num_rows, start=start)
 
     def solve_if_it_may_fit(self, placement: Placement, start: PricedPlacement | None = None) -> PricedPlacement:
-        """`solve` without recomputation, which gives up at once where the rows surely do not fit.
-
-        Raises:
-            MemoryShortage: as `solve`; told by a bound alone where that is enough.
-        """
+        """`solve` without recomputation; raises MemoryShortage at once where `check_room` does."""
         check_room(placement, [self] * len(placement.replicas), self.num_rows)
         return self.solve(placement, start)
 
@@ -147,10 +122,9 @@ class Solver:
         """A replica with its cut.
 
         Args:
-            placed: the devices of each rank.
             share: its rows of a step.
             margin: share of the devices' memory that stages are cut for.
-            keeping: share of it that recomputation leaves filled; 0 recomputes all that can be.
+            keeping: share of it that recomputation may leave filled; 0 recomputes all that can be.
         """
         largest = max(1, -(-share // self.pipeline.num_micro_batch))
         partition = None if self.points is None else self.cut(placed, largest, margin)
@@ -164,23 +138,14 @@ class Solver:
         return dataclasses.replace(self._models[key], placed=placed, assignment=assignment), partition
 
     def cut(self, placed: Placed, num_rows: int, margin: float = 1.0) -> Partition:
-        """The cut of a replica.
-
-        Args:
-            num_rows: of a micro-batch.
-            margin: share of the devices' memory that stages are cut for.
-        """
+        """The cut of a replica; `num_rows` of a micro-batch, `margin` the share of memory that stages are cut for."""
         key = (self.likeness(placed), num_rows, margin)
         if key not in self._cuts:
             self._cuts[key] = cut_into_stages(self.tables, placed, num_rows, margin, key[0])
         return self._cuts[key]
 
     def freely(self, placed: Placed, num_rows: int) -> Curve:
-        """What a replica takes by its rows of a step, in memories without bounds, if the model could be cut anywhere.
-
-        Args:
-            num_rows: of a step, about which it is exact.
-        """
+        """The curve of a replica with unlimited memory if the model could be cut anywhere, exact about `num_rows` of a step."""
         assert self.pieces is not None, "the stages are still to be cut"
         m = self.pipeline.num_micro_batch
         rows, speeds = np.arange(self.num_rows + 1) / m, np.zeros(self.num_rows + 1)
@@ -200,7 +165,7 @@ class Solver:
         return self._assignments[partition.bounds]
 
     def likeness(self, placed: Placed) -> Likeness:
-        """What is equal for replicas that take as long."""
+        """Equal for replicas that take equally long."""
         known = self._looks if self.pieces is None else self.pieces.looks
         if placed not in known:
             known[placed] = likeness_of(placed, self.prices.cluster)
@@ -208,15 +173,7 @@ class Solver:
 
 
 def check_room(placement: Placement, solvers: Sequence[Solver], num_rows: int) -> None:
-    """Refuses a placement on which the rows surely do not fit if nothing is recomputed, by a bound alone.
-
-    Args:
-        solvers: of each replica.
-        num_rows: of the batch.
-
-    Raises:
-        MemoryShortage: they do not.
-    """
+    """Raises MemoryShortage where, by `most_rows`, the rows surely do not fit without recomputation."""
     known: dict[tuple[Solver, tuple[int, ...]], int] = {}
     most = 0
     for solver, placed in zip(solvers, placement.replicas, strict=True):
@@ -241,8 +198,8 @@ def solve_together(
     Args:
         solvers: of each replica.
         num_rows: of the batch.
-        weights: per replica its weight in the rows; None: balanced by time and memory.
-        start: a solution whose rows are tried first where its replicas have the same devices, in whatever order; None: equal rows.
+        weights: per replica its weight in the rows; None balances by time and memory.
+        start: a solution whose rows are tried first if its replicas have the same devices; None: equal rows.
 
     Raises:
         BatchError: there are too few rows.
@@ -285,7 +242,7 @@ def solve_together(
 
 
 def _first_rows(placement: Placement, solvers: Sequence[Solver], num_rows: int, start: PricedPlacement | None) -> tuple[int, ...]:
-    """The rows of each replica that are tried first: equal ones, or as fast as they are, where the model is still to be cut."""
+    """Initial rows of each replica: equal, or in proportion to speed, where the model is not cut yet."""
     if start is not None:
         known = {_devices(placed): share for placed, share in zip(start.placement.replicas, start.rows, strict=True)}
         own = [_devices(placed) for placed in placement.replicas]
@@ -331,11 +288,7 @@ def _check_rows(solvers: Sequence[Solver], num_rows: int) -> None:
 
 
 def _divide(num_rows: int, models: Sequence[ReplicaModel], weights: Sequence[int] | None, handled: Sequence[float]) -> tuple[int, ...]:
-    """The rows of each replica, by time and memory or by weights.
-
-    Args:
-        handled: seconds that sums of gradients take of each.
-    """
+    """The rows of each replica, by time and memory or by weights; `handled` seconds of gradient sums count as work."""
     curves = [dataclasses.replace(model.curve, seconds=model.curve.seconds + own) for model, own in zip(models, handled, strict=True)]
     if weights is None:
         return divide_units(num_rows, curves)
@@ -347,7 +300,7 @@ def _divide(num_rows: int, models: Sequence[ReplicaModel], weights: Sequence[int
 
 
 def _name_shortages(prices: Prices, models: Sequence[ReplicaModel], error: MemoryShortage) -> MemoryShortage:
-    """Which devices lack memory, and how much; devices that lack the same are named together."""
+    """Adds which devices lack how much memory; equal ones are listed together."""
     lacking: dict[tuple[tuple[int, ...], int, int], list[str]] = {}
     for model, share in zip(models, error.sizes, strict=True):
         pipeline = model.pipeline

@@ -1,1 +1,1 @@
-"""Split stages: along which axis each op works, in which sizes, and when what is exchanged may hide."""
+"""Split stages: along which axis each op works, in which sizes, and whether exchanges are overlapped."""

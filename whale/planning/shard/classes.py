@@ -1,8 +1,8 @@
-"""The ops of a stage in classes of alike ones, and the labels that each class may have: the sharding pass decides once per class.
+"""Groups the ops of a stage into classes of equivalent ones, each with its possible labels: the sharding pass decides once per class.
 
-Ops are alike if they compute the same from the same shapes along axes of the same kinds, and what they read and what reads
-them is alike too. Forty-eight equal blocks so become a first, a middle and a last one. Whatever the classes, prices are exact:
-each op and each tensor counts. Coarse classes only leave out choices that treat alike ops in unlike ways.
+Ops are equivalent if they compute the same from the same shapes along axes of the same kinds, and so are their producers
+and readers. 48 equal blocks become a first, a middle and a last one. Prices stay exact, since each op and tensor counts;
+coarse classes only exclude choices that treat equivalent ops differently.
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ from whale.ir.writes import MemoryWrites
 from whale.planning.shard.space import Scene, ShardSpace
 from whale.sharding.bridges import Bridge
 
-WHOLE = -1
-"""In place of a kind: along none."""
+WHOLE = -1  # in place of a kind: along no axis
 
 Use = tuple[int, bool]
 """How an op needs an operand: the kind of axis along which it is cut, or `WHOLE`; whether it enters work on parts."""
@@ -29,28 +28,18 @@ Use = tuple[int, bool]
 
 @dataclass(frozen=True, slots=True)
 class Label:
-    """What the ops of a class do.
+    """What the ops of a class do."""
 
-    Attributes:
-        work: kind of axis along which they work on parts; for parameters, along which they are held.
-        scattered: kind along which their sums are scattered.
-    """
-
-    work: int = WHOLE
-    scattered: int = WHOLE
+    work: int = WHOLE  # kind of axis along which they work on parts; of parameters, along which they are held
+    scattered: int = WHOLE  # kind along which their sums are scattered
 
 
 @dataclass(frozen=True)
 class Node:
-    """A class of alike ops, those that take apart their results included.
+    """A class of equivalent ops; items of their results belong to them."""
 
-    Attributes:
-        ops: the members; the items of their results are not among them.
-        labels: that it may have; the first is to be whole, but for values of which each device is handed its rows.
-    """
-
-    ops: tuple[Op, ...]
-    labels: tuple[Label, ...]
+    ops: tuple[Op, ...]  # the members, without items of their results
+    labels: tuple[Label, ...]  # possible ones; the first is whole, except for values that arrive by rows
 
     @property
     def first(self) -> Op:
@@ -59,38 +48,23 @@ class Node:
 
 @dataclass(frozen=True)
 class User:
-    """A class that reads a tensor.
+    """A class that reads a tensor."""
 
-    Attributes:
-        node: index of the class; -1 for what takes values out of the stage.
-        uses: per label of it, how it needs the tensor.
-        has_gradient: whether it returns a gradient.
-        keeps: whether it keeps the tensor for backward.
-        is_rigid: whether no copy will do: it writes into the tensor or returns a view of what is written into.
-    """
-
-    node: int
-    uses: tuple[Use, ...]
-    has_gradient: bool
-    keeps: bool
-    is_rigid: bool
+    node: int  # index of the class; -1 for values that leave the stage
+    uses: tuple[Use, ...]  # per label of it, how it needs the tensor
+    has_gradient: bool  # whether it returns a gradient
+    keeps: bool  # whether it keeps the tensor for backward
+    is_rigid: bool  # whether it needs the tensor itself, not a copy: it writes into it or returns a view of written memory
 
 
 @dataclass(frozen=True)
 class Tensors:
-    """Alike tensors that are read alike.
+    """Equivalent tensors with equivalent readers."""
 
-    Attributes:
-        node: index of the class that makes them.
-        ops: that make them.
-        forms: per label of the class, the kind along which they lie.
-        users: what reads them.
-    """
-
-    node: int
-    ops: tuple[Op, ...]
-    forms: tuple[int, ...]
-    users: tuple[User, ...]
+    node: int  # index of the class that makes them
+    ops: tuple[Op, ...]  # that make them
+    forms: tuple[int, ...]  # per label of the class, the kind along which they lie
+    users: tuple[User, ...]  # that read them
 
     @property
     def first(self) -> Op:
@@ -105,9 +79,7 @@ class Classes:
     """The classes of a stage.
 
     Args:
-        scene: the stage.
-        space: what may be cut.
-        kept: per op, the tensors that it keeps for backward, by owner of their memory.
+        kept: per op, the tensors that it keeps for backward, by owner of their storage.
     """
 
     def __init__(self, scene: Scene, space: ShardSpace, kept: Mapping[str, tuple[str, ...]]) -> None:
@@ -135,7 +107,7 @@ class Classes:
 
     @cached_property
     def forms(self) -> tuple[tuple[tuple[int, ...], ...], ...]:
-        """Per class, for each result of a member, by label the kind along which it lies."""
+        """Per class and result of a member, by label the kind along which it lies."""
         return tuple(tuple(self._forms(name) for name in self.members[node.first.name]) for node in self.nodes)
 
     def kinds_in(self, name: str) -> frozenset[int]:
@@ -147,7 +119,7 @@ class Classes:
         return known
 
     def work(self, name: str, label: Label) -> str | None:
-        """The axis along which an op works at a label of its class; along which a parameter is held."""
+        """The axis along which an op works, or a parameter is held, under a label of its class."""
         if label.work == WHOLE:
             return None
         op = self.scene.graph.by_name[name]
@@ -196,7 +168,7 @@ class Classes:
 
     @cached_property
     def bridges(self) -> tuple[Mapping[tuple[int, Use], Bridge], ...]:
-        """Per entry of `tensors`, the bridges that may stand there, by the form it lies in and the use it is needed for."""
+        """Per entry of `tensors`, its possible bridges, by the form it lies in and the use it is needed for."""
         return tuple(dict(_bridges_at(tensors)) for tensors in self.tensors)
 
     def _forms(self, name: str) -> tuple[int, ...]:
@@ -223,7 +195,7 @@ class Classes:
         return User(node, uses, op.requires_grad, keeps, self._writes.need_same(tensor, reader))
 
     def _heads(self) -> dict[str, str]:
-        """Per op and source of the stage, the op whose label it has: items go with what they are taken from."""
+        """Per op and source of the stage, the op whose label it has: items belong to their tuple."""
         graph = self.scene.graph
         found: dict[str, str] = {}
         parameters: dict[str, str] = {}
@@ -265,7 +237,7 @@ class Classes:
         return target in self.space.kind_of and target in self.scene.axes_in(op.name) and may_scatter(op, self.scene.axes, axis, target)
 
     def _colours(self) -> dict[str, int]:
-        """Per op, the number of its class: its own figures, refined once by those of what it reads and of what reads it."""
+        """Per op, the number of its class: its own figures, refined once by those of its producers and readers."""
         numbers: dict[Hashable, int] = {}
         own = {name: numbers.setdefault(self._signature(name), len(numbers)) for name in self._head_of}
         readers: dict[str, set[int]] = {}

@@ -1,10 +1,10 @@
-"""What every label of every class of ops costs on the devices of a split group, and every bridge between them.
+"""Costs of every label of every class of ops on the devices of a split group, and of every bridge between them.
 
 For n units of an axis on a device, of a micro-batch:
 
     op, whole          all of its time, on every device
-    op along an axis   arithmetic falls to n / size, traffic by what has the axis; what it contracts is summed, at once or
-                       (scattered) half now and half backward
+    op along an axis   arithmetic by n / size, traffic by what has the axis; contracted axes are summed, at once or
+                       (scattered) half forward and half backward
     tensor             each form in which it is used and does not lie is one bridge, shared by the users of that form
     parameter          where only work on parts uses a whole one, its gradient is summed once per step; the optimizer steps
                        what a device holds
@@ -33,8 +33,7 @@ from whale.planning.shard.problem import BridgeCost, ChosenLabels, LabelCost, La
 from whale.planning.shard.solver import solve_labels
 from whale.sharding.bridges import Bridge
 
-GRID = 33
-"""Times by units are computed at this many points and lie on lines between them."""
+GRID = 33  # points at which times are computed; linear in between
 
 Sizes = tuple[tuple[int, ...], ...]
 """Per kind, the units of each position."""
@@ -42,20 +41,14 @@ Sizes = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True)
 class PlacedDevice:
-    """A device as it is met at one position of the groups."""
+    """A device type at one position of the groups."""
 
     position: int
     device: Device
 
 
 class SplitCosts:
-    """Costs of one stage at one site.
-
-    Args:
-        classes: of the stage.
-        prices: of the graph on the cluster.
-        site: the devices, and the rows they take.
-    """
+    """Costs of one stage at one place."""
 
     def __init__(self, classes: Classes, prices: Prices, site: StagePlace) -> None:
         self.classes, self.prices, self.site = classes, prices, site
@@ -86,12 +79,12 @@ class SplitCosts:
     def best(
         self, sizes: Sizes, insisted: tuple[int, ...], budget: MemoryBudget | None = None, other_than: frozenset[int] | None = None
     ) -> ChosenLabels | None:
-        """The best labels at some sizes: the fastest of all where these fit, else the fastest that fit.
+        """The fastest labels that fit, at some sizes.
 
         Args:
-            insisted: kinds along which every op works that may.
-            budget: what the devices hold; None where memory is no matter.
-            other_than: a set of kinds that is not to be found again.
+            insisted: kinds along which every op works that can.
+            budget: what the devices hold; None ignores memory.
+            other_than: a set of kinds to exclude, for the runner-up.
         """
         key, problem = (sizes, insisted, other_than), self.problem(sizes, insisted, budget)
         if key not in self._fitting:
@@ -110,7 +103,7 @@ class SplitCosts:
         return found
 
     def problem(self, sizes: Sizes, insisted: tuple[int, ...], budget: MemoryBudget | None = None) -> LabelProblem:
-        """The problem with the sizes of every kind fixed; takes what `best` does."""
+        """The problem with fixed sizes of every kind; arguments as of `best`."""
         shares, key = self._shares(sizes), (sizes, insisted)
         if key not in self._problems:
             nodes = tuple(tuple(self._label_costs(number, along, shares)) for number, along in enumerate(self._times(shares)))
@@ -124,13 +117,13 @@ class SplitCosts:
         return self._held[budget].memory(self._capacity, shares)
 
     def lacking_by_units(self, labels: Sequence[int], budget: MemoryBudget) -> tuple[Floats, Floats]:
-        """Per position, bytes that a device lacks at some labels with no unit of any axis, and with all of them; below 0 what is free."""
+        """Per position, bytes that a device lacks under some labels, with no unit of any axis, and with all; negative: free."""
         shape = len(self.kinds), self.site.width
         none, every = (self._memory(shares, budget).lacking(labels) for shares in (np.zeros(shape), np.ones(shape)))
         return none, every
 
     def handled(self, shards: tuple[Shard, ...]) -> Floats:
-        """Seconds that messages take of the device itself at each position, of one micro-batch; sizes of the cuts do not matter."""
+        """Seconds of handling per position and micro-batch; sizes of the cuts do not matter."""
         scene, found = self.classes.scene, np.zeros(self.site.width)
         for worker in self._workers:
             if worker.device.handling:
@@ -140,11 +133,7 @@ class SplitCosts:
         return found
 
     def curves(self, kind: int, nodes: frozenset[int] | None = None) -> tuple[Floats, ...]:
-        """Per position, seconds of the ops along a kind by units held, 0 to its size.
-
-        Args:
-            nodes: those that work along it; None for all that may.
-        """
+        """Per position, seconds of the ops along a kind by units held; `nodes`: those that work along it, None for all that can."""
         if (kind, nodes) not in self._curves:
             self._curves[kind, nodes] = self._curves_of(kind, nodes)
         return self._curves[kind, nodes]
@@ -173,7 +162,7 @@ class SplitCosts:
         return self._by_share[key]
 
     def _shares(self, sizes: Sizes) -> Floats:
-        """Per kind, per position, what devices have of the axes."""
+        """Per kind and position, the shares of the axes."""
         return np.array([np.array(own) / self.size(kind) for kind, own in enumerate(sizes)]).reshape(len(sizes), self.site.width)
 
     def _insisted(self, kinds: Sequence[int]) -> Iterator[tuple[int, int]]:
@@ -184,7 +173,7 @@ class SplitCosts:
 
     @cached_property
     def _whole_seconds(self) -> Floats:
-        """Per node, per worker, seconds of its members run whole."""
+        """Per node and worker, seconds of its members run whole."""
         members, position = self.classes.members, self.prices.table.position
         index = [[position[name] for op in node.ops for name in members[op.name]] for node in self.classes.nodes]
         found = np.zeros((len(index), len(self._workers)))
@@ -197,7 +186,7 @@ class SplitCosts:
 
     @cached_property
     def _traffic(self) -> dict[int, tuple[tuple[int, ...], CutTraffic]]:
-        """Per kind, the nodes that may work along it, and their first ops as a table."""
+        """Per kind, the nodes that can work along it, and their first ops as a table."""
         found: dict[int, list[int]] = {}
         for number, node in enumerate(self.classes.nodes):
             if not is_free(node.first):
@@ -211,7 +200,7 @@ class SplitCosts:
         return cut_traffic(self.prices.graph, self.prices.axes, self.prices.table, work)
 
     def _times(self, shares: Floats) -> list[dict[int, Floats]]:
-        """Per node, by the kind along which its members work, seconds of them per worker."""
+        """Per node, by the kind along which its members work, their seconds per worker."""
         found: list[dict[int, Floats]] = [{WHOLE: own} for own in self._whole_seconds]
         costs = self.prices.costs
         for kind, (members, traffic) in self._traffic.items():
@@ -245,7 +234,7 @@ class SplitCosts:
             yield LabelCost(tuple(along.get(label.work, nothing)), label.work, sums, kinds, divides)
 
     def _optimizer_seconds(self, number: int, label: Label, shares: Floats | None) -> float:
-        """Seconds of stepping the parameters of a node, per micro-batch of the step, on the slowest device."""
+        """Seconds of stepping the parameters of a node, per micro-batch, on the slowest device."""
         node = self.classes.nodes[number]
         if node.first.kind != "parameter" or not node.first.requires_grad or not self.prices.training:
             return 0.0
@@ -257,7 +246,7 @@ class SplitCosts:
         return max(times) / self.site.num_micro_batch
 
     def _counts(self, op: Op, label: Label) -> bool:
-        """Whether work on parts divides something worth it: arithmetic, or a parameter."""
+        """Whether work on parts divides arithmetic or a parameter."""
         axis = self.classes.work(op.name, label)
         if axis == BATCH:
             return False
@@ -276,7 +265,7 @@ class SplitCosts:
 
     @cached_property
     def _crossed(self) -> tuple[tuple[Tensors, TensorCost], ...]:
-        """The tensors that bridges can stand at, with what these cost."""
+        """The tensors with possible bridges, and the costs of these."""
         both = zip(self.classes.tensors, self.classes.bridges, strict=True)
         return tuple((tensors, self._tensor_cost(tensors, bridges)) for tensors, bridges in both if bridges)
 
@@ -292,7 +281,7 @@ class SplitCosts:
 
 
 def _workers(prices: Prices, site: StagePlace) -> Iterator[PlacedDevice]:
-    """Per position, its devices in the groups, equal ones once."""
+    """Per position, its distinct devices in the groups."""
     for position in range(site.width):
         devices = (prices.cluster.by_name[group[position]] for group in site.groups)
         yield from (PlacedDevice(position, device) for device in {device.kind: device for device in devices}.values())

@@ -1,7 +1,7 @@
-"""What the labels of a split stage hold, where some runs of its ops are computed again, too.
+"""Memory of the labels of a split stage, with recomputed runs of its ops.
 
-outside of runs    what ops keep lies there for every micro-batch in flight
-in the largest     what its ops keep is there once, of the micro-batch that is computed again
+outside of runs    what ops keep, for every micro-batch in flight
+in the largest     what its ops keep, once, for the micro-batch that is recomputed
 in other runs      nothing: only what a run reads from outside is kept
 """
 
@@ -24,21 +24,14 @@ from whale.planning.shard.problem import BridgeCopies, LabelMemory, TensorCost
 
 @dataclass(frozen=True, slots=True)
 class Repeated:
-    """What a stage computes again, whatever its ops are called.
+    """What a stage recomputes, independent of names."""
 
-    Attributes:
-        runs: of its ops, by their places among them (start, stop).
-        num_alive: where R actions recompute the whole stage, how many recomputed micro-batches are alive at once; else 0.
-        waiting: micro-batches whose weight gradients wait, where these hold more than others in flight; else 0.
-    """
-
-    runs: tuple[tuple[int, int], ...] = ()
-    num_alive: int = 0
-    waiting: int = 0
+    runs: tuple[tuple[int, int], ...] = ()  # of its ops, by index (start, stop)
+    num_alive: int = 0  # with R actions for the whole stage, the recomputed micro-batches alive at once; else 0
+    waiting: int = 0  # micro-batches between I and W, if these hold more than others in flight; else 0
 
 
 def repeated_of(ops: Sequence[str], recompute: Recompute, waiting: int) -> Repeated:
-    """What a stage computes again, by the places of its ops."""
     position = {name: place for place, name in enumerate(ops)}
     return Repeated(
         tuple((position[segment[0]], position[segment[-1]] + 1) for segment in recompute.segments), recompute.num_alive, waiting
@@ -47,37 +40,21 @@ def repeated_of(ops: Sequence[str], recompute: Recompute, waiting: int) -> Repea
 
 @dataclass(frozen=True, slots=True)
 class MemoryBudget:
-    """What a device of a stage holds.
+    """What a device of a stage holds."""
 
-    Attributes:
-        num_bytes: if nothing is cut, but for what ops work on.
-        in_flight: micro-batches whose activations are held.
-        taken: bytes of the device's memory that are for its other stages.
-        share: of the rest, how much is for this stage: other split stages of the device have theirs.
-        repeated: what is computed again.
-    """
-
-    num_bytes: float
-    in_flight: int
-    taken: float = 0.0
-    share: float = 1.0
-    repeated: Repeated = Repeated()
+    num_bytes: float  # if nothing is cut, without the working set
+    in_flight: int  # micro-batches whose activations are held
+    taken: float = 0.0  # bytes for the device's other stages
+    share: float = 1.0  # of the rest for this stage; other split stages of the device have theirs
+    repeated: Repeated = Repeated()  # what is recomputed
 
     def free(self, memory: Sequence[int]) -> Floats:
-        """Bytes that are left of each device's memory if nothing is cut; below nothing where it overflows."""
+        """Bytes left of each device's memory if nothing is cut; negative where it overflows."""
         return (np.array(memory, dtype=np.float64) - self.taken) * self.share - self.num_bytes
 
 
 class HeldBytes:
-    """Bytes of the classes of a stage.
-
-    Args:
-        classes: of the stage.
-        prices: of the graph.
-        num_rows: of a micro-batch.
-        budget: what a device holds.
-        crossed: the tensors that bridges can stand at.
-    """
+    """Bytes of the classes of a stage; `crossed` are the tensors with possible bridges."""
 
     def __init__(
         self, classes: Classes, prices: Prices, num_rows: float, budget: MemoryBudget, crossed: Sequence[tuple[Tensors, TensorCost]]
@@ -93,7 +70,7 @@ class HeldBytes:
 
         Args:
             capacity: of the device at each position.
-            shares: per kind of axes, per position, what devices have of them.
+            shares: per kind of axes and position.
         """
         every = np.vstack([shares, np.ones((1, shares.shape[1]))])  # WHOLE is the last row
         held = tuple(-own @ (1 - every) for own in self._in_parts)
@@ -103,12 +80,11 @@ class HeldBytes:
         )
 
     def _num_bytes(self, name: str) -> float:
-        """Of what an op makes, for one micro-batch."""
         return self._prices.outputs[name].at(self._num_rows)
 
     @cached_property
     def _times(self) -> Mapping[str, float]:
-        """How often the results of each op lie there; those that are kept for weight gradients instead of others count the difference."""
+        """How often the results of each op are held; with deferred weight gradients, the difference."""
         graph, budget, ops, found = self._prices.graph, self._budget, self._classes.scene.ops, defaultdict[str, float](float)
         kept, inside = self._prices.kept_names(ops, self._runs, budget.repeated.num_alive)
         alive, waiting = budget.repeated.num_alive, budget.repeated.waiting
@@ -125,7 +101,7 @@ class HeldBytes:
 
     @cached_property
     def _in_parts(self) -> tuple[Floats, ...]:
-        """Per node, by label and kind, the bytes that lie in parts; what lies WHOLE is the last."""
+        """Per node, by label and kind, the bytes that lie in parts; the last kind is WHOLE."""
         return tuple(self._parts_of(node, forms) for node, forms in zip(self._classes.nodes, self._classes.forms, strict=True))
 
     def _parts_of(self, node: Node, forms: Sequence[tuple[int, ...]]) -> Floats:
@@ -142,7 +118,7 @@ class HeldBytes:
         return found
 
     def _working(self, number: int, shares: Floats) -> Floats:
-        """What one member of a node works on at each label: its result and the gradient of that (`working_line`)."""
+        """The working set of one member of a node under each label: its result and the gradient of that (`working_line`)."""
         node = self._classes.nodes[number]
         found = np.zeros((len(node.labels), shares.shape[1]))
         if node.first.kind == "call":
@@ -161,9 +137,9 @@ class HeldBytes:
 
     @cached_property
     def _kept_copies(self) -> tuple[tuple[tuple[bool, ...], float, float], ...]:
-        """Of each tensor which users keep the form that they need, the bytes of a gathered form, and of others.
+        """Per tensor: which users keep their form, the bytes of a gathered form, and of others.
 
-        What is gathered is not kept where segments are computed again: its part is, and is gathered again (`prices.again`).
+        A gathered form is not kept where segments are recomputed: its shard is, and gathered again (`RepeatedBridges`).
         """
         found = []
         for tensors, _ in self._crossed:
@@ -175,7 +151,7 @@ class HeldBytes:
         return tuple(found)
 
     def _times_copied(self, tensors: Tensors, is_gathered: bool) -> float:
-        """How often a form that a bridge makes of some identical tensors lies there, all of them together."""
+        """How often a bridge's form of some identical tensors is held, in total."""
         alive, in_flight = self._budget.repeated.num_alive, self._budget.in_flight
         if not self._runs or alive:
             return tensors.count * (alive or in_flight)
@@ -183,7 +159,7 @@ class HeldBytes:
         return in_flight * sum(self._enters(op.name) or (not left and self._is_kept(op.name)) for op in tensors.ops)
 
     def _enters(self, tensor: str) -> bool:
-        """Whether a form of a tensor is made outside of a run that reads it."""
+        """Whether a form of a tensor is made outside a run that reads it."""
         readers = self._classes.readers.get(tensor, ())
         is_inside = bool(readers) and readers[0] in self._inside and readers[0] not in self._firsts
         return not is_inside and not self._inside.isdisjoint(readers)

@@ -1,4 +1,4 @@
-"""Whether a split stage computes its rows in two halves, of which one computes while the other's messages travel."""
+"""Whether a split stage computes its rows in two halves, one of which computes while the other's messages travel."""
 
 from __future__ import annotations
 
@@ -20,37 +20,25 @@ from whale.sharding.bridges import Bridge
 from whale.units import format_seconds
 
 Costs = tuple[tuple[Started, Started], ...]
-"""Per device, its pass forward and its pass backward."""
+"""Per device, its forward and its backward pass."""
 
 
 @dataclass(frozen=True)
 class Overlapping:
-    """What was decided for one stage.
+    """The decision for one stage."""
 
-    Attributes:
-        is_chosen: whether it computes in halves.
-        whole: seconds of the slowest device for a micro-batch, its rows at once.
-        halves: the same, in two halves; 0 where that cannot be.
-        reason: why it cannot be, or that the user has said so.
-    """
-
-    is_chosen: bool
-    whole: float
-    halves: float = 0.0
-    reason: str = ""
+    is_chosen: bool  # whether it computes in halves
+    whole: float  # seconds of the slowest device for a micro-batch at once
+    halves: float = 0.0  # the same in two halves; 0 where impossible
+    reason: str = ""  # why it is impossible, or that the user set it
 
 
 @dataclass(eq=False)
 class Overlapper:
-    """The pass over split stages; whether rows can be halved at all is found out once per cut stage.
-
-    Args:
-        prices: of the graph on the cluster.
-        wanted: whether stages compute their rows in halves; None where that pays.
-    """
+    """The pass over split stages."""
 
     prices: Prices
-    wanted: bool | None = None
+    wanted: bool | None = None  # whether stages compute in halves; None where that pays
     _halvings: dict[tuple[Scene, tuple[Shard, ...]], Halving] = field(default_factory=dict, init=False)
 
     def choose(
@@ -62,18 +50,9 @@ class Overlapper:
         whole: Costs,
         recompute: Recompute,
     ) -> tuple[Overlapping, Costs]:
-        """Decides for one stage.
+        """Decides for one stage; returns the decision, and the stage's cost on each device under it.
 
-        Args:
-            collective_costs: prices of messages.
-            scene: the stage.
-            shards: of it.
-            bridges: in it.
-            whole: what it costs each device with its rows at once, messages included.
-            recompute: what it computes again.
-
-        Returns:
-            The decision, and what the stage costs each device by it.
+        `whole` is the cost on each device with its rows at once, messages included.
         """
         rows = collective_costs.site.num_rows
         seconds = _slowest(whole, rows)
@@ -117,7 +96,7 @@ def _in_halves(whole: Costs, messages: Messages, rows: float) -> Costs:
 
 
 def _compute_messages(collective_costs: CollectiveCosts) -> bool:
-    """Whether what moves messages is what computes, and nobody knows how much of it they take: then nothing is hidden by doing both."""
+    """Whether CPU cores both compute and move messages, with unknown handling: then overlap hides nothing."""
     devices = (collective_costs.prices.cluster.by_name[name] for group in collective_costs.site.groups for name in group)
     return any(device.model == CPU and not device.handling for device in devices)
 
@@ -127,7 +106,7 @@ def _slowest(costs: Costs, rows: float) -> float:
 
 
 def explain_overlap(found: Sequence[Sequence[Overlapping | None]]) -> Iterator[Choice]:
-    """One choice per split stage and decision, from what was decided per replica and stage."""
+    """One choice per split stage and decision; `found` per replica and stage."""
     seen: dict[tuple[int, Overlapping], list[int]] = {}
     for index, replica in enumerate(found):
         for stage, overlapping in enumerate(replica):
@@ -148,7 +127,7 @@ def explain_overlap(found: Sequence[Sequence[Overlapping | None]]) -> Iterator[C
 
 
 def overlap_faults(plan: Plan, graph: ModelGraph, axes: Axes | None) -> Iterator[WhaleError]:
-    """Stages that cannot be computed in halves, but are to be; equal ones are looked at once."""
+    """Stages that the plan computes in halves but cannot be; equal ones are checked once."""
     known: dict[tuple[tuple[tuple[str, ...], ...], tuple[str, ...], tuple[Shard, ...]], tuple[str, ...]] = {}
     for replica in plan.replicas:
         for stage in replica.stages:

@@ -1,8 +1,8 @@
-"""Which label each class of ops of a stage gets, as abstract figures: what a choice of labels costs, and what it holds.
+"""The choice of labels of a stage as an abstract problem: seconds and bytes of a choice.
 
-seconds of a choice     per kind, of the work along it on its slowest device, + sums + bridges
-bytes of a choice       per position, what its labels hold more or less than if everything were whole, + copies by bridges, + what
-                        the op works on that works on most
+seconds of a choice     per kind, the work along it on its slowest device, + sums + bridges
+bytes of a choice       per position, bytes of its labels relative to everything whole, + copies by bridges, + the largest
+                        working set of an op
 """
 
 from __future__ import annotations
@@ -19,31 +19,18 @@ from whale.planning.shard.classes import WHOLE, Use, User
 
 @dataclass(frozen=True, slots=True)
 class LabelCost:
-    """One label of one node, all members together.
+    """One label of one node, all members together."""
 
-    Attributes:
-        seconds: per worker.
-        along: the kind along which it works; `WHOLE` for none.
-        fixed: seconds of combining its results, or of the optimizer.
-        kinds: the kinds that it makes use of.
-        divides: whether it divides arithmetic or parameters.
-    """
-
-    seconds: tuple[float, ...]
-    along: int = WHOLE
-    fixed: float = 0.0
-    kinds: frozenset[int] = frozenset()
-    divides: bool = False
+    seconds: tuple[float, ...]  # per worker
+    along: int = WHOLE  # the kind along which it works; `WHOLE` for none
+    fixed: float = 0.0  # seconds of combining its results, or of the optimizer
+    kinds: frozenset[int] = frozenset()  # the kinds that it uses
+    divides: bool = False  # whether it divides arithmetic or parameters
 
 
 @dataclass(frozen=True, slots=True)
 class BridgeCost:
-    """A bridge from one form to another.
-
-    Attributes:
-        forward, backward: seconds.
-        moves: whether it makes another tensor.
-    """
+    """A bridge from one form to another: seconds of both directions, and whether it makes another tensor."""
 
     forward: float
     backward: float
@@ -52,29 +39,20 @@ class BridgeCost:
 
 @dataclass(frozen=True, slots=True)
 class TensorCost:
-    """Some identical tensors.
+    """Some identical tensors."""
 
-    Attributes:
-        node: that makes them.
-        forms: per label of it, the kind along which they lie.
-        users: that read them.
-        bridges: per form and use that differ, what stands between.
-        once: seconds of summing a parameter's gradient at the end of the step, instead of the bridges backward, where only work
-            on parts uses a whole one.
-    """
-
-    node: int
-    forms: tuple[int, ...]
-    users: tuple[User, ...]
-    bridges: Mapping[tuple[int, Use], BridgeCost]
-    once: float = 0.0
+    node: int  # that makes them
+    forms: tuple[int, ...]  # per label of it, the kind along which they lie
+    users: tuple[User, ...]  # that read them
+    bridges: Mapping[tuple[int, Use], BridgeCost]  # per form and use that differ
+    once: float = 0.0  # seconds of a parameter's gradient sum per step, instead of backward bridges, if only work on parts uses it
 
     def met(self, labels: Sequence[int]) -> tuple[int, list[Use]]:
-        """The form in which it lies at some labels, and the use of each of its users."""
+        """Its form under some labels, and the use of each of its users."""
         return self.forms[labels[self.node]], [user.uses[labels[user.node] if user.node >= 0 else 0] for user in self.users]
 
     def seconds(self, labels: Sequence[int]) -> float:
-        """Of its bridges at some labels; infinite where one must not be."""
+        """Of its bridges under some labels; infinite where one is not allowed."""
         form, uses = self.met(labels)
         is_partial = bool(self.once) and form == WHOLE and (WHOLE, False) not in uses
         seconds = self.once if is_partial else 0.0
@@ -90,20 +68,14 @@ class TensorCost:
 
 @dataclass(frozen=True)
 class BridgeCopies:
-    """What bridges of some identical tensors hold.
-
-    Attributes:
-        tensor: what they are.
-        keeps: per user, whether it keeps the form that it needs.
-        num_bytes: per form and use, of a copy at each position.
-    """
+    """Bytes of the bridges of some identical tensors."""
 
     tensor: TensorCost
-    keeps: tuple[bool, ...]
-    num_bytes: Mapping[tuple[int, Use], Floats]
+    keeps: tuple[bool, ...]  # per user, whether it keeps its form
+    num_bytes: Mapping[tuple[int, Use], Floats]  # per form and use, of a copy at each position
 
     def at(self, labels: Sequence[int]) -> Iterator[Floats]:
-        """Of each copy that some user keeps at some labels."""
+        """Each copy that some user keeps under some labels."""
         form, uses = self.tensor.met(labels)
         for use in dict.fromkeys(use for use, keeps in zip(uses, self.keeps, strict=True) if keeps):
             if (form, use) in self.num_bytes:
@@ -112,22 +84,15 @@ class BridgeCopies:
 
 @dataclass(frozen=True, eq=False)
 class LabelMemory:
-    """The memory that labels need, and what there is; bytes, the last dimension is that of positions.
+    """The memory of labels in bytes; the last dimension is the position."""
 
-    Attributes:
-        free: what there is beside what a device holds if everything is whole.
-        held: per node, what each label holds more than that; negative where it holds less.
-        working: per node, what one member works on at each label.
-        copies: per tensor.
-    """
-
-    free: Floats
-    held: tuple[Floats, ...]
-    working: tuple[Floats, ...]
-    copies: tuple[BridgeCopies, ...]
+    free: Floats  # beyond what a device holds if everything is whole
+    held: tuple[Floats, ...]  # per node, each label's difference from that
+    working: tuple[Floats, ...]  # per node, the working set of one member under each label
+    copies: tuple[BridgeCopies, ...]  # per tensor
 
     def lacking(self, labels: Sequence[int]) -> Floats:
-        """Per position, the bytes that some labels need beyond those that are free; below 0 what they leave."""
+        """Per position, the bytes that some labels need beyond the free ones; negative: left over."""
         found: Floats = np.max([node[index] for node, index in zip(self.working, labels, strict=True)], axis=0) - self.free
         found = found + np.sum([node[index] for node, index in zip(self.held, labels, strict=True)], axis=0)
         for copies in self.copies:
@@ -137,7 +102,7 @@ class LabelMemory:
 
     @property
     def may_suffice(self) -> bool:
-        """Whether it suffices for the labels of each node that need least, copies apart."""
+        """Whether it suffices for the smallest label of each node, without copies."""
         least = np.sum([own.min(axis=0) for own in self.held], axis=0) + np.max([own.min(axis=0) for own in self.working], axis=0)
         return bool((least <= self.free).all())
 
@@ -155,21 +120,13 @@ class LabelMemory:
 
 @dataclass(frozen=True)
 class LabelProblem:
-    """The whole problem.
+    """The whole problem."""
 
-    Attributes:
-        nodes: per node its labels; the first is to be whole.
-        tensors: between them.
-        num_kinds: how many kinds of axes there are.
-        insisted: nodes and kinds: the node works along the kind.
-        memory: None where it is boundless.
-    """
-
-    nodes: tuple[tuple[LabelCost, ...], ...]
-    tensors: tuple[TensorCost, ...]
-    num_kinds: int
-    insisted: tuple[tuple[int, int], ...] = ()
-    memory: LabelMemory | None = None
+    nodes: tuple[tuple[LabelCost, ...], ...]  # per node its labels; the first is whole
+    tensors: tuple[TensorCost, ...]  # between them
+    num_kinds: int  # of axes
+    insisted: tuple[tuple[int, int], ...] = ()  # (node, kind): the node must work along the kind
+    memory: LabelMemory | None = None  # None for unlimited
 
     def evaluate(self, labels: Sequence[int]) -> ChosenLabels | None:
         """The value of some labels; None where they are not allowed."""
@@ -187,18 +144,10 @@ class LabelProblem:
 
 @dataclass(frozen=True)
 class ChosenLabels:
-    """A label for each node.
+    """A label for each node."""
 
-    Attributes:
-        labels: per node, the index of its label.
-        kinds: in use.
-        seconds: of the stage for one micro-batch.
-        excess: bytes by which it overflows the memory of the tightest device.
-        gap: how far it may be from the optimum at most, as a share; 0 unless the search ran out of nodes.
-    """
-
-    labels: tuple[int, ...]
-    kinds: frozenset[int]
-    seconds: float
-    excess: float
-    gap: float = 0.0
+    labels: tuple[int, ...]  # per node, the index of its label
+    kinds: frozenset[int]  # in use
+    seconds: float  # of the stage for one micro-batch
+    excess: float  # bytes by which it overflows the tightest device
+    gap: float = 0.0  # bound of the distance from the optimum, as a share; 0 unless the search ran out of nodes

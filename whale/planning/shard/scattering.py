@@ -1,12 +1,12 @@
-"""Tensors between split stages that are whole on all devices of a group: one part per device over the slow link instead.
+"""Sends tensors between split stages that all devices of a group hold whole as one part per device over the slow link.
 
     at once                                 scattered
     a0 --- all of it ---> b0                a0 --- its part ---> b0
     a1 --- all of it ---> b1                a1 --- its part ---> b1     then an all-gather inside b, on the fast link
                                             gradients return as parts, then an all-gather inside a
 
-It needs an axis beside the batch and split groups, of any sizes, on both ends, and pays where the link between the stages is much
-slower than those inside them.
+It needs an axis besides the batch, and split groups (of any width) on both ends, and pays where the link between the stages
+is much slower than those inside them.
 """
 
 from __future__ import annotations
@@ -28,36 +28,23 @@ from whale.units import format_seconds
 
 @dataclass(frozen=True)
 class Scattered:
-    """One tensor that crosses in parts.
-
-    Attributes:
-        tensor: its op.
-        axis: along which.
-        sizes: per end, the source first, per position of a group.
-        whole, parts: seconds of crossing, both ways, with the gathers.
-    """
+    """One tensor that crosses in parts."""
 
     tensor: str
     axis: str
-    sizes: tuple[tuple[int, ...], ...]
-    whole: float
-    parts: float
+    sizes: tuple[tuple[int, ...], ...]  # per end, the source first, per position of a group
+    whole: float  # seconds of crossing whole, both ways
+    parts: float  # seconds of crossing in parts, both ways, with the gathers
 
 
 def scatter_all(replicas: Sequence[Replica], prices: Prices) -> tuple[tuple[Replica, ...], tuple[Choice, ...]]:
-    """`scatter_borders` of every replica; what they have in common is told once."""
+    """`scatter_borders` of every replica; equal choices are listed once."""
     found = [scatter_borders(replica, prices, -(-replica.share // replica.pipeline.num_micro_batch)) for replica in replicas]
     return tuple(replica for replica, _ in found), tuple(dict.fromkeys(choice for _, choices in found for choice in choices))
 
 
 def scatter_borders(replica: Replica, prices: Prices, num_rows: int) -> tuple[Replica, tuple[Choice, ...]]:
-    """A replica whose tensors cross in parts where that is faster.
-
-    Args:
-        replica: as planned.
-        prices: of the graph on the cluster.
-        num_rows: of a micro-batch.
-    """
+    """A replica whose tensors cross in parts where that is faster, and the choices; `num_rows` of a micro-batch."""
     stages, choices = list(replica.stages), []
     for source in replica.stages:
         for tensor, targets in _readers(replica, source).items():
@@ -73,7 +60,7 @@ def scatter_borders(replica: Replica, prices: Prices, num_rows: int) -> tuple[Re
 
 
 def _readers(replica: Replica, source: Stage) -> dict[str, list[int]]:
-    """Per tensor that a stage hands on, the stages that it goes to."""
+    """Per tensor that a stage hands on, its target stages."""
     found: dict[str, list[int]] = {}
     for edge in replica.edges:
         for tensor in edge.tensors if edge.source == source.index else ():
@@ -98,7 +85,7 @@ def _scattered(tensor: str, ends: Sequence[Stage], prices: Prices, num_rows: int
 
 
 def _is_bound(tensor: str, ends: Sequence[Stage], graph: ModelGraph) -> bool:
-    """Whether some end needs the tensor's own memory, or it leaves the model, or crosses in parts already."""
+    """Whether an end needs the tensor's own memory, or it leaves the model, or crosses in parts already."""
     if tensor in graph.outputs or any(end.border_shard(tensor) for end in ends):
         return True
     for end in ends:
@@ -144,7 +131,7 @@ def _gather(stage: Stage, num_bytes: float, prices: Prices) -> float:
 
 
 def _shard_of(stage: Stage, wanted: Shard, graph: ModelGraph, axes: Axes) -> Shard:
-    """The stage's own shard of an axis; where it has none, one along which nothing works and nothing is held."""
+    """The stage's own shard of an axis; else one along which nothing works and nothing is held."""
     known = next((shard for shard in stage.shards if shard.axis == wanted.axis), None)
     if known is not None:
         return known
@@ -154,7 +141,7 @@ def _shard_of(stage: Stage, wanted: Shard, graph: ModelGraph, axes: Axes) -> Sha
 
 
 def _with_border(stage: Stage, known: Shard, tensor: str, *, is_source: bool) -> Stage:
-    """A stage that hands on, or is handed, a tensor in parts."""
+    """A stage that hands on, or receives, a tensor in parts."""
     handed_on = (*known.handed_on, tensor) if is_source else known.handed_on
     changed = replace(known, handed_on=handed_on, arriving=known.arriving if is_source else (*known.arriving, tensor))
     shards = [changed if shard.axis == known.axis else shard for shard in stage.shards]

@@ -1,13 +1,10 @@
 """The sharding pass: along which axis each op of a split stage works on parts, and in which sizes, for the least predicted time.
 
-Sizes come from each device's own speed, kind by kind: between two bridges the devices wait for one another, so the work along
-each kind is balanced by itself, first that of all ops that might, then that of those that do, and last with the time that messages
-take of the devices. The labels of the ops are the optimum over these sizes (`whale.planning.shard.solver`). Where the choice overflows a
-device, sizes are divided again within the memory that it leaves, and the choice is made again, a few times in turn.
-
-The optimum is exact (a search that runs out of nodes says its gap) for given sizes, for identical ops that are labelled in one way, and
-for prices by the cost model. Sizes and labels are settled in turn: that is a heuristic where devices are heterogeneous or memory is
-short.
+Devices wait for one another at bridges, so sizes balance the work along each kind of axis separately by device speed: first
+of all ops that can work along it, then of those that do, last with handling of messages. For given sizes the labels are the
+exact optimum (`whale.planning.shard.solver`; a search that runs out of nodes states its gap), with equal labels for identical
+ops. If a choice overflows a device, sizes are divided again within the free memory, and labels chosen again, a few times.
+Alternating between sizes and labels is a heuristic on heterogeneous devices or with little memory.
 """
 
 from __future__ import annotations
@@ -35,85 +32,57 @@ from whale.planning.shard.space import Scene, ShardSpace, find_insisted, find_sh
 from whale.planning.shard.write import Names, Outline, cuts_of, op_cuts, outline_of
 
 GRAIN = 16
-"""Units of a large axis that stay together: rows of a matrix then begin with a line of the cache, and with a tile of a tensor core.
-Products of other widths take a sixth longer on a CPU (1,175 columns as long as 1,370)."""
+"""Units of a large axis that stay together, so that rows of a matrix align with cache lines and tensor-core tiles: otherwise products
+take a sixth longer on a CPU (1,175 columns as long as 1,370).
+"""
 
-GRAINS_PER_DEVICE = 8
-"""An axis with fewer grains is divided to the unit: what balance loses by whole grains must be less than they bring."""
+GRAINS_PER_DEVICE = 8  # an axis with fewer grains is divided to the unit, because grains would cost more balance than they gain
 
 NOT_ASKED = Split()
 
-MAX_ROUNDS = 3
-"""Where memory is short, labels and sizes are settled in turn at most so often."""
+MAX_ROUNDS = 3  # alternations between labels and sizes with little memory
 
 
 @dataclass(frozen=True)
 class StageSharding:
-    """What was decided for one stage.
+    """The decision for one stage."""
 
-    Attributes:
-        shards: per cut axis its sizes, in the model's order of axes.
-        seconds: of the stage for one micro-batch on the slowest devices, with bridges and a share of the optimizer's step.
-        whole_seconds: the same if every device computed everything.
-        bound_by_memory: whether memory changed sizes or axes.
-        gap: how far the labels may be from the optimum at most, as a share of the seconds; 0 unless the search ran out of nodes.
-        cut: how it was found.
-        names: of this stage, by those of the stage that it was found for.
-    """
-
-    shards: tuple[Shard, ...]
-    seconds: float
-    whole_seconds: float
-    bound_by_memory: bool
-    gap: float
-    cut: Cut = field(compare=False, repr=False)
-    names: Names = field(compare=False, repr=False)
+    shards: tuple[Shard, ...]  # per cut axis its sizes, in the model's order of axes
+    seconds: float  # of the stage for one micro-batch on the slowest devices, with bridges and a share of the optimizer's step
+    whole_seconds: float  # the same if every device computed everything
+    bound_by_memory: bool  # whether memory changed sizes or axes
+    gap: float  # bound of the labels' distance from the optimum, as a share; 0 unless the search ran out of nodes
+    cut: Cut = field(compare=False, repr=False)  # how it was found
+    names: Names = field(compare=False, repr=False)  # of this stage, by those of the stage that it was found for
 
     @property
     def runner_up(self) -> tuple[tuple[str, ...], float]:
-        """The next best set of axes, and its seconds; empty where there is no other. Searched for when asked."""
+        """The next best set of axes, and its seconds; empty where there is none. Computed on demand."""
         axes, seconds = self.cut.runner_up
         return tuple(self.names.axes.get(axis, axis) for axis in axes), seconds
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What the choice of cuts depends on, memory and what is insisted on apart.
+    """What the choice of cuts depends on, except memory and insisted axes."""
 
-    Attributes:
-        outline: number of the stage's outline.
-        groups: the different ones among its split groups.
-        num_rows: of a micro-batch that a group takes.
-        num_micro_batch: of a step.
-        only: numbers in the outline of the axes that a written plan leaves; None where all may be cut.
-    """
-
-    outline: int
-    groups: tuple[Likeness, ...]
-    num_rows: float
-    num_micro_batch: int
-    only: frozenset[int] | None
+    outline: int  # number of the stage's outline
+    groups: tuple[Likeness, ...]  # its distinct split groups
+    num_rows: float  # of a micro-batch per group
+    num_micro_batch: int  # of a step
+    only: frozenset[int] | None  # outline numbers of the axes that a written plan allows; None for all
 
 
 @dataclass(frozen=True, eq=False)
 class Cut:
-    """The choice for a stage of an outline.
+    """The choice for a stage of an outline."""
 
-    Attributes:
-        outline: of the stage that it was made for.
-        costs: of its labels.
-        insisted: kinds that the user asks for.
-        budget: what its devices hold; None where memory is no matter.
-        sizes: per kind of axes.
-        chosen: the labels.
-    """
-
-    outline: Outline
-    costs: SplitCosts
-    insisted: tuple[int, ...]
-    budget: MemoryBudget | None
-    sizes: Sizes
-    chosen: ChosenLabels
+    outline: Outline  # of the stage that it was made for
+    costs: SplitCosts  # of its labels
+    insisted: tuple[int, ...]  # kinds that the user asks for
+    budget: MemoryBudget | None  # what its devices hold; None ignores memory
+    sizes: Sizes  # per kind of axes
+    chosen: ChosenLabels  # the labels
 
     @property
     def rank(self) -> tuple[float, float]:
@@ -127,7 +96,6 @@ class Cut:
 
     @cached_property
     def runner_up(self) -> tuple[tuple[str, ...], float]:
-        """The next best set of axes, and its seconds."""
         other = self.costs.best(self.sizes, self.insisted, self.budget, self.chosen.kinds)
         if other is None:
             return (), 0.0
@@ -135,7 +103,7 @@ class Cut:
         return tuple(axis for axis in axes if axis in used), other.seconds
 
     def working(self, kind: int) -> frozenset[int] | None:
-        """The nodes that work along a kind; None (for all that may) where none does."""
+        """The nodes that work along a kind; None (for all that can) where none does."""
         nodes = enumerate(zip(self.costs.classes.nodes, self.chosen.labels, strict=True))
         found = (number for number, (node, label) in nodes if node.labels[label].work == kind and node.first.kind == "call")
         return frozenset(found) or None
@@ -143,11 +111,7 @@ class Cut:
 
 @dataclass(eq=False)
 class Sharder:
-    """The pass over the stages of one model: equal stages on equal devices are solved once.
-
-    Args:
-        prices: of the graph on the cluster.
-    """
+    """The pass over the stages of one model: equal stages on equal devices are solved once."""
 
     prices: Prices
     _outlines: dict[Scene, Outline] = field(default_factory=dict, init=False)
@@ -161,9 +125,9 @@ class Sharder:
 
         Args:
             scene: the stage.
-            site: the devices, and the rows they take.
+            site: the devices, and their rows.
             budget: what one device of the stage holds.
-            split: what scopes and a written plan ask for; the `axis` of a scope must be among the axes.
+            split: what scopes and a written plan ask for.
 
         Raises:
             AnnotationError: no axis can be cut, or one that is asked for cannot.
@@ -192,13 +156,12 @@ class Sharder:
         return StageSharding(shards, cut.chosen.seconds, cut.costs.whole, bound_by_memory, cut.chosen.gap, cut, own)
 
     def outline(self, scene: Scene) -> Outline:
-        """The outline of a stage."""
         if scene not in self._outlines:
             self._outlines[scene] = outline_of(scene, self.prices)
         return self._outlines[scene]
 
     def _insisted(self, scene: Scene, site: StagePlace, split: Split, names: Sequence[str] | None) -> tuple[int, ...]:
-        """The kinds of axes along which all ops work that may."""
+        """The kinds of axes along which all ops must work that can."""
         if split.axes is None and not any(scope.axis for scope in split.scopes):
             return ()
         space = find_shard_space(scene, site.width, names)
@@ -209,7 +172,7 @@ class Sharder:
 
 
 def _fastest(outline: Outline, costs: SplitCosts, insisted: tuple[int, ...], scopes: Sequence[Scope]) -> Cut | None:
-    """The best labels as if memory were boundless, at sizes of the ops that work; None where nothing can be cut."""
+    """The best labels without memory limits, with sizes balanced over the ops that work; None where nothing can be cut."""
     cut: Cut | None = None
     sizes = tuple(_by_speed(costs, kind) for kind in costs.kinds)
     for _ in range(2):
@@ -228,7 +191,7 @@ def _fastest(outline: Outline, costs: SplitCosts, insisted: tuple[int, ...], sco
 
 
 def _with_time_of_messages(cut: Cut) -> Cut:
-    """The cut at sizes that leave devices the time that messages take of them, which falls to the kinds as work does."""
+    """The cut with sizes that account for handling, which is attributed to the kinds in proportion to their work."""
     costs, taken = cut.costs, cut.costs.handled(cut.shards)
     if not taken.any():
         return cut
@@ -243,11 +206,7 @@ def _with_time_of_messages(cut: Cut) -> Cut:
 
 
 def _within_memory(unbounded: Cut, budget: MemoryBudget) -> tuple[Cut, bool]:
-    """The best choice that fits; where none does, the one that overflows least. And whether memory changed anything.
-
-    Args:
-        unbounded: the choice if memory were boundless.
-    """
+    """The best choice that fits, else the one that overflows least; and whether memory changed anything."""
     costs, insisted = unbounded.costs, unbounded.insisted
     placed = costs.problem(unbounded.sizes, insisted, budget).evaluate(unbounded.chosen.labels)
     assert placed is not None
@@ -270,11 +229,11 @@ def _within_memory(unbounded: Cut, budget: MemoryBudget) -> tuple[Cut, bool]:
 
 
 def _by_speed(costs: SplitCosts, kind: int, nodes: frozenset[int] | None = None, taken: Floats | None = None) -> tuple[int, ...]:
-    """Units of every position, in grains, as if memory were boundless.
+    """Units of every position, in grains, without memory limits.
 
     Args:
-        nodes: those that work along the kind; None for all that may.
-        taken: seconds of each position that messages take; None for nothing.
+        nodes: those that work along the kind; None for all that can.
+        taken: seconds of handling per position; None for none.
     """
     size = costs.size(kind)
     grain = GRAIN if size % GRAIN == 0 and size // GRAIN >= GRAINS_PER_DEVICE * costs.site.width else 1
@@ -285,10 +244,9 @@ def _by_speed(costs: SplitCosts, kind: int, nodes: frozenset[int] | None = None,
 
 
 def _in_free_memory(cut: Cut, lacking: tuple[Floats, Floats], kind: int) -> tuple[int, ...]:
-    """Units of every position within the memory that is left, to the unit.
+    """Units of every position within the free memory, to the unit.
 
-    Args:
-        lacking: by position, bytes with no unit of any axis, and with all of them; in proportion between.
+    `lacking`: by position, bytes with no unit of any axis, and with all of them; linear in between.
     """
     size, (none, every) = cut.costs.size(kind), lacking
     excess = np.maximum(none + (every - none) * np.arange(size + 1)[:, None] / size, 0.0)

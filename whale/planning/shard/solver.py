@@ -1,16 +1,16 @@
-"""The labels of least time that fit in memory, by an integer program (HiGHS).
+"""The fastest labels that fit in memory, by a mixed-integer program (HiGHS).
 
     x[n, l] = 1      node n has label l                         each node has one
     z[t, u, f, g]    tensor t lies as f and user u needs g      marginals are the x of both: the local polytope of the edge
-    y[t, f, g]       the bridge f -> g of t stands              >= z of every user: paid once
+    y[t, f, g]       the bridge f -> g of t exists              >= z of every user: paid once
     T[k]             time of the work along kind k, in units    >= sum of x x time, on each device
                      of the longest work of a node along it
-    e                bytes beyond a device's memory             kept at 0; where nothing fits, at the least there is
+    e                bytes beyond a device's memory             kept at 0; where nothing fits, minimised
 
     minimise    sum T + sum x x (sums of the label) + sum y x (bridge)
 
 Devices wait for one another at every bridge, so work along each kind takes as long as on its slowest device. The relaxation
-is tight: on chains of ops it is integral by itself, and branching only settles where memory or shared tensors couple them.
+is tight: on chains of ops it is integral, and branching is needed only where memory or shared tensors couple them.
 """
 
 from __future__ import annotations
@@ -26,29 +26,22 @@ from whale.planning.shard.classes import WHOLE, Use, User
 from whale.planning.shard.problem import BridgeCopies, ChosenLabels, LabelMemory, LabelProblem, TensorCost
 
 MAX_NODES = 1000
-"""A search for the optimum looks at this many nodes of its tree, then ends with the best that it has found, and says how far that may
-be from it. Nearly all end at the root. A count, not a time: the same plan comes out on any machine."""
+"""Limit of branch-and-bound nodes, after which the best solution and its gap are returned. Nearly all searches end at the root. A count
+rather than a time, so that every machine finds the same plan.
+"""
 
-OUT_OF_NODES = 1
-"""SciPy's status of a search that ended so."""
+OUT_OF_NODES = 1  # SciPy's status of such a search
 
-OVERFLOW_PER_UNIT = 1e-5
-"""Where nothing fits, a share of memory that may be exceeded for the time of the dearest single decision."""
+OVERFLOW_PER_UNIT = 1e-5  # where nothing fits: share of memory worth the time of the most expensive single decision
 
 Expression = dict[int, float]
-"""A linear expression: per variable its factor."""
+"""A linear expression: factors by variable."""
 
 
 def solve_labels(problem: LabelProblem, other_than: Collection[int] | None = None, max_nodes: int = MAX_NODES) -> ChosenLabels | None:
-    """The best labels: the fastest that fit; where none do, those that overflow least.
+    """The fastest labels that fit; where none do, those that overflow least; None where there are none.
 
-    Args:
-        problem: what labels cost.
-        other_than: a set of kinds that is not to be found again, for the runner-up.
-        max_nodes: of the tree of the search.
-
-    Returns:
-        None where there are none.
+    `other_than`: a set of kinds to exclude, for the runner-up. `max_nodes`: of branch and bound.
     """
     rows = Rows(problem)
     if other_than is not None:
@@ -64,7 +57,7 @@ def solve_labels(problem: LabelProblem, other_than: Collection[int] | None = Non
 
 
 def _along_one_kind(problem: LabelProblem) -> ChosenLabels | None:
-    """The best of the simplest choices: everything that may works along one kind. For a search that found nothing."""
+    """The best choice with all ops along one kind, for a search that found nothing."""
     found = []
     for kind in range(problem.num_kinds):
         ways = [next((index for index, label in enumerate(node) if label.kinds == {kind}), 0) for node in problem.nodes]
@@ -76,25 +69,17 @@ def _along_one_kind(problem: LabelProblem) -> ChosenLabels | None:
 
 @dataclass
 class Rows:
-    """The problem as variables and rows of a matrix.
+    """The problem as variables and rows of a matrix. The variable `overflow` is the bytes beyond memory, as a share of the largest.
 
-    HiGHS takes a row for kept that is kept to 1e-6, and repairs what is not, of which its release 1.12 prints a line. So seconds and
-    bytes stand in units in which no factor is large.
-
-    Attributes:
-        problem: to be solved.
-        cost: what is to be least.
-        overflow: the variable of bytes beyond memory, as a share of the largest.
-        ran_out_of_nodes: whether a search did.
-        gap: how far what was found may be from the optimum.
-        factors: of all rows, one after another.
+    HiGHS treats a row as satisfied within 1e-6 and repairs violations, which its release 1.12 reports on stdout. So seconds
+    and bytes are scaled so that no factor is large.
     """
 
     problem: LabelProblem
-    cost: Expression = field(default_factory=dict)
-    ran_out_of_nodes: bool = False
-    gap: float = 0.0
-    factors: list[float] = field(default_factory=list)
+    cost: Expression = field(default_factory=dict)  # to be minimised
+    ran_out_of_nodes: bool = False  # whether a search did
+    gap: float = 0.0  # bound of the result's distance from the optimum
+    factors: list[float] = field(default_factory=list)  # of all rows, concatenated
     _upper: list[float] = field(default_factory=list)
     _integral: list[int] = field(default_factory=list)
     _variables: list[int] = field(default_factory=list)  # of all rows, one after another
@@ -151,7 +136,7 @@ class Rows:
                 self._add(row | {total: -1.0}, -np.inf, 0.0)
 
     def _add_memory(self, memory: LabelMemory, copied: Sequence[Mapping[tuple[int, Use], Sequence[tuple[int, Expression]]]]) -> None:
-        """One row per position; those that are the same at several stand once."""
+        """One row per distinct position."""
         scale = 1 / max(1.0, float(np.abs(memory.free).max()), *(float(np.abs(own).max()) for own in (*memory.held, *memory.working)))
         self._upper[self.overflow] = np.inf
         keeping = [self._keeping(copies, meets) for copies, meets in zip(memory.copies, copied, strict=True)]
@@ -167,7 +152,7 @@ class Rows:
             self._add(row | {more: 1.0, self.overflow: -1.0}, -np.inf, scale * (float(memory.free[position]) - floor))
 
     def _add_working(self, working: Sequence[Floats], scale: float) -> tuple[int, float]:
-        """What the op works on that works on most: at least the least of any op, and a variable beyond that."""
+        """The largest working set of an op: its lower bound over all ops, and a variable beyond that."""
         floor = max(float(own.min()) for own in working)
         more = self._new(np.inf)
         for variables, own in zip(self.labels, working, strict=True):
@@ -190,7 +175,7 @@ class Rows:
             self.cost[variable] = self.cost.get(variable, 0.0) + seconds
 
     def _add_tensor(self, tensor: TensorCost) -> dict[tuple[int, Use], list[tuple[int, Expression]]]:
-        """The bridges of some tensors; per form and use, what is 1 where a user needs that of this form."""
+        """The bridges of some tensors; per form and use, the expressions that are 1 where a user needs that use of that form."""
         meets: dict[tuple[int, Use], list[tuple[int, Expression]]] = {}
         for number, user in enumerate(tensor.users):
             for (form, use), expression in self._meetings(tensor, user).items():
@@ -216,7 +201,7 @@ class Rows:
         return meets
 
     def _add_parameter(self, tensor: TensorCost, stands: Mapping[Use, int], returns: Mapping[Use, int]) -> None:
-        """A whole parameter's gradient: summed once per step, or at each bridge if some use it whole."""
+        """A whole parameter's gradient: summed once per step, or at each bridge if some ops use it whole."""
         once = self._new(1.0)
         self._charge(once, tensor.once)
         whole = stands.get((WHOLE, False))
@@ -287,7 +272,7 @@ class Rows:
         self._add({variable: -1.0 if kind in kinds else 1.0 for kind, variable in used.items()}, 1.0 - len(set(kinds)), np.inf)
 
     def minimise(self, cost: Expression, max_nodes: int) -> NDArray[np.float64] | None:
-        """The cheapest assignment; None where there is none. Memory may overflow only where that has a cost."""
+        """The cheapest assignment; None where there is none. Memory may overflow only if `cost` has a price for it."""
         from scipy.optimize import Bounds, LinearConstraint, milp  # half a second to load, and only a split needs it
         from scipy.sparse import csr_array
 

@@ -1,4 +1,4 @@
-"""What of one stage may be cut: its axes, why others may not be, which are alike, and the one that a user insists on."""
+"""What can be cut in a stage: its axes, why others cannot, which are equivalent, and which the user insists on."""
 
 from __future__ import annotations
 
@@ -17,45 +17,29 @@ from whale.ir.scope import Scope, SourceLine
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Why an axis is not cut in a stage.
+    """Why an axis is not cut in a stage."""
 
-    Attributes:
-        reason: in words, with both values where there are two.
-        where: the user's line.
-        hint: what to do about it; "" where nothing can be done.
-    """
-
-    reason: str
-    where: SourceLine | None = None
-    hint: str = ""
+    reason: str  # with both values where there are two
+    where: SourceLine | None = None  # the user's line
+    hint: str = ""  # what to do; "" where nothing helps
 
 
 @dataclass(frozen=True)
 class Scene:
-    """One stage as the sharding pass sees it; of one model, scenes with equal names are equal.
-
-    Attributes:
-        graph: the whole model; `axes` are its axes.
-        ops: the calls of the stage, in graph order.
-        received: ops of other stages whose values it reads.
-        handed_on: ops whose values other stages read; as those that the graph returns, they are made whole.
-        shared: its parameters that another stage on the same devices reads too: a device holds them in one way.
-        rows_arriving: those of `received` that come from a stage on the same devices which divides the rows among them.
-        rows_leaving: those of `handed_on` that only such stages read.
-    """
+    """One stage as the sharding pass sees it; scenes of one model with equal names are equal."""
 
     graph: ModelGraph = field(compare=False, repr=False)
     axes: Axes = field(compare=False, repr=False)
-    ops: tuple[str, ...]
-    received: frozenset[str] = frozenset()
-    handed_on: frozenset[str] = frozenset()
-    shared: frozenset[str] = frozenset()
-    rows_arriving: frozenset[str] = frozenset()
-    rows_leaving: frozenset[str] = frozenset()
+    ops: tuple[str, ...]  # the calls of the stage, in graph order
+    received: frozenset[str] = frozenset()  # ops of other stages whose values it reads
+    handed_on: frozenset[str] = frozenset()  # ops whose values other stages read; these are made whole, as the graph's outputs
+    shared: frozenset[str] = frozenset()  # its parameters that another stage on the same devices reads too, which are held in one way
+    rows_arriving: frozenset[str] = frozenset()  # those of `received` from a stage on the same devices which divides the rows
+    rows_leaving: frozenset[str] = frozenset()  # those of `handed_on` that only such stages read
 
     @property
     def has_rows_apart(self) -> bool:
-        """Whether a neighbour on the same devices divides the rows: then ops may work on the rows that are at hand."""
+        """Whether a neighbour on the same devices divides the rows: then ops may work on the local rows."""
         return bool(self.rows_arriving or self.rows_leaving)
 
     @cached_property
@@ -65,7 +49,7 @@ class Scene:
 
     @cached_property
     def returned(self) -> frozenset[str]:
-        """Values of the stage that leave it: they are made whole."""
+        """Values that leave the stage: they are made whole."""
         terms = (name for term in self.graph.loss for name in (term.sum, term.weight) if name)
         return frozenset(self.ops).intersection((*self.handed_on, *self.graph.outputs, *terms))
 
@@ -80,7 +64,6 @@ class Scene:
         return {axis: tuple(ops) for axis, ops in found.items()}
 
     def role(self, op: str, axis: str) -> Role:
-        """What an op does with an axis that it meets."""
         return self.axes.ops[op].roles[axis]
 
     def may_work(self, op: Op, axis: str) -> bool:
@@ -88,38 +71,24 @@ class Scene:
         return self.axes.ops[op.name].roles[axis].kind != "whole"
 
     def axes_in(self, name: str) -> frozenset[str]:
-        """The axes in the results of an op."""
         return self.axes.in_results(name)
 
 
 @dataclass(frozen=True)
 class ShardSpace:
-    """What may be cut.
+    """What can be cut."""
 
-    Attributes:
-        axes: that may, in the model's order.
-        refused: that may not, with the reason.
-        kinds: the axes in sets of alike ones, of which no op meets two.
-    """
-
-    axes: tuple[str, ...]
-    refused: Mapping[str, Refusal]
-    kinds: tuple[tuple[str, ...], ...]
+    axes: tuple[str, ...]  # that can, in the model's order
+    refused: Mapping[str, Refusal]  # that cannot, with the reason
+    kinds: tuple[tuple[str, ...], ...]  # sets of equivalent axes, no two of which meet in one op
 
     @cached_property
     def kind_of(self) -> dict[str, int]:
-        """Per axis, the index of its kind."""
         return {axis: index for index, kind in enumerate(self.kinds) for axis in kind}
 
 
 def find_shard_space(scene: Scene, width: int, only: Collection[str] | None = None) -> ShardSpace:
-    """Finds what may be cut.
-
-    Args:
-        scene: the stage.
-        width: devices of a split group.
-        only: the axes that a written plan leaves; None for all.
-    """
+    """Finds what can be cut over groups of `width` devices; `only`: axes that a written plan allows, None for all."""
     refused: dict[str, Refusal] = {}
     for axis in scene.members:
         refusal = _refusal(scene, axis, width) if only is None or axis in only or axis == BATCH else OTHER_AXES
@@ -133,12 +102,11 @@ OTHER_AXES = Refusal("the written plan cuts other axes", hint="axes and more_axe
 
 
 def whole_refusal(op: Op, role: Role) -> Refusal:
-    """An op needs an axis whole."""
     return Refusal(f"{op.target} {role.reason} (%{op.name})", op.where, _hint(op, role.reason))
 
 
 def _refusal(scene: Scene, axis: str, width: int) -> Refusal | None:
-    """Why an axis is cut nowhere: no op may work on its parts, it is too short, or a device would hold a parameter in two ways."""
+    """Why an axis is cut nowhere: no op can work on its parts, it is too short, or a parameter would be held in two ways."""
     members = scene.members[axis]
     if not any(scene.may_work(op, axis) for op in members):
         return whole_refusal(members[0], scene.role(members[0].name, axis))
@@ -176,9 +144,9 @@ def _meetings(scene: Scene, allowed: frozenset[str]) -> tuple[frozenset[str], ..
 
 
 def _fold(scene: Scene, allowed: Sequence[str], meetings: Collection[frozenset[str]]) -> tuple[tuple[str, ...], ...]:
-    """Sets of axes that are alike: equal sizes, equal ops around them, and alike axes met there.
+    """Sets of equivalent axes: equal sizes, equal ops around them, and equivalent axes met there.
 
-    Alike axes that meet one another stay apart: there the best is to cut every other one (layers of equal width in a row).
+    Equivalent axes that meet one another stay separate: the best is then to cut every other one (layers of equal width in a row).
     """
     numbers: dict[Hashable, int] = {}
     own = {axis: numbers.setdefault(_signature(scene, axis), len(numbers)) for axis in allowed}
@@ -213,12 +181,11 @@ def _specs(scene: Scene, axis: str, names: Iterable[str]) -> Iterator[Hashable]:
         yield op.kind == "call", op.outputs, op.requires_grad, axis in scene.axes_in(name)
 
 
-MAX_NAMES = 5
-"""At most this many names are listed in an error."""
+MAX_NAMES = 5  # listed in an error
 
 
 def find_insisted(scene: Scene, space: ShardSpace, scopes: Sequence[Scope], width: int) -> tuple[tuple[int, ...], list[WhaleError]]:
-    """The kinds that the scopes ask for by `axis`, and what is wrong with what they ask."""
+    """The kinds that the scopes ask for by `axis`, and faults of what they ask."""
     kinds: dict[int, None] = {}
     faults: list[WhaleError] = []
     for scope in dict.fromkeys(scope for scope in scopes if scope.axis is not None):
@@ -246,17 +213,13 @@ def find_insisted(scene: Scene, space: ShardSpace, scopes: Sequence[Scope], widt
 
 
 def check_axes(scene: Scene, scopes: Sequence[Scope]) -> None:
-    """Checks the axes that splits ask for where they have one device: what is wrong there would be wrong on several.
-
-    Raises:
-        AnnotationError: an axis that is not there, or cannot be cut.
-    """
+    """Raises AnnotationError for an axis of a split on one device that does not exist or cannot be cut: it would fail on several."""
     _, faults = find_insisted(scene, find_shard_space(scene, 1), scopes, 1)
     raise_faults(faults)
 
 
 def written_axes(wanted: Iterable[str], scene: Scene) -> tuple[str, ...]:
-    """The axes of a stage that a written plan names; a name may fit several, in one block or in all of them."""
+    """The axes of a stage that a written plan names; a name may match several, in one block or in all of them."""
     names = [axis for axis in scene.members if axis != BATCH]
     return tuple(dict.fromkeys(found for name in wanted for found in matches(name, names) or _holding(name, scene)))
 
@@ -270,7 +233,7 @@ def matches(wanted: str, names: Iterable[str]) -> list[str]:
 
 
 def _holding(wanted: str, scene: Scene) -> list[str]:
-    """The axis that is a dimension of a parameter, told as ``parameter:dimension``, where it has another name."""
+    """The axis given as ``parameter:dimension``, where it has another name."""
     return [axis for axis in scene.members if axis != BATCH and wanted in scene.axes.held_by.get(axis, ())]
 
 
@@ -279,7 +242,6 @@ class NothingToCut(AnnotationError):
 
 
 def no_axis_fault(scene: Scene, space: ShardSpace, scopes: Sequence[Scope], width: int) -> NothingToCut:
-    """Nothing at all can be cut."""
     held = [axis for axis in space.refused if scene.axes.held_by.get(axis)] or list(space.refused)
     reasons = first_few([f"{axis}: {_text(space.refused[axis])}" for axis in held], MAX_NAMES, separator="; ")
     return NothingToCut(
@@ -291,7 +253,7 @@ def no_axis_fault(scene: Scene, space: ShardSpace, scopes: Sequence[Scope], widt
 
 
 def _without_rule(scene: Scene, axis: str) -> Refusal | None:
-    """An op that meets an axis and has no rule, or a user's own that does not fit: nobody can tell what it does with parts."""
+    """An op that meets an axis without a rule, or with a user's rule that does not fit: its behaviour on parts is unknown."""
     for op in scene.members[axis]:
         role = scene.role(op.name, axis)
         misfits = "does not fit" in role.reason and not op.target.startswith("aten.")

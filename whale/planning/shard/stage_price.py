@@ -1,4 +1,4 @@
-"""What a split stage costs each device: its part of the ops and of the memory, and the reductions inside its group."""
+"""Prices a stage on each of its devices; for a split stage: its part of the ops and of memory, and the group's exchanges."""
 
 from __future__ import annotations
 
@@ -26,24 +26,18 @@ from whale.planning.structure.stages import Assignment
 
 
 def kept_by(prices: Prices, pipelines: Sequence[PipelineShape], count: int = 1) -> Prices:
-    """The prices where so many replicas of each of these share out the state of each parameter."""
+    """The prices where `count` replicas of each of these shard the state of each parameter."""
     num_keepers = count * sum(pipeline.num_keepers for pipeline in pipelines)
     return prices.kept_by(num_keepers, sums_at_once=all(pipeline.num_micro_batch == 1 for pipeline in pipelines))
 
 
 @dataclass(frozen=True)
 class PricedStage:
-    """A stage on its devices.
+    """A stage on its devices."""
 
-    Attributes:
-        costs: per device.
-        sharding: what is cut and why; None for a stage that is not split.
-        overlapping: whether it computes its rows in two halves, and why; None likewise.
-    """
-
-    costs: tuple[DeviceCost, ...]
-    sharding: StageSharding | None = None
-    overlapping: Overlapping | None = None
+    costs: tuple[DeviceCost, ...]  # per device
+    sharding: StageSharding | None = None  # what is cut and why; None for an unsplit stage
+    overlapping: Overlapping | None = None  # whether it computes in two halves, and why; None for an unsplit stage
 
     @property
     def shards(self) -> tuple[Shard, ...]:
@@ -52,45 +46,29 @@ class PricedStage:
 
 @dataclass(frozen=True)
 class StagePricing:
-    """Prices stages: those that are split by their parts, as the passes inside a stage decide them first.
-
-    Attributes:
-        prices: of the graph on the cluster.
-        sharder: decides what is cut.
-        overlapper: decides whether rows are computed in halves.
-    """
+    """Prices stages, after the passes inside split stages have decided."""
 
     prices: Prices
-    sharder: Sharder
-    overlapper: Overlapper
+    sharder: Sharder  # decides what is cut
+    overlapper: Overlapper  # decides whether rows are computed in halves
     _known: dict[Hashable, tuple[Mapping[tuple[int, Device], DeviceCost], Overlapping]] = field(
         default_factory=dict, init=False, compare=False, repr=False
     )
 
     @staticmethod
     def of(prices: Prices, overlap: bool | None = None) -> StagePricing:
-        """With passes of their own.
-
-        Args:
-            overlap: whether split stages compute their rows in halves; None where that pays.
-        """
+        """With new passes; `overlap`: whether split stages compute in halves, None where that pays."""
         return StagePricing(prices, Sharder(prices), Overlapper(prices, overlap))
 
     def kept_by(self, pipelines: Sequence[PipelineShape], count: int = 1) -> StagePricing:
-        """Where so many replicas of each of these share out the state of each parameter."""
+        """Where `count` replicas of each of these shard the state of each parameter."""
         prices = kept_by(self.prices, pipelines, count)
         return self if prices is self.prices else StagePricing.of(prices, self.overlapper.wanted)
 
     def price(
         self, pipeline: PipelineShape, assignment: Assignment, stage: int, placed: Placed, num_rows: float, recomputes: Sequence[Recompute]
     ) -> PricedStage:
-        """Prices a stage; where it is split, its cuts are chosen first.
-
-        Args:
-            placed: the devices of each rank.
-            num_rows: of a micro-batch, about which the prices are taken.
-            recomputes: per stage, what it computes again.
-        """
+        """Prices a stage about `num_rows` of a micro-batch; cuts of a split stage are chosen first."""
         recompute = recomputes[stage]
         devices = [placed[rank] for rank in pipeline.stage_rank]
         groups = groups_of(devices[stage], pipeline.width(stage))
@@ -115,13 +93,13 @@ class StagePricing:
     def parts(
         self, pipeline: PipelineShape, assignment: Assignment, stage: int, placed: Placed, num_rows: float, recomputes: Sequence[Recompute]
     ) -> tuple[PartCost, ...]:
-        """What each device of a stage needs; takes what `price` does."""
+        """What each device of a stage needs; arguments as of `price`."""
         return tuple(cost.part for cost in self.price(pipeline, assignment, stage, placed, num_rows, recomputes).costs)
 
     def _budget(
         self, pipeline: PipelineShape, assignment: Assignment, stage: int, num_rows: float, recomputes: Sequence[Recompute]
     ) -> MemoryBudget:
-        """What a device of a split stage holds; split stages of one device share its memory by what they hold if nothing is cut."""
+        """What a device of a split stage holds; split stages of one device share its memory by what they hold uncut."""
         kept, working, taken = dict[int, float](), 0.0, 0.0
         for own in pipeline.stages_of(pipeline.stage_rank[stage]):
             part, rows = self.prices.part(assignment.parts[own], recomputes[own]), max(1.0, num_rows / pipeline.num_groups(own))
@@ -139,7 +117,7 @@ class StagePricing:
     def _parts(
         self, part: Part, scene: Scene, site: StagePlace, sharding: StageSharding, recompute: Recompute
     ) -> tuple[Mapping[tuple[int, Device], DeviceCost], Overlapping]:
-        """What devices of a split stage do by themselves, by position in their group and kind of device, and whether rows are in halves."""
+        """Cost of a split stage by position in the group and device type, and whether rows are in halves."""
         key = part, scene, sharding.shards, recompute, sharding.cut.costs
         if key not in self._known:
             self._known[key] = self._price_parts(part, scene, site, sharding.shards, recompute)
@@ -172,7 +150,7 @@ class StagePricing:
 
 
 def unlike_groups(groups: Iterable[tuple[str, ...]], prices: Prices) -> tuple[tuple[str, ...], ...]:
-    """Of every kind of groups the first."""
+    """The first of each distinct kind of group."""
     found: dict[Likeness, tuple[str, ...]] = {}
     for group in groups:
         found.setdefault(likeness_of((group,), prices.cluster), group)
@@ -185,7 +163,6 @@ def groups_of(devices: Sequence[str], width: int) -> tuple[tuple[str, ...], ...]
 
 
 def make_scene(prices: Prices, assignment: Assignment, stage: int, pipeline: PipelineShape) -> Scene:
-    """One stage of an assignment as the sharding pass sees it."""
     stage_rank = pipeline.stage_rank
     part = assignment.parts[stage]
     neighbours = [index for index, rank in enumerate(stage_rank) if rank == stage_rank[stage] and index != stage]
@@ -203,7 +180,7 @@ def make_scene(prices: Prices, assignment: Assignment, stage: int, pipeline: Pip
 
 
 def _rows_apart(prices: Prices, assignment: Assignment, stage: int, pipeline: PipelineShape) -> tuple[frozenset[str], frozenset[str]]:
-    """Values that come from stages on the same devices which divide the rows, and values that only such stages read."""
+    """Values from stages on the same devices which divide the rows, and values that only such stages read."""
     rank, width = pipeline.stage_rank, pipeline.width
     narrower = {other for other in range(len(rank)) if rank[other] == rank[stage] and width(other) < width(stage)}
     batch = prices.axes.by_name.get(BATCH)
@@ -233,7 +210,7 @@ def _from_own_devices(
     index: int,
     in_parts: Collection[str],
 ) -> Line:
-    """Waiting for the rows that other devices of the same virtual device have of what an earlier stage there made whole."""
+    """Waiting for rows of an earlier stage's values from other devices of the same virtual device."""
     own, found, width = devices[stage], Line(), pipeline.width(stage)
     neighbour = own[index - index % width + (index + 1) % width]
     for source, received in assignment.parts[stage].received:

@@ -1,7 +1,7 @@
-"""Cuts of a stage from what its ops do, and from the cuts of another stage.
+"""The cuts of a stage from what its ops do, and from the cuts of an equivalent stage.
 
-Stages that are equal up to the names of their ops, axes and parameters are cut in one way, and cost the same. Everything is numbered in the
-order in which the stage meets it, so that twelve equal layers in the middle of a model read like the twelve before them:
+Stages that are equal up to the names of their ops, axes and parameters are cut equally and cost the same. Names are numbered
+in the order in which the stage meets them, so that twelve equal layers read like the twelve before them:
 
     %2 <- linear(%0, p1) float32[b, 64] [batch 0] ...
 """
@@ -23,30 +23,20 @@ from whale.planning.shard.space import Scene
 
 @dataclass(frozen=True)
 class OpCuts:
-    """What the ops of a stage do.
+    """What the ops of a stage do."""
 
-    Attributes:
-        work: per op that works on parts, along which axis.
-        scattered: per op whose sum is scattered, along which axis.
-        held: per parameter, along which axis it is held; None for whole. Of others nothing is known.
-    """
-
-    work: dict[str, str] = field(default_factory=dict)
-    scattered: dict[str, str] = field(default_factory=dict)
-    held: dict[str, str | None] = field(default_factory=dict)
+    work: dict[str, str] = field(default_factory=dict)  # per op that works on parts, its axis
+    scattered: dict[str, str] = field(default_factory=dict)  # per op whose sum is scattered, its axis
+    held: dict[str, str | None] = field(default_factory=dict)  # per known parameter, the axis along which it is held; None for whole
 
     @property
     def axes(self) -> frozenset[str]:
-        """All that are made use of."""
+        """All axes in use."""
         return frozenset(axis for each in (self.work, self.scattered, self.held) for axis in each.values() if axis is not None)
 
 
 def op_cuts(classes: Classes, labels: Sequence[int]) -> OpCuts:
-    """What ops do at some labels of their classes.
-
-    Args:
-        labels: per class, the index of its label.
-    """
+    """What ops do under some labels of their classes; `labels`: per class, the index of its label."""
     found, graph, kind_of = OpCuts(), classes.scene.graph, classes.space.kind_of
     for name, number in classes.node_of.items():
         label, op = classes.nodes[number].labels[labels[number]], graph.by_name[name]
@@ -63,7 +53,7 @@ def op_cuts(classes: Classes, labels: Sequence[int]) -> OpCuts:
 
 
 def cuts_of(classes: Classes, labels: Sequence[int]) -> tuple[Shard, ...]:
-    """The cuts of a stage at some labels of its classes, in the model's order of axes; their sizes are left open."""
+    """The cuts of a stage under some labels, in the model's order of axes; without sizes."""
     found, scene = op_cuts(classes, labels), classes.scene
     cuts = with_work((Shard(axis, ()) for axis in classes.space.axes if axis in found.axes), found, scene.axes, scene.ops)
     rows = tuple(sorted(scene.rows_arriving)), tuple(sorted(scene.rows_leaving))
@@ -71,12 +61,7 @@ def cuts_of(classes: Classes, labels: Sequence[int]) -> tuple[Shard, ...]:
 
 
 def with_work(shards: Iterable[Shard], found: OpCuts, axes: Axes, ops: Collection[str]) -> tuple[Shard, ...]:
-    """Shards along which the ops of a stage, in graph order, do what they do.
-
-    Args:
-        found: what they do; parameters of which nothing is known stay as they are.
-        ops: of the stage.
-    """
+    """Shards along which the ops of a stage (in graph order) do what `found` says; unknown parameters stay as they are."""
     meeting: dict[str, list[str]] = {}
     for name in ops:
         for axis in axes.ops[name].roles if name in axes.ops else ():
@@ -98,15 +83,13 @@ def with_work(shards: Iterable[Shard], found: OpCuts, axes: Axes, ops: Collectio
 
 @dataclass(frozen=True)
 class Names:
-    """What ops, axes and parameters are called elsewhere; those that are not among them keep their names."""
+    """Names of ops, axes and parameters in an equivalent stage; missing ones are equal."""
 
     ops: Mapping[str, str] = field(default_factory=dict)
     axes: Mapping[str, str] = field(default_factory=dict)
     parameters: Mapping[str, str] = field(default_factory=dict)
 
     def renamed(self, shard: Shard) -> Shard:
-        """A cut as it is called there."""
-
         def ops(names: Iterable[str]) -> tuple[str, ...]:
             return tuple(self.ops.get(name, name) for name in names)
 
@@ -122,15 +105,9 @@ class Names:
 
 
 def carried(shards: Iterable[Shard], names: Mapping[str, str], axes: Axes) -> tuple[Shard, ...]:
-    """Cuts of a capture in another one; an axis that is longer or shorter there is divided in the same proportions.
+    """Cuts of one capture in another; an axis of another length is divided in the same proportions.
 
-    Args:
-        shards: of a stage.
-        names: per axis its name there.
-        axes: there.
-
-    Returns:
-        Without those of axes that are none there, or shorter than there are devices.
+    `names`: per axis its name there. Axes that do not exist there, or are shorter than the number of devices, are left out.
     """
     found: dict[str, Shard] = {}
     for shard in shards:
@@ -145,16 +122,11 @@ def carried(shards: Iterable[Shard], names: Mapping[str, str], axes: Axes) -> tu
 
 
 def with_unread(shards: Sequence[Shard], parameters: Iterable[str], axes: Axes) -> tuple[Shard, ...]:
-    """The cuts of a stage, and those of parameters that it holds and no op of the training reads, but outputs do.
+    """Adds cuts of parameters that the stage holds and only outputs read, not ops of the training.
 
-    Such a parameter is held in parts as what the loss reads is: along a dimension as long as an axis that is cut, in the same sizes,
-    since activations of that length may lie in those parts; else a matrix is, along its first dimension, in the proportions of the
-    longest cut.
-
-    Args:
-        shards: with sizes.
-        parameters: that no op reads.
-        axes: of the model; a dimension of these parameters is an axis of its own.
+    Such a parameter is held in parts like what the loss reads: along a dimension as long as a cut axis, in the same sizes, since
+    activations of that length may lie in those parts; else a matrix along its first dimension, in the proportions of the longest
+    cut.
     """
     by_size = {sum(shard.sizes): shard.sizes for shard in reversed(shards) if shard.axis != BATCH}
     longest = by_size[max(by_size)] if by_size else ()
@@ -169,31 +141,20 @@ def with_unread(shards: Sequence[Shard], parameters: Iterable[str], axes: Axes) 
 
 @dataclass(frozen=True)
 class Outline:
-    """A stage up to names.
+    """A stage up to names."""
 
-    Attributes:
-        signature: all that choosing and pricing the cuts of a stage read of it, but for names.
-        ops, axes, parameters: the names, in the order of their numbers in the signature.
-    """
-
-    signature: Hashable
-    ops: tuple[str, ...]
-    axes: tuple[str, ...]
-    parameters: tuple[str, ...]
+    signature: Hashable  # all that choosing and pricing the cuts of a stage read of it, without names
+    ops: tuple[str, ...]  # in the order of their numbers in the signature
+    axes: tuple[str, ...]  # in the same order
+    parameters: tuple[str, ...]  # in the same order
 
     def names_in(self, other: Outline) -> Names:
-        """The names of this stage as they are in another of the same signature."""
+        """The names of this stage in another of the same signature."""
         pairs = zip((self.ops, self.axes, self.parameters), (other.ops, other.axes, other.parameters), strict=True)
         return Names(*(dict(zip(own, theirs, strict=True)) for own, theirs in pairs))
 
 
 def outline_of(scene: Scene, prices: Prices) -> Outline:
-    """The outline of a stage.
-
-    Args:
-        scene: the stage.
-        prices: of the graph.
-    """
     numbers = _Numbering(scene, prices)
     signature = tuple(numbers.lines())
     return Outline(signature, tuple(numbers.ops), tuple(numbers.axes), tuple(numbers.parameters))
@@ -213,7 +174,7 @@ class _Numbering:
         self.ops, self.axes, self.parameters, self._storages = _Numbers(), _Numbers(), _Numbers(), _Numbers()
 
     def lines(self) -> Iterator[Hashable]:
-        """One per op of the stage, and per value that it reads; in the end the axes in the model's order, with their sizes."""
+        """One per op of the stage, and per value that it reads; last the axes in the model's order, with their sizes."""
         for name in self._scene.ops:
             op = self._graph.by_name[name]
             for operand in op.inputs:
@@ -224,7 +185,7 @@ class _Numbering:
         yield tuple((self._axis(axis.name), axis.size) for axis in met)
 
     def _source(self, op: Op) -> Hashable:
-        """A value that the stage reads from outside: a parameter, an input, or what another stage made from other values."""
+        """A value that the stage reads from outside: a parameter, an input, or another stage's result."""
         known = self._graph.parameter_by_name.get(op.target) if op.kind in ("parameter", "buffer") else None
         if known is not None:
             return self._of(op), self.parameters[known.name], known.trainable, known.name in self._scene.shared

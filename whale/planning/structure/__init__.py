@@ -1,1 +1,1 @@
-"""What the graph itself demands of any plan: what stays together, what a stage consists of, what crosses."""
+"""What the graph itself requires of any plan: which ops stay together, what a stage consists of, what crosses."""

@@ -1,4 +1,4 @@
-"""Which stage runs each op, ``stage = max(own wish, producers)`` (unbound ops sink to their first consumer), and what then crosses."""
+"""Assigns ops to stages, ``stage = max(own wish, producers)`` (unbound ops move to their first consumer), and finds what crosses."""
 
 from __future__ import annotations
 
@@ -17,20 +17,15 @@ from whale.planning.structure.structure import Structure
 
 @dataclass(frozen=True, slots=True)
 class Wish:
-    """Where an op wants to run.
+    """Where an op wants to run."""
 
-    Attributes:
-        stages: the stages it may run on, ascending.
-        firm: whether it may not be moved to a later stage than these.
-    """
-
-    stages: tuple[int, ...]
-    firm: bool = False
+    stages: tuple[int, ...]  # that it may run on, ascending
+    firm: bool = False  # whether it may not move to a later stage
 
 
 @dataclass(frozen=True, slots=True)
 class Late:
-    """An op that needs a value which only a later stage makes: the op, the other op, and their stages."""
+    """An op that needs a value which only a later stage makes."""
 
     op: str
     needs: str
@@ -40,14 +35,14 @@ class Late:
 
 @dataclass(frozen=True)
 class Assignment:
-    """The ops of all stages. `stage_of` names the stage of every op that is not repeated."""
+    """The ops of all stages; `stage_of` has every op that is not repeated."""
 
     stage_of: Mapping[str, int]
     parts: tuple[Part, ...]
 
     @property
     def edges(self) -> dict[tuple[int, int], tuple[str, ...]]:
-        """Tensors that travel, by (source, target)."""
+        """Tensors that are sent, by (source, target)."""
         found = {(source, target): tensors for target, part in enumerate(self.parts) for source, tensors in part.received}
         return dict(sorted(found.items()))
 
@@ -59,7 +54,7 @@ def assign(graph: ModelGraph, structure: Structure, wishes: Mapping[str, Wish], 
         wishes: of the ops that have one; the others follow their consumers, or else their producers.
 
     Returns:
-        the assignment, and the ops whose firm wish could not be met (they were moved to a later stage).
+        The assignment, and the ops whose firm wish could not be met (they run on a later stage).
     """
     wish_of = [_common_wish(wishes, names) for names in structure.atoms]
     stage, late = _earliest_stages(structure, wish_of)
@@ -96,7 +91,7 @@ def _earliest_stages(structure: Structure, wish_of: list[Wish | None]) -> tuple[
 
 
 def _sink(structure: Structure, wish_of: list[Wish | None], stage: list[int]) -> None:
-    """Moves ops without a wish to the first stage that reads them: what only later stages use is made there."""
+    """Moves ops without a wish to the first stage that reads them."""
     first: dict[int, int] = {}
     for atom in reversed(structure.order):
         if wish_of[atom] is None and atom in first:
@@ -134,11 +129,11 @@ def _parts(graph: ModelGraph, structure: Structure, stage_of: Mapping[str, int],
 
 
 def parts_of(graph: ModelGraph, stage_of: Mapping[str, int], ordered: Sequence[tuple[str, ...]]) -> tuple[Part, ...]:
-    """The parts of the stages, with the parameters that they hold and what they receive and hand on.
+    """The parts of the stages, with their parameters and what they receive and hand on.
 
     Args:
         stage_of: the stage of every op that is not repeated.
-        ordered: per stage its ops in graph order, with those that it repeats.
+        ordered: per stage its ops in graph order, with repeated ones.
     """
     held = [graph.parameters_read(ops) for ops in ordered]
     for parameter in graph.parameters:
@@ -155,14 +150,14 @@ def parts_of(graph: ModelGraph, stage_of: Mapping[str, int], ordered: Sequence[t
 
 
 def _keeper(graph: ModelGraph, stage_of: Mapping[str, int], parameter: Parameter) -> int:
-    """The stage that keeps a parameter which no op reads, but outputs may: the last that runs ops of its scopes, else the last of all."""
+    """The stage of a parameter that only outputs may read: the last that runs ops of its scopes, else the last of all."""
     keys = [scope.key for scope in parameter.scope]
     own = (stage_of.get(op.name, -1) for op in graph.ops if keys and keys == [scope.key for scope in op.scope])
     return max(own, default=-1)
 
 
 def _wanted_repeats(graph: ModelGraph, structure: Structure) -> Iterable[str]:
-    """Results of the whole graph that are repeatable: the last stage makes them."""
+    """Repeatable results of the whole graph: the last stage makes them."""
     wanted = [*graph.outputs, *(term.sum for term in graph.loss)]
     wanted += [term.weight for term in graph.loss if term.weight is not None and term.sum in structure.repeatable]
     return [name for name in wanted if name in structure.repeatable]
@@ -187,7 +182,7 @@ def _received(graph: ModelGraph, stage_of: Mapping[str, int], ops: tuple[str, ..
 
 
 def crossing(replicas: Iterable[Replica]) -> dict[str, bool]:
-    """The tensors that travel, and whether one of their ends is a stage of several devices."""
+    """The tensors that are sent, and whether one of their ends is a stage of several devices."""
     found: dict[str, bool] = {}
     for replica in replicas:
         for edge in replica.edges:
@@ -198,7 +193,7 @@ def crossing(replicas: Iterable[Replica]) -> dict[str, bool]:
 
 
 def batch_axis_faults(plan: Plan, graph: ModelGraph, axes: Axes) -> Iterator[PlanError]:
-    """Tensors of which a plan says wrongly where their batch is."""
+    """Tensors whose batch axis in the plan is wrong."""
     found = batch_axes(graph, axes)
     for name, given in plan.batch_axes:
         if name not in graph.by_name:
@@ -209,7 +204,7 @@ def batch_axis_faults(plan: Plan, graph: ModelGraph, axes: Axes) -> Iterator[Pla
 
 
 def crossing_faults(graph: ModelGraph, replicas: Iterable[Replica], batch_axes: Mapping[str, BatchAxis]) -> list[WhaleError]:
-    """The tensors that cannot travel, with their lines."""
+    """The tensors that cannot be sent, with their lines."""
     faults: list[WhaleError] = []
     for name, wide in crossing(replicas).items():
         op = graph.by_name[name]
@@ -235,7 +230,7 @@ def crossing_faults(graph: ModelGraph, replicas: Iterable[Replica], batch_axes: 
 
 
 def find_batch_axes(graph: ModelGraph, replicas: Sequence[Replica], prices: Prices | None = None) -> tuple[tuple[str, BatchAxis], ...]:
-    """Where the batch is in the tensors that travel."""
+    """The batch axes of the tensors that are sent."""
     travelling = crossing(replicas)
     if not travelling:
         return ()

@@ -1,4 +1,4 @@
-"""What the graph itself demands of any cut into stages: which ops stay together, and which are repeated, not sent."""
+"""What the graph requires of any cut into stages: which ops stay together, and which are repeated instead of sent."""
 
 from __future__ import annotations
 
@@ -10,37 +10,23 @@ from graphlib import CycleError, TopologicalSorter
 from whale.ir.graph import ModelGraph, Op
 from whale.ir.writes import written_storages
 
-CHEAP_FLOPS = 8
-"""A repeatable op computes at most this many FLOPs per element that it reads or writes."""
+CHEAP_FLOPS = 8  # most FLOPs of a repeatable op per element that it reads or writes
 
 
 @dataclass(frozen=True)
 class Structure:
-    """The graph as the planner sees it.
+    """The graph as the planner sees it."""
 
-    Attributes:
-        inputs: per op, the ops that it reads.
-        repeatable: cheap ops that derive from batch inputs, integers, constants and buffers alone.
-        atom_of: per other call, its atom: ops of one atom share a stage.
-        atoms: per atom its ops, in graph order.
-        producers: per atom, the atoms that it reads, without itself.
-        order: the atoms, producers first.
-    """
-
-    inputs: Mapping[str, tuple[str, ...]]
-    repeatable: frozenset[str]
-    atom_of: Mapping[str, int]
-    atoms: tuple[tuple[str, ...], ...]
-    producers: tuple[frozenset[int], ...]
-    order: tuple[int, ...]
+    inputs: Mapping[str, tuple[str, ...]]  # per op, the ops that it reads
+    repeatable: frozenset[str]  # cheap ops that derive from batch inputs, integers, constants and buffers alone
+    atom_of: Mapping[str, int]  # per other call, its atom: ops of one atom share a stage
+    atoms: tuple[tuple[str, ...], ...]  # per atom its ops, in graph order
+    producers: tuple[frozenset[int], ...]  # per atom, the atoms that it reads, without itself
+    order: tuple[int, ...]  # the atoms, producers first
 
 
 def analyse(graph: ModelGraph, pinned: frozenset[str] = frozenset()) -> Structure:
-    """Finds the structure of a graph.
-
-    Args:
-        pinned: ops that are not to be repeated, although they could be.
-    """
+    """Finds the structure of a graph; `pinned` ops are not repeated, although they could be."""
     inputs = {op.name: op.inputs for op in graph.ops}
     mutated = frozenset(name for op in graph.ops for name in written_storages(graph, op))
 
@@ -64,7 +50,7 @@ def analyse(graph: ModelGraph, pinned: frozenset[str] = frozenset()) -> Structur
 
 
 def floating_ops(graph: ModelGraph, structure: Structure) -> frozenset[str]:
-    """Ops computed once that need no parameter and no gradient: nothing binds them to a place, so they go where they are read."""
+    """Ops computed once that need no parameter and no gradient: they run where they are read."""
     bound = {op.name for op in graph.ops if op.kind == "parameter" or op.requires_grad}
     for op in graph.ops:
         if any(source in bound for source in structure.inputs[op.name]):
@@ -115,10 +101,9 @@ def _is_cheap(op: Op, sources: Iterable[Op]) -> bool:
 def _bonds(graph: ModelGraph, inputs: Mapping[str, tuple[str, ...]]) -> Iterable[tuple[str, str]]:
     """Pairs of ops that share a stage.
 
-    An item of a tuple stays with the tuple, and a number that is read of a tensor with what computes with it: only tensors
-    travel. A tensor that is changed in place stays with its views, with the ops
-    that change it, and with those that read it before a later change: over a wire each would see another state.
-    All readers of a buffer that is changed stay together.
+    Only tensors are sent, so an item of a tuple stays with the tuple, and a number read from a tensor with the ops that use it. A
+    tensor that is changed in place stays with its views, with the ops that change it, and with those that read it before a later
+    change: a sent copy would have another state. All readers of a buffer that is changed stay together.
     """
     position, owner = graph.position, graph.storage
     last_change: dict[str, float] = {}

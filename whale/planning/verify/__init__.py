@@ -1,4 +1,4 @@
-"""The check of a plan: all faults together, whoever made it."""
+"""Checks any plan and reports all faults together."""
 
 from whale.planning.verify.verify import verify
 

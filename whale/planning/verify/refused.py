@@ -1,10 +1,10 @@
-"""Whether a plan fits is the estimate's word: where the planner's closed forms find less than it does, or more, all is decided again.
+"""Plans again where the planner's closed forms and the estimate disagree on memory; the estimate decides.
 
 closed forms: fits             -->  estimate: 300 bytes short on T4s  -->  closed forms, with 300 bytes less of each T4  --> ...
 closed forms: 20 bytes short   -->  closed forms, with 20 bytes more of each device  -->  estimate: fits
 
-Once the estimate has refused a plan and closed forms have found none with less, what lies half-way is tried. Where all that fails, the
-last one is decided as if there were no end of memory: what is best then may be what fits, and whatever needs no more than there is does.
+If the estimate has refused a plan and closed forms find none with less memory, the middle is tried. If all that fails, the
+last attempt assumes unlimited memory: its best plan may still fit.
 """
 
 from __future__ import annotations
@@ -22,37 +22,26 @@ from whale.planning.verify.verify import host_faults, memory_fault, overfull
 
 
 class Estimated(Protocol):
-    """What a plan is decided with."""
-
     @property
     def step(self) -> StepEstimate: ...
 
 
 T = TypeVar("T", bound=Estimated)
 
-MAX_ROUNDS = 4
-"""So often a plan is decided again."""
+MAX_ROUNDS = 4  # attempts per plan
 
 CLOSED_FORM_EXCESS = 0.3
-"""Closed forms may be above the estimate by so much of a device's memory, about; what lacks more is not looked at again
-but with no end of memory, and what lacks more than a device has, not even so.
-
-They count all gradients beside all activations, and of what Adam holds of a model in float32 gradients are a quarter.
+"""Share of a device's memory by which closed forms may exceed the estimate: they add all gradients to all activations, and gradients are
+a quarter of Adam's state in float32. A larger shortage goes straight to unlimited memory, one above the device's memory fails.
 """
 
-FULL = 0.93
-"""A plan that keeps all and fills so much of a device may have been cut for its memory: one that computes some again may be faster."""
+FULL = 0.93  # a plan without recomputation that fills a device beyond this may have been cut for memory: with some it may be faster
 
 UNLIMITED_BYTES = 2**50
-"""Bytes beside which no device lacks any."""
 
 
 class Refused(MemoryShortage):
-    """The estimate of a plan does not fit.
-
-    Attributes:
-        lacking: per kind of device, the bytes that are short.
-    """
+    """The estimate of a plan does not fit; `lacking`: per device type, the missing bytes."""
 
     lacking: Mapping[Device, int] = {}
 
@@ -77,17 +66,17 @@ def decide_in_memory(
     keeping: Callable[[Prices], T] | None = None,
     least: Callable[[Prices], T] | None = None,
 ) -> T:
-    """What is decided, on devices whose memory the estimate finds to be enough.
+    """The plan that fits by the estimate.
 
     Args:
         prices: of the graph on the cluster.
         as_needed: makes a plan, and raises `Refused` where it does not fit.
-        keeping: likewise, a plan that computes nothing again, where memory decides on that: if it fits by the estimate it is taken, and
-            where it fills a device, the one as needed if that is faster.
-        least: likewise, one that keeps as little as can be: it is taken where the one as needed does not fit.
+        keeping: the same without recomputation, where memory decides on that; taken if it fits, and compared with the one as needed if
+            it fills a device.
+        least: the same with most recomputation; taken where the one as needed does not fit.
 
     Raises:
-        MemoryShortage: nothing fits; where a plan was refused, with the estimate's figures of the first one as needed.
+        MemoryShortage: nothing fits; after a refusal, with the estimate's figures of the first plan as needed.
     """
     kept: list[T] = []
     if keeping is not None:
@@ -107,7 +96,7 @@ def decide_in_memory(
 
 
 def _decide_in_rounds(prices: Prices, decide: Callable[[Prices], T]) -> T:
-    """What is decided in all memory, or in less or more of it, as the estimate demands."""
+    """The plan with all memory, or with less or more of it, as the estimate demands."""
     kinds = {device.kind: prices.capacity(device.name) for device in prices.cluster.devices}
     spared, too_little, too_much = dict.fromkeys(kinds, 0), dict[Device, int](), dict[Device, int]()
     refused: Refused | None = None

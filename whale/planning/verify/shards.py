@@ -1,6 +1,6 @@
-"""Checks the cuts of a plan against the axes of its model, and in which forms parameters live.
+"""Checks the cuts of a plan against the axes of its model, and the states of its parameters.
 
-Sizes add up, ops can work so, tensors lie in one way; each parameter has a state, and one that the runtime can keep.
+Sizes add up, ops can work so, tensors lie in one way; each parameter has a state that the runtime supports.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from whale.ir.writes import MemoryWrites
 
 
 def shard_faults(plan: Plan, graph: ModelGraph, axes: Axes) -> Iterator[PlanError]:
-    """Everything that is wrong with the cuts of a plan; `axes` are the graph's."""
+    """Faults of the cuts of a plan."""
     if all(stage.split == 1 and not stage.shards for replica in plan.replicas for stage in replica.stages):
         return
     seen: dict[tuple[object, ...], None] = {}
@@ -31,7 +31,7 @@ def shard_faults(plan: Plan, graph: ModelGraph, axes: Axes) -> Iterator[PlanErro
 
 
 def uncut_faults(plan: Plan) -> Iterator[PlanError]:
-    """The split stages that divide nothing; one that is carried over to another capture, where its axes are none, may."""
+    """Split stages that divide nothing; only a plan carried over to another capture, without these axes, may have them."""
     for replica in plan.replicas:
         for stage in replica.stages:
             if stage.split > 1 and not stage.shards:
@@ -104,7 +104,7 @@ def _names(stage: Stage, graph: ModelGraph, axes: Axes, name: str) -> Iterator[P
 
 
 def _held(stage: Stage, axes: Axes) -> dict[str, tuple[Shard, ...]]:
-    """Per parameter that is held in parts, the cuts along which."""
+    """Per parameter that is held in parts, its cuts."""
     held: dict[str, tuple[Shard, ...]] = {}
     own = set(stage.parameters)
     for shard in stage.shards:
@@ -119,7 +119,7 @@ def _along(axis: str | None) -> str:
 
 
 def _held_twice(replica: Replica, axes: Axes) -> Iterator[PlanError]:
-    """Two stages on one virtual device hold a parameter in the same way."""
+    """Two stages on one virtual device must hold a parameter in the same way."""
     if len(set(replica.pipeline.stage_rank)) == replica.pipeline.num_stages:
         return  # every stage has devices of its own
     first: dict[tuple[int, str], tuple[int, Sequence[Shard]]] = {}
@@ -143,12 +143,11 @@ def _show(shards: Sequence[Shard]) -> str:
     return "cut along " + ", ".join(map(str, shards)) if shards else "whole"
 
 
-_KINDS = (("float64", "float32", "bfloat16", "float16"), ("complex128", "complex64"))
-"""Types that one may be taken for another."""
+_KINDS = (("float64", "float32", "bfloat16", "float16"), ("complex128", "complex64"))  # dtypes that may replace one another
 
 
 def state_faults(plan: Plan, graph: ModelGraph) -> Iterator[PlanError]:
-    """Everything that is wrong with the parameter states of a plan, or not there yet."""
+    """Faults of the parameter states of a plan."""
     counts = Counter(name for state in plan.parameter_states for name in state.parameters)
     odd = [f"{own.name} has {counts[own.name]}" for own in graph.parameters if counts[own.name] != 1]
     odd += [f"{name} is none" for name in counts if name not in graph.parameter_by_name]
@@ -188,7 +187,7 @@ def _trained_faults(state: ParameterState, trained: list[str]) -> Iterator[PlanE
 
 
 def _sparse_faults(state: ParameterState, sparse: list[str], num_trained: int) -> Iterator[PlanError]:
-    """Values and indices of rows are summed and stepped as they are, by all who hold the parameter."""
+    """Sparse gradients are summed and stepped as values and indices, by all holders of the parameter."""
     gradient, own = state.gradient, Form(state.compute.dtype)
     is_whole = (state.compute, gradient, state.optimizer, state.sum_dtype) == (own, Form(own.dtype, is_sparse=True), own, None)
     if (sparse or (gradient is not None and gradient.is_sparse)) and not (is_whole and len(sparse) == num_trained):
@@ -214,7 +213,7 @@ def _buffer_faults(state: ParameterState, buffers: list[str]) -> Iterator[PlanEr
 
 
 def _form_faults(state: ParameterState, dtypes: set[str]) -> Iterator[PlanError]:
-    """Ops read a type that the graph says; what is summed and stepped may be of another."""
+    """Ops read the dtype that the graph says; gradients and optimizer state may have another."""
     named, own = first_few(list(state.parameters)), state.compute
     if dtypes != {own.dtype} or own.sharding not in ("stage", "owners") or own.home not in ("device", "host"):
         yield PlanError(

@@ -1,4 +1,4 @@
-"""Checks a plan against its graph and cluster: everything is computed, held, handed on and fits, or all faults at once."""
+"""Checks a plan against its graph and cluster: everything is computed, held, handed on and fits; all faults at once."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from whale.units import format_bytes
 
 
 def name_faults(plan: Plan, graph: ModelGraph) -> list[PlanError]:
-    """Every name of a plan that is none of the model; of equal replicas the first is named."""
+    """Names in a plan that the model lacks; of equal replicas the first is reported."""
     found: dict[object, list[PlanError]] = {}
     for replica in plan.replicas:
         key = tuple((stage.ops, stage.parameters) for stage in replica.stages), replica.edges
@@ -48,7 +48,7 @@ def _unknown(what: str, place: str, names: Iterable[str], known: Iterable[str]) 
 
 
 def shape_faults(plan: Plan) -> list[WhaleError]:
-    """Everything that is wrong with the numbers of a plan's replicas, stages, edges and rows."""
+    """Faults in the numbers of a plan's replicas, stages, edges and rows."""
     faults: list[WhaleError] = []
     if not plan.replicas:
         faults.append(PlanError("the plan has no replica"))
@@ -113,18 +113,18 @@ def verify(
     costs: Costs | None = None,
     step: StepEstimate | None = None,
 ) -> StepEstimate:
-    """Checks a plan, and returns the estimate of its step. Whether it fits in memory is looked at only where nothing else is wrong.
+    """Checks a plan, memory last, and returns the estimate of its step.
 
     Args:
         plan: the plan.
         graph: the model that it is for.
         cluster: the devices that it names.
-        axes: of the graph, where they are known already.
-        costs: what estimates assume; None for the starting values.
-        step: the estimate of its step, where it is known already.
+        axes: of the graph, where already known.
+        costs: of estimates; None for the defaults.
+        step: the estimate of its step, where already known.
 
     Raises:
-        PlanError: naming everything that is wrong with it.
+        PlanError: all its faults.
     """
     axes = check(plan, graph, cluster, axes)
     found = estimate(plan, graph, cluster, costs, axes=axes) if step is None else step
@@ -133,11 +133,7 @@ def verify(
 
 
 def check(plan: Plan, graph: ModelGraph, cluster: Cluster, axes: Axes | None = None) -> Axes | None:
-    """Checks all of a plan but its memory, and returns the axes of the graph where that took them; the arguments are those of `verify`.
-
-    Raises:
-        PlanError: naming everything that is wrong with it.
-    """
+    """Checks all of a plan but its memory; returns the axes of the graph if they were needed. Arguments and errors as of `verify`."""
     faults: list[WhaleError] = []
     if plan.model != graph.fingerprint:
         faults.append(PlanError(f"the plan was made for another model (plan: {plan.model}, this model: {graph.fingerprint})"))
@@ -167,7 +163,7 @@ def check(plan: Plan, graph: ModelGraph, cluster: Cluster, axes: Axes | None = N
 
 
 def needs_axes(plan: Plan) -> bool:
-    """Whether checking a plan takes the axes of its model: it cuts tensors, or says where their batch is."""
+    """Whether checking a plan needs the axes of its model: it cuts tensors, or names their batch axes."""
     is_split = any(stage.split > 1 for replica in plan.replicas for stage in replica.stages)
     return is_split or plan.is_sharded or bool(plan.batch_axes)
 
@@ -200,7 +196,7 @@ def _devices(plan: Plan, cluster: Cluster) -> Iterator[WhaleError]:
 
 
 def _models(plan: Plan, cluster: Cluster) -> Iterator[WhaleError]:
-    """Devices of the same names that are others: rows, cuts and what is computed again were chosen for those of the plan."""
+    """Devices of the same names but other types: rows, cuts and recomputation were chosen for those of the plan."""
     there = zip(plan.devices, plan.device_models, cluster.models_of(plan.devices), strict=False)
     others = Counter((planned, own) for _, planned, own in there if planned != own)
     if others:
@@ -295,7 +291,7 @@ def _program(plan: Plan, graph: ModelGraph, replica: Replica) -> Iterator[WhaleE
 
 
 def _recomputed(graph: ModelGraph, replica: Replica, stage: Stage) -> Iterator[WhaleError]:
-    """What is computed again writes no memory from elsewhere, and nothing else writes into what it makes."""
+    """What is recomputed writes no memory from elsewhere, and nothing else writes into its results."""
     ground, position = find_ground(graph, stage.ops), {name: index for index, name in enumerate(stage.ops)}
     for own in stage.program:
         found = ground.obstacle(position[own.first], position[own.last] + 1) if own.recompute else None
@@ -309,14 +305,13 @@ def _recomputed(graph: ModelGraph, replica: Replica, stage: Stage) -> Iterator[W
 
 
 def memory_faults(step: StepEstimate, cluster: Cluster) -> Iterator[WhaleError]:
-    """Devices on which a step does not fit in memory."""
+    """Devices and hosts on which a step does not fit in memory."""
     for each, short in overfull(step):
         yield memory_fault(each, short)
     yield from host_faults(step, cluster)
 
 
 def host_faults(step: StepEstimate, cluster: Cluster) -> Iterator[OutOfMemory]:
-    """Hosts whose memory does not hold what a plan keeps there."""
     known, needed = {host.name: host.memory for host in cluster.hosts}, dict[str, float]()
     for each in step.devices:
         for device in each.devices:
@@ -335,7 +330,6 @@ def host_faults(step: StepEstimate, cluster: Cluster) -> Iterator[OutOfMemory]:
 
 
 def memory_fault(each: DeviceEstimate, short: int) -> OutOfMemory:
-    """What is said of a device that is so many bytes short."""
     return OutOfMemory(
         f"out of memory on {each.name}: the plan needs {format_bytes(each.capacity + short)}, {format_bytes(each.capacity)} usable: "
         f"{format_bytes(short)} short ({each.peak})",
@@ -359,7 +353,7 @@ _CHECKS: tuple[Callable[[Plan, ModelGraph, Replica], Iterator[WhaleError]], ...]
 
 
 def update_faults(graph: ModelGraph, replicas: Sequence[Replica]) -> list[WhaleError]:
-    """The buffers that parts of the batch do not make up, with their lines; none where the batch is one part."""
+    """The buffers that cannot be updated from parts of the batch, with their lines."""
     faults: list[WhaleError] = []
     for name, update in buffer_updates(graph).items():
         groups = (max((len(stage.shares) for stage in own.stages if name in stage.parameters), default=0) for own in replicas)
