@@ -110,7 +110,7 @@ def lose(rank: int, size: int, loss: Loss, folder: str) -> None:
         elif loss.moment == "update":
             patch.setattr(EngineState, "advance", after(EngineState.advance))
         elif loss.moment == "move":
-            patch.setattr("whale.api.engine.move_state", die)
+            patch.setattr("whale.api.opening.move_state", die)
     with pytest.raises(RuntimeFault):
         if loss.moment in ("move", "moved"):
             engine.replan(config={"gradient.clip_norm": 1.0, "memory.zero": "1"})
@@ -131,7 +131,7 @@ def write(engine: Engine) -> None:
 
 def check_bytes(engine: Engine, loss: Loss, rank: int) -> None:
     """What copies take is what the estimate counts."""
-    assert engine._keeping is not None and engine._keeping.copies is not None
+    assert engine._keeping.copies is not None
     order = engine.runtime.roster.world_ranks
     found = second_owners(engine.plan, engine.model_graph, engine.runtime.holdings.shardings, [loss.hosts[each] for each in order])
     pieces = engine._keeping.copies.steps[0].pieces  # others may be from before the optimizer's first step

@@ -12,13 +12,18 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from statistics import median
 
-from whale.api.opening import Decided, Opening
-from whale.errors import WhaleError
+from whale.api.loader import DataPosition
+from whale.api.opening import Decided, Opening, PlanMove
+from whale.comm import on_first_rank
+from whale.errors import RuntimeFault, WhaleError
 from whale.ir.cluster import Cluster
 from whale.ir.health import SLOW, WINDOW, Busy, DeviceHealth, Health
 from whale.ir.plan import Plan
 from whale.search.rebalancing import LEAST_GAIN, best_move, step_seconds
 from whale.units import format_seconds
+
+Check = Callable[[Opening, Decided], PlanMove]
+"""Makes a move of a plan, or raises why it cannot be made."""
 
 EVERY = 4
 """Steps from one look to the next: a look takes some 0.1 ms for two devices, 20 ms for a thousand."""
@@ -119,26 +124,72 @@ class Adapting:
                     self.tell(f"{device} is as fast as others again (step {self._health.step_number})")
         return self._health
 
-    def looked_at(self) -> None:
-        """States that the speeds as they are now were looked at."""
-        self._looked_at, self._is_said, self._is_postponed = self.health.slowdowns, False, False
-
-    def postpone(self, needed: str) -> None:
-        """States that the plan at work has to stay for a while, and says so once.
+    def look(self, opening: Opening, plan: Plan, data: DataPosition, check: Check) -> PlanMove | None:
+        """Looks at devices that are persistently faster or slower than the plan was made for; all ranks do so after the same step.
 
         Args:
-            needed: what it is needed for, in words.
+            opening: of the plan at work.
+            plan: at work.
+            data: of the engine.
+            check: makes a move of a plan, or raises why it cannot be made.
+
+        Returns:
+            The move that is to be made; None for none.
         """
+        mode, slowdowns = opening.settings.runtime.rebalance, self.health.slowdowns
+        self._say_slow(opening, plan, slowdowns)
+        if mode == "on":
+            needed = [each for each in opening.world.gather_objects(data.needed) if each]
+            if needed:
+                self._postpone(str(needed[0]))
+                return None
+        self.looked_at()
+        return None if mode == "off" else self.better(opening, plan, slowdowns, check, moves=mode == "on", stays=True)
+
+    def better(
+        self, opening: Opening, plan: Plan, slowdowns: Mapping[str, float], check: Check, *, moves: bool, stays: bool
+    ) -> PlanMove | None:
+        """Looks for a plan that pays at other speeds, and says what it finds; all ranks do so together.
+
+        Args:
+            opening, plan, check: as of `look`.
+            slowdowns: by device.
+            moves: whether training goes on under it.
+            stays: whether it goes on under the plan at work where such a move cannot be made; otherwise that is an error.
+
+        Returns:
+            The move that is to be made; None for none.
+        """
+        found = on_first_rank(opening.world, lambda: self._search(opening, plan, slowdowns, moves=moves))
+        if found is None or not moves:
+            return None
+        cluster, decided, gain = found
+        try:
+            move = check(opening.on(cluster), decided)
+        except WhaleError as fault:
+            if not stays or isinstance(fault, RuntimeFault):
+                raise
+            if self.is_first:
+                self.tell(f"staying, for the move cannot be made: {fault.message}")
+            return None
+        self.moves(gain)
+        return move
+
+    def looked_at(self) -> None:
+        """States that the speeds of now were looked at."""
+        self._looked_at, self._is_said, self._is_postponed = self.health.slowdowns, False, False
+
+    def moves(self, gain: float) -> None:
+        """States that the plan to be taken up next is predicted to save this share of a step."""
+        self._next_promise = (gain, median(self._seconds)) if self._seconds else None
+
+    def _postpone(self, needed: str) -> None:
+        """Says, once, what the plan at work is needed for."""
         if self.is_first and not self._is_postponed:
             self.tell(f"runtime.rebalance: no move, for {needed}: it has rows of the plan at work (with whole_batches=True all rows)")
         self._is_postponed = True
 
-    def stays(self, fault: WhaleError) -> None:
-        """Says why a move that would pay cannot be made."""
-        if self.is_first:
-            self.tell(f"staying, for the move cannot be made: {fault.message}")
-
-    def say_slow(self, opening: Opening, plan: Plan, slowdowns: Mapping[str, float]) -> None:
+    def _say_slow(self, opening: Opening, plan: Plan, slowdowns: Mapping[str, float]) -> None:
         """Says, once and on rank 0, which devices are slower than the plan was made for, and what that costs."""
         if self._is_said:
             return
@@ -150,18 +201,10 @@ class Adapting:
             cost = f"a step is predicted to take {format_seconds(stay_seconds)} in place of {format_seconds(even_seconds)} for it"
             self.tell(f"{', '.join(map(_said, slow))}: {cost}")
 
-    def search(self, opening: Opening, plan: Plan, slowdowns: Mapping[str, float], *, moves: bool) -> tuple[Cluster, Decided, float] | None:
-        """Looks for a plan that pays at other speeds, and says what it finds.
-
-        Args:
-            opening: of the plan at work.
-            plan: at work.
-            slowdowns: by device.
-            moves: whether training goes on under it.
-
-        Returns:
-            The cluster with these speeds, the plan, and the share of a step that it saves; None where none pays.
-        """
+    def _search(
+        self, opening: Opening, plan: Plan, slowdowns: Mapping[str, float], *, moves: bool
+    ) -> tuple[Cluster, Decided, float] | None:
+        """The cluster with these speeds, a plan that pays there, and the share of a step that it saves; None where none pays."""
         begun, graph, cluster = time.perf_counter(), opening.modes.train.graph, opening.attachment.cluster
         try:
             move = best_move(
@@ -181,10 +224,6 @@ class Adapting:
         does = ("going on under it" if moves else "runtime.rebalance: on would go on under it") if move.pays else f"staying: {move.against}"
         self.tell(f"{move}; {does}")
         return (move.cluster, Decided(move.plan, move.own_seconds, time.perf_counter() - begun), move.gain) if move.pays else None
-
-    def moves(self, gain: float) -> None:
-        """States that the plan to be taken up next is predicted to save this share of a step."""
-        self._next_promise = (gain, median(self._seconds)) if self._seconds else None
 
     def _judge(self) -> None:
         """Looks, once, whether the last move has brought what it promised; where it has not, more is wanted of the next."""

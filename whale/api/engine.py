@@ -7,65 +7,51 @@ import math
 import sys
 import time
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar
-from warnings import catch_warnings, simplefilter
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import torch
 
+from whale.api.batch_passes import BatchPasses
 from whale.api.calls import Turn, all_ranks, user_call
 from whale.api.guards import Guards
 from whale.api.hints import answer, call_answer, copy_answer
-from whale.api.initial_state import with_optimizer
-from whale.api.keeping import Fall, FaultKeeper, await_device, devices_of, tell_kept, tell_resumed
+from whale.api.keeping import FaultKeeper
 from whale.api.loader import DataPosition, Loader, leave_group, make_loader
-from whale.api.mode import CapturedMode, ModeName, view_of
-from whale.api.modes import Modes, forget, prepare_forward, prepare_training
-from whale.api.opening import Decided, Opening
+from whale.api.modes import Modes
+from whale.api.opening import Decided, Opening, PlanMove
 from whale.api.rank_batch import RankBatch
 from whale.api.results import OwnedParameters, give_extra_state, state_keys, step_loss, whole_state
-from whale.api.row_source import RowSource
+from whale.api.resuming import resume
 from whale.api.step_log import StepLog
 from whale.api.tracing import Tracing
-from whale.capture.batch import BatchStructure
-from whale.comm import on_first_rank, together
+from whale.comm import on_first_rank
 from whale.config import Source
-from whale.errors import PREEMPTED_CODE, CheckpointError, ConfigError, Preempted, RuntimeFault, WhaleError, first_few, warn
+from whale.errors import PREEMPTED_CODE, CheckpointError, ConfigError, Preempted, RuntimeFault, first_few, warn
 from whale.ir.cluster import Cluster
 from whale.ir.graph import ModelGraph
 from whale.ir.plan import Plan
 from whale.ir.schedule import Schedule
 from whale.progress import progress
-from whale.runtime.checkpoint.contents import Piece
 from whale.runtime.checkpoint.model_files import without_compiled
-from whale.runtime.checkpoint.moving import move_state
 from whale.runtime.checkpoint.saving import Saving
-from whale.runtime.checkpoint.surviving import DEVICES, SurvivingState, find_kept, forget_kept, keep_part
-from whale.runtime.checkpoint.training_state import held_state, load_state, newest_step, random_state, save_state
-from whale.runtime.execute.batch import BatchView
+from whale.runtime.checkpoint.surviving import SurvivingState
+from whale.runtime.checkpoint.training_state import load_state, save_state
 from whale.runtime.execute.call_check import Call
-from whale.runtime.execute.executor import StepState
-from whale.runtime.execute.roster import Roster
 from whale.runtime.runtime import Runtime
 from whale.runtime.state.engine_state import EngineState
-from whale.runtime.state.holdings import Holdings
-from whale.runtime.state.joint import check_elementwise
-from whale.runtime.state.optimizer_state import read_optimizer
 from whale.runtime.training import Accumulated, forward_backward, train_step, update
 from whale.runtime.weights.filling import fill_tensors
-from whale.runtime.weights.gathering import gather_outputs, gather_tensors, own_outputs
+from whale.runtime.weights.gathering import gather_tensors
 from whale.units import counted
 
 if TYPE_CHECKING:
     from whale.api.adapting import Adapting
     from whale.ir.health import Health
-    from whale.runtime.checkpoint.copies import StateCopies, StepCopies
-
-Found = TypeVar("Found")
 
 
 class Engine:
@@ -104,11 +90,11 @@ class Engine:
         world, train, trains = runtime.roster.world, modes.train, opening.optimizer is not None
         tensors, is_first = train.program.tensors, world.rank == 0
         self._guards = Guards(modes.model, train.graph, tensors, world.device, trains=trains, warns=is_first)
+        self._passes = BatchPasses(modes, self._guards, self._data)
         self._warns_of_no_optimizer, self._has_told_of_parts = not trains and is_first, False
         self._log = StepLog.of(opening.settings.runtime, world)
-        self._warns_of_no_resume = opening.settings.memory.redundancy != "0" and is_first
         self._saved: tuple[Path, int, object] | None = None  # the last: where, of which step, with what
-        self._keeping = FaultKeeper.of(opening.settings, world)
+        self._keeping = FaultKeeper(opening, self._data)
         weakref.finalize(self, world.notice.leave).atexit = False  # while the interpreter ends, SIGTERM stays unheard
         self._adapting = None if world.is_alone else _adapting_to(is_first)
         self._take_up(state, runtime, tracing, decided, overhead)
@@ -120,9 +106,8 @@ class Engine:
         self._data.state = state
         self._first_step = state.step_number
         self._guards.take_up(state.tensors)
-        if self._keeping is not None and self._keeping.copies is not None:
-            self._keeping.copies.take_up(runtime.roster, runtime.holdings, self.model_graph)
-            self._keeping.check_room(self._keeping.copies.host_bytes, warns=runtime.roster.world.local_rank == 0)
+        self._passes.take_up(state, runtime)
+        self._keeping.take_up(self.opening, state, runtime)
         if self._hears_sigterm:
             runtime.roster.world.notice.listen()
         if self._adapting is not None:
@@ -224,10 +209,6 @@ class Engine:
         if self._warns_of_no_optimizer:
             self._warns_of_no_optimizer = False
             warn("no weights are updated: parallelize was given no optimizer=, so step computes gradients only")
-        if self._warns_of_no_resume:
-            self._warns_of_no_resume = False
-            if self._keeping is not None and self._keeping.purpose is None:
-                warn("memory.redundancy has no effect: nobody goes on from copies, for engine.resume was not called before the first step")
         if self.state.step_number == self._first_step and self._accumulated is None:
             with progress("taking the first step", on_first=self.runtime.roster.world.rank == 0) as note:
                 if self.runtime.compilation is not None:
@@ -251,7 +232,7 @@ class Engine:
             self._finish_saving()
             self.runtime.losses.settle()
             self.runtime.merge_statistics(self.state)
-            self._copy_between("save", self._data.now)
+            self._keeping.copy_changes("save")
             self.leave_state()
             raise Preempted("")
         path = Path(folder) / f"step_{step_number}"
@@ -264,16 +245,14 @@ class Engine:
 
     def _train(self, batch: Any, call: Literal["step", "forward_backward"]) -> torch.Tensor:
         batch = self._data.recognized(batch)
-        if self._keeping is not None and self._accumulated is None:
-            self._keeping.begun = self.state.step_number, self._data.before(batch)
-            if self.state.step_number % self.opening.settings.memory.redundancy_steps == 0:
-                self._copy_between(call, self._data.before(batch))
+        if self._accumulated is None:
+            self._keeping.begin_step(call, batch)
         if isinstance(batch, RankBatch):
             self._data.feed(batch.origin)
         if self._tracing is not None:  # before the batch is looked at, which may fail on one rank alone
             self._tracing.begin()
         self._log.begin(self.state.optimizer)
-        name, _, view = self._view("train", batch, call)
+        name, _, view = self._passes.view("train", batch, call)
         if call == "step":
             loss = train_step(self.runtime, self.state, view, name, self._accumulated)
             self._accumulated = None
@@ -287,18 +266,15 @@ class Engine:
         return step_loss(loss)
 
     def _stepped(self, loss: torch.Tensor, num_rows: int) -> None:
-        if self._keeping is not None:
-            self._keeping.rest()
-            copies, every = self._keeping.copies, self.opening.settings.memory.redundancy_steps
-            if copies is not None and self._keeping.purpose is not None and copies.follows_steps and self.state.step_number % every == 0:
-                self._copy_state(self._data.now)
-                copies.is_with_script = True
+        self._keeping.end_step()
         clipping = self.runtime.clipping
         self._log.end(self.state.step_number, loss, None if clipping is None else clipping.last)
         if self._tracing is not None:
             self._tracing.end(self.state.step_number, num_rows)
         if self._adapting is not None and self._adapting.hear(self.state.step_number, self.runtime.take_busy()):
-            self._adapt(self._adapting)
+            move = self._adapting.look(self.opening, self.runtime.roster.plan, self._data, self._checked)
+            if move is not None:
+                self._bring(move)
 
     def _waiting(self) -> Accumulated:
         if self._accumulated is None:
@@ -329,11 +305,10 @@ class Engine:
             The loss, as `step` returns it; with ``outputs=True`` the pair of it and what `predict` returns.
         """
         with self._weights("evaluate(averaged=True)" if averaged else "evaluate"):
-            step, captured, view = self._forward("eval_predict" if outputs else "eval", batch)
-            loss = step.account.loss(self.runtime.totals(step))
-            found = self._outputs(step, captured, view, gather_outputs) if outputs else []
+            done = self._passes.forward("eval_predict" if outputs else "eval", batch)
+            found = (step_loss(done.loss), done.output) if outputs else step_loss(done.loss)
         self._rest()
-        return (step_loss(loss), captured.program.output(found, loss)) if outputs else step_loss(loss)
+        return found
 
     @all_ranks
     def predict(self, batch: Any, *, averaged: bool = False, gather: bool = True) -> Any:
@@ -349,15 +324,10 @@ class Engine:
             The output; with ``gather=False`` the pair of it and the numbers of its rows in the global batch, int64 of shape [rows].
         """
         with self._weights("predict(averaged=True)" if averaged else "predict"):
-            step, captured, view = self._forward("predict", batch)
-            loss = step.account.loss(self.runtime.totals(step)) if captured.graph.loss else None
-            if gather:
-                found, rows = self._outputs(step, captured, view, gather_outputs), None
-            else:
-                found, rows = self._outputs(step, captured, view, own_outputs)
+            done = self._passes.forward("predict", batch)
+            found = done.output if gather else done.own_output
         self._rest()
-        output = captured.program.output(found, loss)
-        return output if gather else (output, rows)
+        return found
 
     @all_ranks
     def average(self, decay: float) -> None:
@@ -478,7 +448,7 @@ class Engine:
         state = without_compiled(state, names)
         given = {key: value for key, value in state.items() if names.get(key, key) is not None}
         keys = {key: name for key, name in names.items() if name is not None}
-        with self._changing(CheckpointError, copies_stay=False):
+        with self._keeping.changing(CheckpointError, copies_stay=False):
             fill_tensors(graph, self.runtime.holdings, roster.rank, self.state, given, keys, roster.world)
         self.runtime.publish()
         give_extra_state(self.modes.model, names, state)
@@ -561,7 +531,7 @@ class Engine:
         self._finish_saving()
         roster, holdings = self.runtime.roster, self.runtime.holdings
         graph, model = self.model_graph, self.modes.model
-        with self._changing(CheckpointError, copies_stay=False):
+        with self._keeping.changing(CheckpointError, copies_stay=False):
             extra = load_state(path, self.state, roster, holdings, graph, model, self._data.check, kept=kept)
         self.runtime.publish()
         self.runtime.losses.forget()
@@ -569,8 +539,7 @@ class Engine:
         self._accumulated = None
         self.state.forget_gradients()
         self._data.resume()
-        if self._keeping is not None:
-            self._keeping.rest()
+        self._keeping.rest()
         return extra
 
     @all_ranks
@@ -590,179 +559,12 @@ class Engine:
             CheckpointError: as `load`.
         """
         self.runtime.call_together("resume")
-        world, keeping = self.runtime.roster.world, self._keeping
         self._finish_saving()
-        kept, reason, fall = None, "", None
-        if keeping is not None:
-            names = [each.name for each in self.model_graph.parameters if each.name in self.runtime.roster.plan.owners]
-            kept, reason = find_kept(keeping.folder, str(folder), names, world)
-            fall = Fall.of(keeping.folder, world)
-        path, saved_step = on_first_rank(world, lambda: newest_step(Path(folder)))
-        devices = devices_of(self.opening.attachment.cluster)
-        before = [] if kept is None else kept.value(f"extra.{DEVICES}")
-        if kept is not None and saved_step is not None and saved_step >= kept.step:
-            kept, reason = None, ""  # of the same step the checkpoint has the script's own data, too
-        if keeping is not None:
-            keeping.purpose = str(folder)  # no sooner: a rank that loses its peers before this has no step to go on from
-        extra = None
-        if kept is not None:
-            try:
-                self._load(Path(folder), kept)
-            except CheckpointError as error:
-                kept, reason = None, f"what was kept in memory cannot be read: {error.message}"
-        if kept is None and path is not None:
-            extra = self._load(path)
-        source = "the start" if path is None else str(path)
-        source = source if kept is None else f"memory of {counted(kept.num_parts, 'rank')}"
-        if world.rank == 0 and (path is not None or kept is not None or fall is not None or reason):
-            tell_resumed(self.step_number, source, fall, before, devices, reason)
-        if keeping is not None:
-            self._copy_between("resume", self._data.now)
-            if keeping.copies is not None:
-                keeping.copies.is_with_script = True
-            world.barrier()  # all have read it
-            forget_kept(keeping.folder, str(folder))
-        return extra
+        return resume(Path(folder), self._keeping, self._load)
 
     def leave_state(self) -> None:
-        """Keeps the last whole step, as far as this rank holds it, and the copies that it has, in memory of its host.
-
-        It says so, or why it cannot. A rank that was in the midst of an update, or of another change, keeps copies alone, and so does one
-        whose GPU does not come to an end. What a loss that is no finite number may have gone into is not kept.
-        """
-        keeping, state = self._keeping, self.state
-        if keeping is None or keeping.purpose is None or keeping.is_done:
-            return
-        ways: list[tuple[int, Callable[[], int]]] = []
-        if keeping.copies is not None:
-            copies = keeping.copies  # those of the end of a step are not of the state that the script has made of it
-            usable = copies.steps[1:] if copies.has(state.step_number) and self._may_be_written(keeping, copies) else copies.steps
-            ways += [(each.step, partial(self._keep_copies, keeping, each)) for each in usable]
-        if state.is_whole and not keeping.is_changing:
-            ways.insert(1, (state.step_number, partial(self._keep, keeping)))  # behind the copies of which most are whole
-        keeping.is_done = bool(ways)
-        for step, keep in ways:
-            size: int | Exception
-            try:
-                size = keep()
-            except Exception as error:  # a GPU's too: the fault that led here says more
-                size = error
-            tell_kept(self.runtime.roster.world.rank, step, size)
-
-    def _check_losses(self, step_number: int) -> None:
-        if self.runtime.losses.has_bad(step_number):
-            raise CheckpointError("the loss of one of the last steps is not finite, and may have gone into the weights")
-
-    def _copy_state(self, position: Mapping[str, int] | None) -> None:
-        """Copies the state to second owners; all ranks are in the same call.
-
-        Args:
-            position: where the data goes on.
-        """
-        keeping, runtime, state = self._keeping, self.runtime, self.state
-        assert keeping is not None and keeping.copies is not None
-        with runtime.status.reporting():
-            runtime.merge_statistics(state)
-            runtime.status.set("copying the state")
-            keeping.copies.make(state.step_number, *self._held(position, keeping.random, keeping.copies.duty.chosen))
-
-    def _copy_between(self, call: Call, position: Mapping[str, int] | None) -> None:
-        """Copies what no copies have, where they are asked for: the state of a start, or what the script has written behind the last step.
-
-        Args:
-            call: of the engine, that all ranks are in.
-            position: where the data goes on.
-        """
-        keeping, number = self._keeping, self.state.step_number
-        if keeping is None or (copies := keeping.copies) is None or keeping.purpose is None:
-            return
-        is_there = copies.has(number)
-        with self.runtime.status.reporting():
-            asks = is_there and self._is_written(keeping, copies)
-        is_written = self.runtime.call_together(call, asks=asks)
-        copies.is_with_script = False
-        if is_written:
-            copies.follows_steps = False
-            copies.forget(number)
-        if is_written or not is_there:
-            self._copy_state(position)
-
-    def _is_written(self, keeping: FaultKeeper, copies: StateCopies) -> bool:
-        """Whether the script, where it has taken over, has changed what this rank has copies of."""
-        return copies.is_with_script and not copies.are_of(*self._held(None, keeping.random, copies.duty.chosen))
-
-    def _may_be_written(self, keeping: FaultKeeper, copies: StateCopies) -> bool:
-        """As `_is_written`, where peers may be lost, and a GPU wait for them."""
-        if copies.is_with_script:
-            try:
-                await_device(self.runtime.roster.world.device)
-                return self._is_written(keeping, copies)
-            except Exception:  # a GPU's too: then nobody can tell
-                return True
-        return False
-
-    def _keep_copies(self, keeping: FaultKeeper, copies: StepCopies) -> int:
-        """Writes the copies of a step into memory of the host; the number of bytes."""
-        self._check_losses(copies.step)
-        return self._write(keeping, f".{copies.number}_{copies.step}", copies.pieces, copies.plain)
-
-    def _keep(self, keeping: FaultKeeper) -> int:
-        """Writes the last whole step into memory of the host; the number of bytes."""
-        state = self.state
-        random, position = keeping.random, self._data.now
-        if keeping.begun is not None:
-            number, before = keeping.begun
-            if number == state.step_number:
-                position = before
-                if self._accumulated is not None:
-                    self._accumulated.buffers.put_back()
-            else:  # its update was done
-                random = random_state()
-        await_device(self.runtime.roster.world.device)
-        self._check_losses(state.step_number)
-        return self._write(keeping, f"_{state.step_number}", *self._held(position, random), self.runtime.unmerged(state))
-
-    def _held(
-        self, position: Mapping[str, int] | None, random: Mapping[str, Any], chosen: Mapping[str, Collection[int]] | None = None
-    ) -> tuple[list[Piece], dict[str, Any]]:
-        """What this rank holds, as `held_state` gives it."""
-        return held_state(
-            replace(self.state, position=position),
-            self.runtime.roster,
-            self.runtime.holdings,
-            self.model_graph,
-            self.modes.model,
-            random=random,
-            devices=devices_of(self.opening.attachment.cluster),
-            chosen=chosen,
-        )
-
-    def _write(self, keeping: FaultKeeper, name: str, pieces: Sequence[Piece], plain: Mapping[str, Any], lacks: Sequence[str] = ()) -> int:
-        """Writes a part into memory of the host, named alike on all ranks; the number of bytes."""
-        assert keeping.purpose is not None, "else nothing is kept"
-        rank = self.runtime.roster.world.rank
-        return keep_part(keeping.folder, f"{keeping.training}{name}", keeping.purpose, pieces, plain, rank=rank, lacks=lacks)
-
-    @contextmanager
-    def _changing(self, *harmless: type[WhaleError], copies_stay: bool = True) -> Iterator[None]:
-        """Around what changes the state otherwise than by a step: where it ends in an error, nothing is kept of it.
-
-        Args:
-            harmless: errors after which nothing has changed.
-            copies_stay: whether the training is still that of the copies.
-        """
-        if self._keeping is not None:
-            self._keeping.is_changing = True
-            if not copies_stay and self._keeping.copies is not None:
-                self._keeping.copies.forget()
-        try:
-            yield
-        except Exception as error:
-            if self._keeping is not None:
-                self._keeping.is_changing = not isinstance(error, harmless)
-            raise
-        if self._keeping is not None:
-            self._keeping.is_changing = False
+        """Keeps what this rank holds in memory of its host, where `resume` was called: its peers are lost."""
+        self._keeping.leave(self._accumulated)
 
     def _finish_saving(self) -> None:
         """Waits for the checkpoint that is being written, if one is; all ranks do so together."""
@@ -795,60 +597,32 @@ class Engine:
         self.runtime.call_together("replan")
         self._check_applied("replan")
         opening = replace(self.opening.with_settings(config), given=plan)
-        before, after = self.opening.settings.memory.redundancy, opening.settings.memory.redundancy
-        if before != after:
-            raise ConfigError(
-                f"engine.replan: memory.redundancy: {after} has no effect, as training began with {before}",
-                hint="set it where whale.parallelize is called, or in the environment; memory.redundancy_steps may change",
-            )
+        self._keeping.check_settings(opening)
         found = on_first_rank(opening.world, lambda: None if cluster is None else opening.on(cluster).attachment.cluster)
         if found is not None:
             opening = opening.on(found)
-        return self._go_on_under(opening, opening.decide())
+        return self._bring(self._checked(opening, opening.decide()))
 
-    def _go_on_under(self, opening: Opening, decided: Decided) -> Plan:
-        """Moves to a plan."""
-        return self._bring(opening, *self._checked(opening, decided))
+    def _checked(self, opening: Opening, decided: Decided) -> PlanMove:
+        return PlanMove.checked(opening, decided, self.state, self._data)
 
-    def _checked(self, opening: Opening, decided: Decided) -> tuple[Decided, Roster, Holdings, list[tuple[Loader, RowSource]]]:
-        """What is wanted for a move to a plan; where it cannot be made, nothing has changed."""
-        begun = time.perf_counter()
-        graph, optimizer = self.model_graph, self.state.optimizer
-        roster, holdings = opening.prepare(decided.plan)
-
-        def check() -> list[tuple[Loader, RowSource]]:
-            kept = {name: holdings.shardings.kept(name) for name in roster.owned if name in graph.trained}
-            read_optimizer(optimizer, self.state.kept)
-            check_elementwise(optimizer, [name for name, own in kept.items() if own.is_sharded and roster.rank in own.held])
-            return self._data.divided(roster.plan, roster.rank)
-
-        loaders = together(opening.world, check)
-        return replace(decided, seconds=decided.seconds + time.perf_counter() - begun), roster, holdings, loaders
-
-    def _bring(
-        self, opening: Opening, decided: Decided, roster: Roster, holdings: Holdings, loaders: list[tuple[Loader, RowSource]]
-    ) -> Plan:
-        """Brings all to where a plan wants it."""
+    def _bring(self, move: PlanMove) -> Plan:
         self.runtime.losses.settle()
         self.runtime.merge_statistics(self.state)
-        begun, world, graph, old = time.perf_counter(), opening.world, self.model_graph, self.runtime
-        self._copy_between("replan", self._data.now)
+        begun, old = time.perf_counter(), self.runtime
+        self._keeping.copy_changes("replan")
         self.state.forget_gradients()
         old.close()
         gc.collect()  # what was at work holds parameters in circles, which would be there twice
         if self._tracing is not None:
             self._tracing.give_way()
-        with self._changing():
-            state, kept = move_state(self.state, old.roster, old.holdings, roster, holdings, graph)
-            with_optimizer(state, graph, holdings, opening.optimizer, opening.scheduler, world)
-            together(world, lambda: kept.give(state))
-            self.opening = opening
-            runtime, tracing = opening.open(roster, holdings, state)
-            self._take_up(state, runtime, tracing, decided, decided.seconds + time.perf_counter() - begun)
-        if self._keeping is not None and self._keeping.copies is not None and self._keeping.purpose is not None:
-            self._copy_state(self._data.now)  # the duties are others
-            self._keeping.copies.is_with_script = True
-        for loader, source in loaders:
+        with self._keeping.changing():
+            state = move.moved(self.state, old.roster, old.holdings)
+            self.opening = move.opening
+            runtime, tracing = move.opening.open(move.roster, move.holdings, state)
+            self._take_up(state, runtime, tracing, move.decided, move.decided.seconds + time.perf_counter() - begun)
+        self._keeping.copy_for_script()  # the ranks that copy are others
+        for loader, source in move.loaders:
             loader.read_from(source)
         return self.plan
 
@@ -874,46 +648,9 @@ class Engine:
         given = self.health.slowdowns if slowdowns is None else slowdowns
         wanted = on_first_rank(self.opening.world, lambda: self.opening.checked_slowdowns(given))
         if self._adapting is not None:
-            self._move(self._adapting, wanted, moves=True, stays=False)
+            move = self._adapting.better(self.opening, self.runtime.roster.plan, wanted, self._checked, moves=True, stays=False)
+            return self.plan if move is None else self._bring(move)
         return self.plan
-
-    def _adapt(self, adapting: Adapting) -> None:
-        """Looks at devices that are persistently faster or slower than the plan was made for; all ranks come here after the same step."""
-        mode = self.opening.settings.runtime.rebalance
-        slowdowns = adapting.health.slowdowns
-        adapting.say_slow(self.opening, self.runtime.roster.plan, slowdowns)
-        if mode == "on":
-            needed = [each for each in self.opening.world.gather_objects(self._data.needed) if each]
-            if needed:
-                adapting.postpone(str(needed[0]))
-                return
-        adapting.looked_at()
-        if mode != "off":
-            self._move(adapting, slowdowns, moves=mode == "on", stays=True)
-
-    def _move(self, adapting: Adapting, slowdowns: Mapping[str, float], *, moves: bool, stays: bool) -> None:
-        """Looks for a better plan at these speeds, and goes on under it where that pays; otherwise it says what there is.
-
-        Args:
-            adapting: knows what to ask of it.
-            slowdowns: by device.
-            moves: whether training goes on under it.
-            stays: whether it goes on as it is where such a move cannot be made; otherwise that is an error.
-        """
-        opening, plan = self.opening, self.runtime.roster.plan
-        found = on_first_rank(opening.world, lambda: adapting.search(opening, plan, slowdowns, moves=moves))
-        if found is not None and moves:
-            cluster, decided, gain = found
-            opening = opening.on(cluster)
-            try:
-                checked = self._checked(opening, decided)
-            except WhaleError as fault:
-                if not stays or isinstance(fault, RuntimeFault):
-                    raise
-                adapting.stays(fault)
-                return
-            adapting.moves(gain)
-            self._bring(opening, *checked)
 
     # ---- what is asked of it ---------------------------------------------------------------------------------
 
@@ -1026,61 +763,6 @@ class Engine:
         raise answer(name, dir(type(self)))
 
     # ---- parts -----------------------------------------------------------------------------------------------
-
-    def _outputs(self, step: StepState, captured: CapturedMode, view: BatchView, brought: Callable[..., Found]) -> Found:
-        """The outputs of a pass, as a function of the plan and this rank's pieces brings them together."""
-        roster, plan = self.runtime.roster, self.runtime.plan_of(captured.key)
-        assert plan is not None, "it has run"
-        return brought(captured.graph, captured.batch_axes, plan, roster.world_ranks, roster.world, step.outputs, view.num_rows)
-
-    def _forward(self, name: Literal["eval", "predict", "eval_predict"], batch: Any) -> tuple[StepState, CapturedMode, BatchView]:
-        self.modes.prove(name)
-        self.runtime.losses.settle()
-        self.runtime.merge_statistics(self.state)
-        batch = self._data.recognized(batch)
-        like = self._like_elsewhere(name, batch)
-        base = self.modes.ensure(name, batch, like)
-        if self.runtime.plan_of(name) is None:
-            prepare_forward(self.runtime, self.modes, base, base.graph.num_rows)
-        self.runtime.lend(name)
-        key, captured, view = self._view(name, batch, like=like)
-        return self.runtime.forward(key, view, self.state.step_number), captured, view
-
-    def _like_elsewhere(self, name: ModeName, batch: Any) -> BatchStructure | None:
-        """The structure of a batch on a rank that has rows of it, where ranks outside the plan have none of a loader's; all ranks ask."""
-        roster = self.runtime.roster
-        if len(roster.plan.devices) == roster.world.size:
-            return None
-        own: BatchStructure | None = None
-        if not (isinstance(batch, RankBatch) and batch.data is None):
-            with suppress(WhaleError):  # is raised where the batch is read
-                own = self.modes.structure(name, batch)
-        with catch_warnings():
-            simplefilter("ignore", FutureWarning)  # of torch, of its own trees
-            found = roster.world.gather_objects(own)
-        return next((each for each in found if isinstance(each, BatchStructure)), None)
-
-    def _view(
-        self, name: ModeName, batch: Any, call: Call | None = None, like: BatchStructure | None = None
-    ) -> tuple[str, CapturedMode, BatchView]:
-        """What is ready for a batch, its capture, and the batch in parts; where that fails on this rank alone, the others do not wait."""
-        with self.runtime.status.reporting():
-            try:
-                self._guards.check()
-                self.runtime.check_unwritten()
-                if isinstance(batch, RankBatch):
-                    batch.check(self.runtime.roster.plan, self.rank)
-                captured = self.modes.fitting(name, batch, partial(forget, self.runtime), like)
-                view = view_of(captured.program.batch, batch)
-                key = captured.key
-                if name == "train":
-                    key = prepare_training(self.runtime, self.modes, captured, view.num_rows)
-                else:
-                    prepare_forward(self.runtime, self.modes, captured, view.num_rows)
-            except WhaleError as refusal:
-                self.runtime.refuse(name, refusal, call)
-                raise
-            return key, captured, view
 
     @contextmanager
     def _weights(self, call: Call) -> Iterator[None]:

@@ -1,20 +1,19 @@
-"""What a rank leaves of its training where it loses its peers, for the ranks that begin anew, and what these are told of it.
+"""What a rank keeps of its training for the ranks that start again after it loses its peers.
 
-With ``memory.redundancy: 1`` that is the copies of the last steps, too, which hold what another host alone has held.
+With ``memory.redundancy: 1`` these are copies of the last steps too, which have what another host alone has held.
 """
 
 from __future__ import annotations
 
 import atexit
 import gc
-import json
 import socket
 import sys
 import time
-from collections import Counter
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from shutil import disk_usage
 from typing import TYPE_CHECKING, Any
@@ -22,95 +21,287 @@ from uuid import uuid4
 
 import torch
 
-from whale.comm import World
-from whale.config import Config
-from whale.errors import CheckpointError, ConfigError, warn
+from whale.api.loader import DataPosition
+from whale.api.opening import Opening
+from whale.errors import CheckpointError, ConfigError, WhaleError, warn
 from whale.ir.cluster import Cluster
-from whale.runtime.checkpoint.training_state import random_state
-from whale.runtime.execute.status import FALL, LOST
-from whale.units import counted, format_bytes
+from whale.runtime.checkpoint.contents import Piece
+from whale.runtime.checkpoint.surviving import keep_part
+from whale.runtime.checkpoint.training_state import held_state, random_state
+from whale.runtime.execute.call_check import Call
+from whale.runtime.execute.status import LOST
+from whale.runtime.runtime import Runtime
+from whale.runtime.state.engine_state import EngineState
+from whale.runtime.training import Accumulated
+from whale.units import format_bytes
 
 if TYPE_CHECKING:
-    from whale.runtime.checkpoint.copies import StateCopies
+    from whale.runtime.checkpoint.copies import StateCopies, StepCopies
 
 DEVICE_SECONDS = 5.0
-"""So long may a GPU take to do what it was asked to before its peers were lost; it may wait for one of them for ever."""
+"""How long a GPU may take for what was launched before its peers were lost; it may wait for one of them for ever."""
 
 LOOK_SECONDS = 0.01
-"""Between two looks whether it has."""
+"""Between two looks whether it is done."""
 
 
-@dataclass
 class FaultKeeper:
-    """Of one engine.
+    """Of one engine; all ranks of the world make it together. Without ``runtime.keep_on_fault`` it does nothing.
+
+    Args:
+        opening: of the plan at work.
+        data: of the engine.
 
     Attributes:
-        folder: in memory of this host.
-        training: tells this start of the engine from all others; equal on all ranks.
-        purpose: the folder that `resume` was given, which tells the engine from others of the script; None before that, and then nothing
-            is kept.
-        is_changing: whether a call is under way, or was left in the middle, that changes the state otherwise than by a step.
+        folder: in memory of this host; None where nothing is kept.
+        training: an id of this start of the engine, equal on all ranks.
+        purpose: the folder given to `Engine.resume`, which tells this engine from others of the script; None before that, and then
+            nothing is kept.
+        is_changing: whether a call that changes the state otherwise than by a step is under way, or was left in the middle.
         begun: the number of steps done, and where the data went on, before the step under way; None between steps.
         random: the state of the generators when the last step was done.
         is_done: whether this rank has left what it holds of the last step.
-        copies: of the last steps, for themselves and for other hosts; None where none are made.
+        copies: of the last steps, of this rank's state and that of other hosts; None where none are made.
+
+    Raises:
+        ConfigError: copies are asked for that nobody would leave.
     """
 
-    folder: Path
-    training: str
-    purpose: str | None = None
-    is_changing: bool = False
-    begun: tuple[int, Mapping[str, int] | None] | None = None
-    random: Mapping[str, Any] = field(default_factory=random_state)
-    is_done: bool = False
-    copies: StateCopies | None = None
+    opening: Opening
+    state: EngineState
+    runtime: Runtime
 
-    @staticmethod
-    def of(settings: Config, world: World) -> FaultKeeper | None:
-        """Where a folder is named; all ranks of the world call it.
-
-        Raises:
-            ConfigError: copies are asked for that nobody would leave.
-        """
-        folder, is_redundant = settings.runtime.keep_on_fault, settings.memory.redundancy != "0"
-        if folder is None:
-            if is_redundant:
+    def __init__(self, opening: Opening, data: DataPosition) -> None:
+        settings, world = opening.settings, opening.world
+        folder, self._redundancy = settings.runtime.keep_on_fault, settings.memory.redundancy
+        self.folder, self.training, self._data = None if folder is None else Path(folder), "", data
+        self.purpose: str | None = None
+        self.is_changing = self.is_done = False
+        self.begun: tuple[int, Mapping[str, int] | None] | None = None
+        self.random: Mapping[str, Any] = {}
+        self.copies: StateCopies | None = None
+        self._warns_of_no_resume = self._redundancy != "0" and world.rank == 0
+        if self.folder is None:
+            if self._redundancy != "0":
                 raise ConfigError(
-                    f"memory.redundancy: {settings.memory.redundancy} has no effect: nothing is left where ranks are lost",
+                    f"memory.redundancy: {self._redundancy} has no effect: nothing is left where ranks are lost",
                     hint="start the run by `whale run --elastic MIN:MAX`, which lets it go on from memory; or leave memory.redundancy out",
                 )
-            return None
+            return
+        self.random = random_state()
         world.waits.linger_seconds = 0.0  # no launcher ends those that live: SIGTERM lets them leave what they hold
         atexit.register(gc.freeze)  # others wait until a rank has ended: to look for garbage in all that torch has made takes a second
         if not world.is_alone:
-            world.waits.heed(Path(folder) / LOST)
-        found = FaultKeeper(Path(folder), str(world.broadcast_object(uuid4().hex)))
-        if is_redundant:
+            world.waits.heed(self.folder / LOST)
+        self.training = str(world.broadcast_object(uuid4().hex))
+        if self._redundancy != "0":
             hosts = list(map(str, world.gather_objects(f"{socket.gethostname()}:{folder}")))  # what is lost as one
             if world.rank == 0 and len(set(hosts)) == 1:
                 survives = "nothing: there is no other rank" if world.is_alone else "the loss of a rank, not of the host: there is but one"
-                warn(f"memory.redundancy: {settings.memory.redundancy} survives {survives}")
+                warn(f"memory.redundancy: {self._redundancy} survives {survives}")
             if not world.is_alone:
                 from whale.runtime.checkpoint.copies import StateCopies  # needed here alone
 
-                found.copies = StateCopies(world, hosts)
-        return found
+                self.copies = StateCopies(world, hosts)
 
-    def check_room(self, num_bytes: int, *, warns: bool) -> None:
-        """Looks whether copies of so many bytes, of all ranks of the host, could be left in its memory beside themselves."""
-        if warns and num_bytes > (free := disk_usage(self.folder.parent).free):
-            warn(
-                f"memory.redundancy: where ranks are lost, copies of {format_bytes(num_bytes)} are left in {self.folder.parent}, which has "
-                f"{format_bytes(free)} free: some will not be kept"
+    # ---- while training --------------------------------------------------------------------------------------
+
+    def check_settings(self, opening: Opening) -> None:
+        """Finds that an opening of another plan wants copies where there are none, or the reverse.
+
+        Raises:
+            ConfigError: it does.
+        """
+        if (after := opening.settings.memory.redundancy) != self._redundancy:
+            raise ConfigError(
+                f"engine.replan: memory.redundancy: {after} has no effect, as training began with {self._redundancy}",
+                hint="set it where whale.parallelize is called, or in the environment; memory.redundancy_steps may change",
             )
 
-    def rest(self) -> None:
+    def take_up(self, opening: Opening, state: EngineState, runtime: Runtime) -> None:
+        """Goes on with a state, and a plan at work on it."""
+        self.opening, self.state, self.runtime = opening, state, runtime
+        if self.copies is not None:
+            self.copies.take_up(runtime.roster, runtime.holdings, opening.modes.train.graph)
+            if self.folder is not None and runtime.roster.world.local_rank == 0:
+                check_room(self.folder, self.copies.host_bytes)
+
+    def begin_step(self, call: Call, batch: Any) -> None:
+        """Before the first batch of a step, as `DataPosition.recognized` gives it; all ranks are in the same call."""
+        if self.folder is None:
+            return
+        if self._warns_of_no_resume and self.purpose is None:
+            warn("memory.redundancy has no effect: nobody goes on from copies, for engine.resume was not called before the first step")
+        self._warns_of_no_resume = False
+        position = self._data.before(batch)
+        self.begun = self.state.step_number, position
+        if self._is_due:
+            self._copy_changes(call, position)
+
+    def end_step(self) -> None:
         """A step is done."""
-        self.begun, self.random, self.is_done = None, random_state(), False
+        self.rest()
+        if self.copies is not None and self.copies.follows_steps and self._is_due:
+            self.copy_for_script()
+
+    def rest(self) -> None:
+        """The state is that of the last step."""
+        if self.folder is not None:
+            self.begun, self.random, self.is_done = None, random_state(), False
+
+    @property
+    def _is_due(self) -> bool:
+        return self.state.step_number % self.opening.settings.memory.redundancy_steps == 0
+
+    @contextmanager
+    def changing(self, *harmless: type[WhaleError], copies_stay: bool = True) -> Iterator[None]:
+        """Around what changes the state otherwise than by a step: where it ends in an error, nothing is kept of it.
+
+        Args:
+            harmless: errors after which nothing has changed.
+            copies_stay: whether the training is still that of the copies.
+        """
+        self.is_changing = True
+        if not copies_stay and self.copies is not None:
+            self.copies.forget()
+        try:
+            yield
+        except Exception as error:
+            self.is_changing = not isinstance(error, harmless)
+            raise
+        self.is_changing = False
+
+    # ---- copies ----------------------------------------------------------------------------------------------
+
+    def copy_changes(self, call: Call) -> None:
+        """Copies what no copies have: the state of a start, or what the script has written since the last step.
+
+        Args:
+            call: of the engine, that all ranks are in.
+        """
+        self._copy_changes(call, self._data.now)
+
+    def copy_for_script(self) -> None:
+        """Copies the state that the script goes on with; all ranks do so together."""
+        if self.copies is not None and self.purpose is not None:
+            self._copy(self.copies, self._data.now)
+            self.copies.is_with_script = True
+
+    def _copy_changes(self, call: Call, position: Mapping[str, int] | None) -> None:
+        if (copies := self.copies) is None or self.purpose is None:
+            return
+        is_there = copies.has(number := self.state.step_number)
+        with self.runtime.status.reporting():
+            asks = is_there and self._is_written(copies)
+        is_written = self.runtime.call_together(call, asks=asks)
+        copies.is_with_script = False
+        if is_written:
+            copies.follows_steps = False
+            copies.forget(number)
+        if is_written or not is_there:
+            self._copy(copies, position)
+
+    def _copy(self, copies: StateCopies, position: Mapping[str, int] | None) -> None:
+        with self.runtime.status.reporting():
+            self.runtime.merge_statistics(self.state)
+            self.runtime.status.set("copying the state")
+            copies.make(self.state.step_number, *self.held(position, self.random, copies.duty.chosen))
+
+    def _is_written(self, copies: StateCopies) -> bool:
+        """Whether the script, where it has taken over, has changed what this rank has copies of."""
+        return copies.is_with_script and not copies.are_of(*self.held(None, self.random, copies.duty.chosen))
+
+    def held(
+        self, position: Mapping[str, int] | None, random: Mapping[str, Any], chosen: Mapping[str, Collection[int]] | None = None
+    ) -> tuple[list[Piece], dict[str, Any]]:
+        """What this rank holds, as `held_state` gives it."""
+        return held_state(
+            replace(self.state, position=position),
+            self.runtime.roster,
+            self.runtime.holdings,
+            self.opening.modes.train.graph,
+            self.opening.modes.model,
+            random=random,
+            devices=devices_of(self.opening.attachment.cluster),
+            chosen=chosen,
+        )
+
+    # ---- after a fault ---------------------------------------------------------------------------------------
+
+    def leave(self, accumulated: Accumulated | None) -> None:
+        """Keeps the last whole step, as far as this rank holds it, and its copies in memory of the host; says so, or why it cannot.
+
+        Of a rank in the middle of an update or of another change, copies alone are kept, and so of one whose GPU does not finish. What a
+        loss that is not finite may have gone into is not kept.
+
+        Args:
+            accumulated: batches that wait for an update.
+        """
+        if self.folder is None or self.purpose is None or self.is_done:
+            return
+        state, copies = self.state, self.copies
+        ways: list[tuple[int, Callable[[], int]]] = []
+        if copies is not None:  # those of the end of a step are not of the state that the script has made of it
+            usable = copies.steps[1:] if copies.has(state.step_number) and self._may_be_written(copies) else copies.steps
+            ways += [(each.step, partial(self._keep_copies, each)) for each in usable]
+        if state.is_whole and not self.is_changing:
+            ways.insert(1, (state.step_number, partial(self._keep_state, accumulated)))  # behind the copies of which most are whole
+        self.is_done = bool(ways)
+        for step, keep in ways:
+            size: int | Exception
+            try:
+                size = keep()
+            except Exception as error:  # a GPU's too: the fault that led here says more
+                size = error
+            _say_kept(self.runtime.roster.world.rank, step, size)
+
+    def _may_be_written(self, copies: StateCopies) -> bool:
+        """As `_is_written`, where peers may be lost, and a GPU wait for them."""
+        if copies.is_with_script:
+            try:
+                await_device(self.runtime.roster.world.device)
+                return self._is_written(copies)
+            except Exception:  # a GPU's too: then nobody can tell
+                return True
+        return False
+
+    def _keep_copies(self, copies: StepCopies) -> int:
+        return self._write(f".{copies.number}_{copies.step}", copies.step, copies.pieces, copies.plain)
+
+    def _keep_state(self, accumulated: Accumulated | None) -> int:
+        random, position = self.random, self._data.now
+        if self.begun is not None:
+            number, before = self.begun
+            if number == self.state.step_number:
+                position = before
+                if accumulated is not None:
+                    accumulated.buffers.put_back()
+            else:  # its update was done
+                random = random_state()
+        await_device(self.runtime.roster.world.device)
+        number = self.state.step_number
+        return self._write(f"_{number}", number, *self.held(position, random), self.runtime.unmerged(self.state))
+
+    def _write(self, name: str, step: int, pieces: Sequence[Piece], plain: Mapping[str, Any], lacks: Sequence[str] = ()) -> int:
+        """Writes a part into memory of the host, named alike on all ranks; the number of bytes."""
+        if self.runtime.losses.has_bad(step):
+            raise CheckpointError("the loss of one of the last steps is not finite, and may have gone into the weights")
+        assert self.folder is not None and self.purpose is not None, "else nothing is kept"
+        rank = self.runtime.roster.world.rank
+        return keep_part(self.folder, f"{self.training}{name}", self.purpose, pieces, plain, rank=rank, lacks=lacks)
+
+
+def check_room(folder: Path, num_bytes: int) -> None:
+    """Warns where copies of so many bytes, of all ranks of the host, could not be left in its memory as well."""
+    if num_bytes > (free := disk_usage(folder.parent).free):
+        warn(
+            f"memory.redundancy: where ranks are lost, copies of {format_bytes(num_bytes)} are left in {folder.parent}, which has "
+            f"{format_bytes(free)} free: some will not be kept"
+        )
 
 
 def await_device(device: torch.device) -> None:
-    """Waits until a GPU has done what it was asked to, no longer than `DEVICE_SECONDS`.
+    """Waits until a GPU has done what was launched, no longer than `DEVICE_SECONDS`.
 
     Raises:
         CheckpointError: it takes longer.
@@ -127,58 +318,11 @@ def await_device(device: torch.device) -> None:
 
 
 def devices_of(cluster: Cluster) -> list[str]:
-    """What there is to plan for, as far as it is told."""
+    """What there is to plan for."""
     return [f"{device.model} of {device.host}" for device in cluster.devices]
 
 
-@dataclass(frozen=True)
-class Fall:
-    """What the launchers of this run saw last: when the first rank fell, in seconds of ``time.time()``, and the steps done by then.
-
-    Of these nothing is known where no host had room to note them.
-    """
-
-    when: float
-    step: int | None
-
-    @staticmethod
-    def of(folder: Path, world: World) -> Fall | None:
-        """The first of all hosts; None where nothing has happened. All ranks of the world call it."""
-        own = None
-        with suppress(OSError):
-            try:
-                own = json.loads((folder / FALL).read_text())
-            except ValueError:  # it is empty
-                own = [(folder / FALL).stat().st_mtime, None]
-        found: list[Any] = [each for each in world.gather_objects(own) if each is not None]
-        return Fall(min(when for when, _ in found), max((step for _, step in found if step is not None), default=None)) if found else None
-
-
-def tell_resumed(step: int, source: str, fall: Fall | None, before: Sequence[str], now: Sequence[str], reason: str) -> None:
-    """Says where training goes on, and what was lost.
-
-    Args:
-        step: steps done.
-        source: whence.
-        fall: of the ranks before; None where none fell.
-        before: devices then, if that is known.
-        now: devices.
-        reason: why no later step serves.
-    """
-    said = [f"goes on after step {step}, from {source}"]
-    if fall is not None:
-        steps = "an unknown number of steps" if fall.step is None else counted(max(fall.step - step, 0), "step")
-        said.append(f"lost: {time.time() - fall.when:.1f} s, {steps}")
-    if before:
-        changes = (("gone", Counter(before) - Counter(now)), ("new", Counter(now) - Counter(before)))
-        said += [f"{word}: {', '.join(f'{number} x {name}' for name, number in devices.items())}" for word, devices in changes if devices]
-    if reason:
-        said.append(reason)
-    print(f"whale: {'; '.join(said)}", file=sys.stderr, flush=True)
-
-
-def tell_kept(rank: int, step: int, size: int | Exception) -> None:
-    """Says what a rank has left, or why it has not."""
+def _say_kept(rank: int, step: int, size: int | Exception) -> None:
     what = f"is kept in memory ({format_bytes(size)})" if isinstance(size, int) else f"is not kept: {_first_line(size)}"
     print(f"whale: step {step} of rank {rank} {what}", file=sys.stderr, flush=True)
 

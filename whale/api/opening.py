@@ -12,8 +12,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from whale.api.initial_state import MakeOptimizer, MakeScheduler
+from whale.api.initial_state import MakeOptimizer, MakeScheduler, with_optimizer
+from whale.api.loader import DataPosition, Loader
 from whale.api.modes import Modes, warn_where_apart
+from whale.api.row_source import RowSource
 from whale.api.tracing import Tracing
 from whale.comm import World, on_first_rank, together
 from whale.config import Config, Source, load_config
@@ -25,12 +27,15 @@ from whale.ir.plan import Plan
 from whale.measure import local_profile
 from whale.planning.whole import whole_plan
 from whale.progress import progress
+from whale.runtime.checkpoint.moving import move_state
 from whale.runtime.execute.batch import rank_pieces
 from whale.runtime.execute.roster import Roster
 from whale.runtime.program.watch import NOBODY, Watch
 from whale.runtime.runtime import Runtime
 from whale.runtime.state.engine_state import EngineState
 from whale.runtime.state.holdings import Holdings, discover_if_sharded
+from whale.runtime.state.joint import check_elementwise
+from whale.runtime.state.optimizer_state import read_optimizer
 from whale.schedules import schedules_of
 from whale.search import decide
 from whale.units import counted, listed
@@ -178,6 +183,52 @@ class Opening:
         from whale.runtime.recording.meter import Meter  # needed beside other ranks alone
 
         return Meter(self.world.device)
+
+
+@dataclass(frozen=True)
+class PlanMove:
+    """A move that can be made.
+
+    Attributes:
+        opening: of the plan.
+        decided: the plan.
+        roster, holdings: under it.
+        loaders: those that the script still has, with what they read from under it.
+    """
+
+    opening: Opening
+    decided: Decided
+    roster: Roster
+    holdings: Holdings
+    loaders: list[tuple[Loader, RowSource]]
+
+    @staticmethod
+    def checked(opening: Opening, decided: Decided, state: EngineState, data: DataPosition) -> PlanMove:
+        """The move to a plan; all ranks of the world call it, and nothing has changed.
+
+        Raises:
+            WhaleError: it cannot be made.
+        """
+        begun = time.perf_counter()
+        graph, optimizer = opening.modes.train.graph, state.optimizer
+        roster, holdings = opening.prepare(decided.plan)
+
+        def check() -> list[tuple[Loader, RowSource]]:
+            kept = {name: holdings.shardings.kept(name) for name in roster.owned if name in graph.trained}
+            read_optimizer(optimizer, state.kept)
+            check_elementwise(optimizer, [name for name, own in kept.items() if own.is_sharded and roster.rank in own.held])
+            return data.divided(roster.plan, roster.rank)
+
+        loaders = together(opening.world, check)
+        return PlanMove(opening, replace(decided, seconds=decided.seconds + time.perf_counter() - begun), roster, holdings, loaders)
+
+    def moved(self, state: EngineState, roster: Roster, holdings: Holdings) -> EngineState:
+        """The state under the plan; the old one, with its roster and holdings, is used up. All ranks of the world call it."""
+        opening, graph = self.opening, self.opening.modes.train.graph
+        found, kept = move_state(state, roster, holdings, self.roster, self.holdings, graph)
+        with_optimizer(found, graph, self.holdings, opening.optimizer, opening.scheduler, opening.world)
+        together(opening.world, lambda: kept.give(found))
+        return found
 
 
 @dataclass(frozen=True)

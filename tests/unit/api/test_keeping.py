@@ -19,7 +19,8 @@ from torch import Tensor
 import whale
 from tests.unit.api.test_guards import BATCH, parallelize, same, weights
 from whale.api.engine import Engine
-from whale.api.keeping import Fall, FaultKeeper, await_device, tell_resumed
+from whale.api.keeping import FaultKeeper, await_device, check_room
+from whale.api.resuming import Fall, say_resumed
 from whale.comm.waiting import fault
 from whale.errors import CheckpointError, ConfigError, RuntimeFault
 from whale.runtime.checkpoint.boxes import Box
@@ -102,7 +103,6 @@ def test_what_is_damaged_is_left_for_the_checkpoint_and_what_is_for_others_stays
         engine.save(tmp_path / purpose / "step")
         engine.step(BATCH)
         engine.leave_state()
-        assert engine._keeping is not None
         engine._keeping.is_done = False
     engine.close()
     for file in (tmp_path / "kept").glob("*_1_0.safetensors"):
@@ -139,11 +139,11 @@ def test_a_checkpoint_of_the_same_step_comes_first_for_it_has_the_scripts_data(t
     assert parallelize(config=keeping(tmp_path / "kept")).resume(tmp_path / "saved") == "of the script"
 
 
-@pytest.mark.parametrize("where", ["newest_step", "load_state"])
+@pytest.mark.parametrize("where", ["resuming.newest_step", "engine.load_state"])
 def test_a_resume_that_is_cut_off_leaves_no_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
     engine = parallelize(config=keeping(tmp_path / "kept"))
     engine.save(tmp_path / "saved" / "step_0")
-    monkeypatch.setattr(f"whale.api.engine.{where}", lambda *_, **__: raises(gone()))
+    monkeypatch.setattr(f"whale.api.{where}", lambda *_, **__: raises(gone()))
     with pytest.raises(RuntimeFault, match="a rank has left"):
         engine.resume(tmp_path / "saved")
     assert not (tmp_path / "kept").exists()
@@ -162,12 +162,10 @@ def test_a_full_memory_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
 
 
 def test_a_memory_that_will_not_hold_the_copies_is_told(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
-    keeper = FaultKeeper(tmp_path / "kept", "training")
-    keeper.check_room(1, warns=True)
-    keeper.check_room(1 << 80, warns=False)
+    check_room(tmp_path / "kept", 1)
     assert not recwarn
     with pytest.warns(UserWarning, match=r"copies of .* are left in .*, which has .* free: some will not be kept"):
-        keeper.check_room(1 << 80, warns=True)
+        check_room(tmp_path / "kept", 1 << 80)
 
 
 def test_what_is_kept_stays_where_the_same_step_comes_again(tmp_path: Path) -> None:
@@ -193,13 +191,12 @@ def test_what_may_be_wrong_is_not_kept(tmp_path: Path, monkeypatch: pytest.Monke
     engine.resume(tmp_path / "saved")
     engine.step(BATCH)
     keeper, losses = engine._keeping, engine.runtime.losses
-    assert keeper is not None
     losses._copied.append((0, cast(Any, None), HostCopy(torch.tensor(torch.nan))))  # as a GPU's, which is looked at two steps later
     lose_peers(engine)
     assert "step 1 of rank 0 is not kept: the loss of one of the last steps is not finite" in capsys.readouterr().err
     losses.forget()
     keeper.is_done = False
-    monkeypatch.setattr(Engine, "_keep", lambda *_: raises(RuntimeError("CUDA error: lost\nmore")))
+    monkeypatch.setattr(FaultKeeper, "_keep_state", lambda *_: raises(RuntimeError("CUDA error: lost\nmore")))
     lose_peers(engine)
     assert "step 1 of rank 0 is not kept: RuntimeError: CUDA error: lost\n" in capsys.readouterr().err
     assert [*tmp_path.iterdir()] == []
@@ -212,7 +209,7 @@ def test_what_may_be_wrong_is_not_kept(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_what_was_lost_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     before, now = ["T4 of a", "T4 of a", "V100 of b"], ["T4 of a", "CPU of c"]
-    tell_resumed(40, "checkpoints/step_40", Fall(time.time() - 5, 42), before, now, "step 42 cannot be had from memory: why")
+    say_resumed(40, "checkpoints/step_40", Fall(time.time() - 5, 42), before, now, "step 42 cannot be had from memory: why")
     assert capsys.readouterr().err == (
         "whale: goes on after step 40, from checkpoints/step_40; lost: 5.0 s, 2 steps; gone: 1 x T4 of a, 1 x V100 of b; "
         "new: 1 x CPU of c; step 42 cannot be had from memory: why\n"
@@ -262,15 +259,14 @@ def test_what_the_script_writes_is_not_what_there_are_copies_of(tmp_path: Path, 
     engine.average(0.5)
     engine.step(BATCH)
     engine.step(BATCH)
-    assert engine._keeping is not None
     copies, random = StateCopies(engine.runtime.roster.world, ["a"]), engine._keeping.random
     copies.duty = Duty(dict.fromkeys(engine.tensors, (0,)), frozenset(), None, ())
-    copies.make(2, *engine._held({"row": 8}, random))
-    assert copies.are_of(*engine._held(None, random))
+    copies.make(2, *engine._keeping.held({"row": 8}, random))
+    assert copies.are_of(*engine._keeping.held(None, random))
     engine.evaluate(BATCH, averaged=True)
-    assert copies.are_of(*engine._held(None, random)), "weights are what they were"
+    assert copies.are_of(*engine._keeping.held(None, random)), "weights are what they were"
     WRITES[what](engine)
-    assert not copies.are_of(*engine._held(None, random))
+    assert not copies.are_of(*engine._keeping.held(None, random))
 
 
 def test_a_fall_that_nobody_had_room_to_note_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

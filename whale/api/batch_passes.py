@@ -1,0 +1,149 @@
+"""Global batches on their way through the captures of a model: found, divided, and run without backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any, Literal, TypeVar
+from warnings import catch_warnings, simplefilter
+
+import torch
+
+from whale.api.guards import Guards
+from whale.api.loader import DataPosition
+from whale.api.mode import CapturedMode, ModeName, view_of
+from whale.api.modes import Modes, forget, prepare_forward, prepare_training
+from whale.api.rank_batch import RankBatch
+from whale.capture import BatchStructure
+from whale.errors import WhaleError
+from whale.runtime.execute.batch import BatchView
+from whale.runtime.execute.call_check import Call
+from whale.runtime.execute.executor import StepState
+from whale.runtime.runtime import Runtime
+from whale.runtime.state.engine_state import EngineState
+from whale.runtime.weights.gathering import gather_outputs, own_outputs
+
+Found = TypeVar("Found")
+
+
+@dataclass(frozen=True)
+class ForwardPass:
+    """A pass without backward.
+
+    Attributes:
+        step: this rank's part.
+        captured: what it ran.
+        view: of the batch.
+        runtime: of the plan at work.
+    """
+
+    step: StepState
+    captured: CapturedMode
+    view: BatchView
+    runtime: Runtime
+
+    @cached_property
+    def loss(self) -> torch.Tensor:
+        """Of the global batch; all ranks ask for it."""
+        return self.step.account.loss(self.runtime.totals(self.step))
+
+    @property
+    def output(self) -> Any:
+        """Of the model, for the whole batch; all ranks ask for it."""
+        return self.captured.program.output(self._brought(gather_outputs), self._loss)
+
+    @property
+    def own_output(self) -> tuple[Any, torch.Tensor]:
+        """Of the model, for rows that no other rank has, and their numbers in the batch; all ranks ask for it."""
+        found, rows = self._brought(own_outputs)
+        return self.captured.program.output(found, self._loss), rows
+
+    @property
+    def _loss(self) -> torch.Tensor | None:
+        return self.loss if self.captured.graph.loss else None
+
+    def _brought(self, bring: Callable[..., Found]) -> Found:
+        roster, plan = self.runtime.roster, self.runtime.plan_of(self.captured.key)
+        assert plan is not None, "it has run"
+        graph, axes = self.captured.graph, self.captured.batch_axes
+        return bring(graph, axes, plan, roster.world_ranks, roster.world, self.step.outputs, self.view.num_rows)
+
+
+class BatchPasses:
+    """Of one engine.
+
+    Args:
+        modes: the captured model.
+        guards: look at what the script has done before each pass.
+        data: the engine's loaders.
+    """
+
+    state: EngineState
+    runtime: Runtime
+
+    def __init__(self, modes: Modes, guards: Guards, data: DataPosition) -> None:
+        self._modes, self._guards, self._data = modes, guards, data
+
+    def take_up(self, state: EngineState, runtime: Runtime) -> None:
+        """Goes on with a state, and a plan at work on it."""
+        self.state, self.runtime = state, runtime
+
+    def forward(self, name: Literal["eval", "predict", "eval_predict"], batch: Any) -> ForwardPass:
+        """Runs a mode without backward; all ranks of the world call it."""
+        modes, runtime = self._modes, self.runtime
+        modes.prove(name)
+        runtime.losses.settle()
+        runtime.merge_statistics(self.state)
+        batch = self._data.recognized(batch)
+        like = self._like_elsewhere(name, batch)
+        base = modes.ensure(name, batch, like)
+        if runtime.plan_of(name) is None:
+            prepare_forward(runtime, modes, base, base.graph.num_rows)
+        runtime.lend(name)
+        key, captured, view = self.view(name, batch, like=like)
+        return ForwardPass(runtime.forward(key, view, self.state.step_number), captured, view, runtime)
+
+    def view(
+        self, name: ModeName, batch: Any, call: Call | None = None, like: BatchStructure | None = None
+    ) -> tuple[str, CapturedMode, BatchView]:
+        """What is prepared for a batch, its capture, and the batch in parts; where that fails on this rank alone, the others do not wait.
+
+        Args:
+            name: of the mode.
+            batch: as `DataPosition.recognized` gives it.
+            call: of the engine.
+            like: the structure of a batch where this rank has no rows of it.
+        """
+        with self.runtime.status.reporting():
+            try:
+                self._guards.check()
+                self.runtime.check_unwritten()
+                if isinstance(batch, RankBatch):
+                    batch.check(self.runtime.roster.plan, self.runtime.roster.rank)
+                captured = self._modes.fitting(name, batch, partial(forget, self.runtime), like)
+                view = view_of(captured.program.batch, batch)
+                key = captured.key
+                if name == "train":
+                    key = prepare_training(self.runtime, self._modes, captured, view.num_rows)
+                else:
+                    prepare_forward(self.runtime, self._modes, captured, view.num_rows)
+            except WhaleError as refusal:
+                self.runtime.refuse(name, refusal, call)
+                raise
+            return key, captured, view
+
+    def _like_elsewhere(self, name: ModeName, batch: Any) -> BatchStructure | None:
+        """The structure of a batch on a rank that has rows of it, where ranks outside the plan have none of a loader's; all ranks ask."""
+        roster = self.runtime.roster
+        if len(roster.plan.devices) == roster.world.size:
+            return None
+        own: BatchStructure | None = None
+        if not (isinstance(batch, RankBatch) and batch.data is None):
+            with suppress(WhaleError):  # is raised where the batch is read
+                own = self._modes.structure(name, batch)
+        with catch_warnings():
+            simplefilter("ignore", FutureWarning)  # of torch, of its own trees
+            found = roster.world.gather_objects(own)
+        return next((each for each in found if isinstance(each, BatchStructure)), None)
