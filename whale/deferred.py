@@ -32,22 +32,14 @@ Types = tuple[torch.dtype | None, ...]
 
 @dataclass(frozen=True)
 class Rule:
-    """How the backward of one op is divided.
+    """How the backward of one op is divided."""
 
-    Attributes:
-        data: position of the input that is no parameter.
-        weights: positions of the parameters.
-        input_gradient: from the op's arguments and the output's gradient.
-        weight_gradients: from the same, one per position in `weights`.
-        is_real: whether they hold for real tensors only; complex calls are left as they are.
-        fits: whether a call has the plain form of the rule; also takes the number of dimensions of its arguments.
-    """
-
-    data: int
-    weights: tuple[int, ...]
-    input_gradient: Callable[[tuple[Any, ...], torch.Tensor], torch.Tensor | None]
-    weight_gradients: Callable[[tuple[Any, ...], torch.Tensor], Gradients]
-    is_real: bool = False
+    data: int  # position of the input that is no parameter
+    weights: tuple[int, ...]  # positions of the parameters
+    input_gradient: Callable[[tuple[Any, ...], torch.Tensor], torch.Tensor | None]  # from the op's arguments and the output's gradient
+    weight_gradients: Callable[[tuple[Any, ...], torch.Tensor], Gradients]  # from the same, one per position in `weights`
+    is_real: bool = False  # whether they hold for real tensors only; complex calls are left as they are
+    # whether a call has the plain form of the rule; also takes the number of dimensions of its arguments
     fits: Callable[[fx.Node, Sequence[int | None]], bool] = lambda node, num_dims: True
 
 
@@ -188,10 +180,8 @@ def deferred(queue: WeightQueue, target: Any, types: Types, *args: Any) -> torch
     """Runs an op whose weight gradients go to a queue.
 
     Args:
-        queue: of this micro-batch.
         target: the op, which has a rule.
         types: per argument, the type to cast it to first, or None; empty where none is cast.
-        args: of the op.
     """
     rule = rule_of(target)
     assert rule is not None, target

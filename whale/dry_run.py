@@ -55,35 +55,20 @@ _OPTIMIZERS: Mapping[int, Callable[..., torch.optim.Optimizer]] = {
 
 @dataclass(frozen=True)
 class Peak:
-    """The most memory that a rank used in a step.
+    """The most memory that a rank used in a step."""
 
-    Attributes:
-        num_bytes: of all live tensors.
-        held_bytes: of those that exist between steps: parameters, optimizer state, buckets of gradients that several ranks sum.
-        action: during which it occurred.
-        op: the operator that had just run.
-    """
-
-    num_bytes: int
-    held_bytes: int
-    action: str
-    op: str
+    num_bytes: int  # of all live tensors
+    held_bytes: int  # of those that exist between steps: parameters, optimizer state, buckets of gradients that several ranks sum
+    action: str  # during which it occurred
+    op: str  # the operator that had just run
 
 
 @dataclass(frozen=True)
 class DryRank:
-    """Runs the ranks of a plan on fake tensors, one at a time.
+    """Runs the ranks of a plan on fake tensors, one at a time."""
 
-    Attributes:
-        plan: verified.
-        schedules: per replica, with communication.
-        holdings: who holds which part of what.
-        captured: the model in training.
-        config: settings.
-    """
-
-    plan: Plan
-    schedules: tuple[Schedule, ...]
+    plan: Plan  # verified
+    schedules: tuple[Schedule, ...]  # per replica, with communication
     holdings: Holdings
     captured: Captured
     config: Config

@@ -37,7 +37,6 @@ class Groups:
     """The process groups of one engine.
 
     Args:
-        world: this process among its peers.
         rank_sets: every set of ranks that will communicate, the same on all ranks. Groups are made in sorted order, so that no two
             ranks wait for each other.
     """
@@ -119,7 +118,6 @@ class Channels:
     """The channels of one engine, shared by all its modes.
 
     Args:
-        world: this process among its peers.
         channels: those that the plan's batch uses, the same on every rank; not read where channels need no group.
         own_groups: whether each channel gets its own group; by default if NCCL carries the messages.
 
@@ -179,11 +177,7 @@ SMALL_BYTES = 1 << 18
 
 
 def start_sum(tensor: torch.Tensor, group: dist.ProcessGroup) -> Launched | None:
-    """Starts an in-place sum over a group, of tensors of one shape.
-
-    Returns:
-        What to wait for; None if the sum is there already.
-    """
+    """Starts an in-place sum over a group, of tensors of one shape. Returns what to wait for; None if the sum is there already."""
     is_small = tensor.numel() * tensor.element_size() <= SMALL_BYTES
     if is_small and _are_two_of_gloo(tensor.device, group):
         received = torch.empty_like(tensor, memory_format=torch.contiguous_format)
@@ -198,7 +192,6 @@ def start_sum_into(total: torch.Tensor, own: torch.Tensor, group: dist.ProcessGr
     Args:
         total: contiguous; receives the sum.
         own: this rank's term; it must not change until the sum is there.
-        group: torch's.
 
     Returns:
         What to wait for; None if the sum is there already.

@@ -14,21 +14,15 @@ from whale.errors import warn
 
 @dataclass(eq=False)
 class Notice:
-    """A handler of SIGTERM that replaces the default; it also calls other notices of this process.
+    """A handler of SIGTERM that replaces the default; it also calls other notices of this process."""
 
-    Attributes:
-        has_come: whether the signal has come since `listen`.
-    """
-
-    has_come: bool = False
+    has_come: bool = False  # whether the signal has come since `listen`
     _listens: bool = False
     _before: Any = field(default=signal.SIG_DFL, repr=False)
 
     def listen(self) -> None:
         """Installs the handler.
-
-        Warns:
-            UserWarning: this is not the main thread, the only one that receives signals; SIGTERM then does what it did.
+        Warns, and changes nothing, if this is not the main thread, the only one that receives signals.
         """
         if self._listens:
             return

@@ -142,17 +142,11 @@ LOOK_FOR_SIGN_SECONDS = 0.1
 
 @dataclass(frozen=True)
 class Launched:
-    """Communication that was started.
-
-    Attributes:
-        work: torch's.
-        blocks_host: whether the host waits for it; else a device's stream.
-        finish: what the host does with the received data after the wait.
-    """
+    """Communication that was started."""
 
     work: dist.Work
-    blocks_host: bool
-    finish: Callable[[], object] | None = None
+    blocks_host: bool  # whether the host waits for it; else a device's stream
+    finish: Callable[[], object] | None = None  # what the host does with the received data after the wait
 
 
 @dataclass(frozen=True)
@@ -167,17 +161,11 @@ class _DeviceWait:
 
 @dataclass
 class Waits:
-    """How this process waits for its peers.
+    """How this process waits for its peers."""
 
-    Attributes:
-        timeout: the limit of any wait.
-        lines: connections to the peers; closed if a wait fails.
-        linger_seconds: how long this process, if it fails, waits for the errors of others.
-    """
-
-    timeout: timedelta
-    lines: Lines = field(default_factory=Lines)
-    linger_seconds: float = LINGER_SECONDS
+    timeout: timedelta  # the limit of any wait
+    lines: Lines = field(default_factory=Lines)  # closed if a wait fails
+    linger_seconds: float = LINGER_SECONDS  # how long this process, if it fails, waits for the errors of others
     _lost: str | None = None
     _watched: deque[_DeviceWait] = field(default_factory=deque)
     _monitor: threading.Thread | None = None
@@ -220,8 +208,6 @@ class Waits:
 
         Args:
             is_done: whether it is.
-            action: what for.
-            ranks: the others.
             is_to_end: whether this process was told to end; then it waits `END_SECONDS` more.
 
         Raises:
@@ -323,7 +309,6 @@ def fault(action: str, ranks: Sequence[int], timeout: timedelta, error: BaseExce
 
     Args:
         action: what was being done.
-        ranks: with whom.
         timeout: the limit.
         error: the backend's.
         said: the reason left by the rank that failed first, if any.

@@ -38,23 +38,15 @@ from whale.errors import ConfigError, OpFault, RuntimeFault, WhaleError
 
 @dataclass(frozen=True)
 class World:
-    """This process among its peers.
+    """This process among its peers."""
 
-    Attributes:
-        rank, size: as `torch.distributed` numbers them; 0 of 1 without a launcher.
-        local_rank, local_size: among the ranks of this host.
-        device: where this rank computes.
-        timeout: the limit of any wait.
-        is_imagined: whether there are no peers in fact (`imagined_world`).
-    """
-
-    rank: int
+    rank: int  # of `torch.distributed`; 0 without a launcher
     size: int
-    local_rank: int
+    local_rank: int  # among the ranks of this host
     local_size: int
     device: torch.device
-    timeout: timedelta
-    is_imagined: bool = False
+    timeout: timedelta  # the limit of any wait
+    is_imagined: bool = False  # whether there are no peers in fact (`imagined_world`)
 
     @cached_property
     def waits(self) -> Waits:
@@ -276,9 +268,7 @@ T = TypeVar("T")
 
 def together(world: World, action: Callable[[], T]) -> T:
     """Runs an action on every rank and returns this rank's result.
-
-    Raises:
-        Exception: this rank's own error; if only others failed, the first one's as a `WhaleError` that names its rank.
+    Raises this rank's own error; if only others failed, the first one's as a `WhaleError` that names its rank.
     """
     error: Exception | None = None
     try:
@@ -314,11 +304,7 @@ def on_first_rank(world: World, action: Callable[[], T]) -> T:
 
 @contextmanager
 def imagined_world(rank: int, size: int) -> Iterator[World]:
-    """One rank of a world without peers, while the context is open.
-
-    Raises:
-        ConfigError: this process has peers.
-    """
+    """One rank of a world without peers, while the context is open. Raises ConfigError if this process has peers."""
     from torch.testing._internal.distributed.fake_pg import FakeStore  # registers a backend with torch, which nobody else should see
 
     if dist.is_initialized():

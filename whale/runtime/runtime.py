@@ -46,17 +46,7 @@ from whale.sharding.communicators import channels_of, groups_of
 class Runtime:
     """Runs the steps of a plan on this rank.
 
-    Args:
-        roster: the plan, and its ranks in the world.
-        schedules: per replica, the order of actions, with communication.
-        holdings: who holds which part of what.
-        captured: the model in training.
-        state: what the programs read and write.
-        config: settings.
-        watch: called when each action, message, bucket and segment of a step begins and ends.
-
     Attributes:
-        roster, schedules, holdings, config, watch: as given.
         clipping: of the gradients, or their norm alone; None where no setting needs it.
         losses: checks the loss of each step.
         compilation: compiles runs of ops; None without `runtime.compile`.
@@ -65,13 +55,13 @@ class Runtime:
     def __init__(
         self,
         *,
-        roster: Roster,
-        schedules: tuple[Schedule, ...],
+        roster: Roster,  # the plan, and its ranks in the world
+        schedules: tuple[Schedule, ...],  # per replica, the order of actions, with communication
         holdings: Holdings,
         captured: Captured,
-        state: EngineState,
+        state: EngineState,  # what the programs read and write
         config: Config,
-        watch: Watch = NOBODY,
+        watch: Watch = NOBODY,  # called when each action, message, bucket and segment of a step begins and ends
     ) -> None:
         graph = captured.graph
         self.watch = watch
@@ -104,9 +94,6 @@ class Runtime:
         """Prepares a mode, in place of an earlier preparation.
 
         Args:
-            mode: its name.
-            captured: the model in it.
-            plan: for it; on the same devices.
             schedules: per replica, with communication.
 
         Raises:
@@ -164,11 +151,9 @@ class Runtime:
         """Runs the actions of a training step; the gradients are then sums over their owners, times a scale.
 
         Args:
-            batch: this rank's rows.
             place: number of the step, and of the batch in it except for the first: random numbers depend on it and the seed.
             mode: name of the prepared training.
             scale: factor on the gradients.
-            call: of the engine.
 
         Raises:
             BatchError: the batch cannot be divided as the plan says, or its rows differ between ranks.

@@ -20,21 +20,13 @@ from whale.runtime.state.updates import KeptBuffers
 
 @dataclass(frozen=True)
 class Accumulated:
-    """What forward and backward passes have accumulated for an update, besides the gradients.
+    """What forward and backward passes have accumulated for an update, besides the gradients."""
 
-    Attributes:
-        loss: sum of their losses: 0-dim, on this rank's device, equal on all ranks.
-        account: this rank's part in the last loss.
-        buffers: the model's, as they were before the first pass.
-        num_batches: number of passes.
-        num_rows: of the last global batch.
-    """
-
-    loss: torch.Tensor
-    account: LossAccount
-    buffers: KeptBuffers
+    loss: torch.Tensor  # sum of their losses: 0-dim, on this rank's device, equal on all ranks
+    account: LossAccount  # this rank's part in the last loss
+    buffers: KeptBuffers  # the model's, as they were before the first pass
     num_batches: int
-    num_rows: int
+    num_rows: int  # of the last global batch
 
 
 def train_step(
@@ -47,23 +39,15 @@ def train_step(
 
 
 def forward_backward(
-    runtime: Runtime,
-    state: EngineState,
-    batch: BatchView,
-    mode: str = "train",
-    before: Accumulated | None = None,
+    runtime: Runtime,  # runs the plan
+    state: EngineState,  # its gradients, and the buffers that the model writes, are changed in place; on an error nothing is changed
+    batch: BatchView,  # this rank's rows
+    mode: str = "train",  # name of the training that was prepared for the sizes of the batch
+    before: Accumulated | None = None,  # what earlier passes have accumulated for the same update
     *,
-    call: Call = "forward_backward",
+    call: Call = "forward_backward",  # of the engine, equal on all ranks
 ) -> tuple[torch.Tensor, Accumulated]:
     """Adds the gradients of one global batch to those of the optimizer's parameters.
-
-    Args:
-        runtime: runs the plan.
-        state: its gradients, and the buffers that the model writes, are changed in place; on an error nothing is changed.
-        batch: this rank's rows.
-        mode: name of the training that was prepared for the sizes of the batch.
-        before: what earlier passes have accumulated for the same update.
-        call: of the engine, equal on all ranks.
 
     Returns:
         The loss of the global batch: 0-dim, on this rank's device, equal on all ranks; and the argument of `update`. Does not
@@ -113,10 +97,8 @@ def update(runtime: Runtime, state: EngineState, accumulated: Accumulated, facto
     """Scales and clips the accumulated gradients, and applies them.
 
     Args:
-        runtime: runs the plan.
         state: changed in place. If the update is skipped, buffers are as they were before the first pass.
         accumulated: by `forward_backward`.
-        factor: on the gradients.
 
     Returns:
         The loss: the sum over the batches, times the factor.

@@ -44,26 +44,16 @@ Ends = tuple[Sharding, Sharding]
 
 @dataclass(frozen=True, slots=True)
 class Bridge:
-    """One tensor of a stage, brought into one layout.
+    """One tensor of a stage, brought into one layout."""
 
-    Attributes:
-        tensor: the op that makes it.
-        source: the axis along which it is cut; None where it is whole (or a sum, if `is_sum`).
-        target: the axis along which its users need it cut; None where they need it whole.
-        entered: whether the users work on parts of an axis that it lacks.
-        is_sum: whether the op's result is still to be summed over the group.
-        users: ops that need this layout; empty for the sum itself.
-        combine: for a sum, how partial results are combined (`whale.axes.Role`).
-    """
-
-    tensor: str
-    source: str | None
-    target: str | None
-    entered: bool = False
-    is_sum: bool = False
-    users: tuple[str, ...] = ()
+    tensor: str  # the op that makes it
+    source: str | None  # the axis along which it is cut; None where it is whole (or a sum, if `is_sum`)
+    target: str | None  # the axis along which its users need it cut; None where they need it whole
+    entered: bool = False  # whether the users work on parts of an axis that it lacks
+    is_sum: bool = False  # whether the op's result is still to be summed over the group
+    users: tuple[str, ...] = ()  # ops that need this layout; empty for the sum itself
     has_gradient: bool = True
-    combine: str = ""
+    combine: str = ""  # for a sum, how partial results are combined (`whale.axes.Role`)
 
     @property
     def forward(self) -> Transport:
@@ -111,7 +101,6 @@ def find_bridges(labels: Labels, returned: frozenset[str] = frozenset()) -> tupl
     Gradients of parameters that every user reads whole while working on parts are not here: they are summed once per step.
 
     Args:
-        labels: of the stage.
         returned: values that leave the stage; they are made whole.
     """
     users: dict[tuple[str, Use], list[str]] = {}
@@ -199,9 +188,7 @@ def sum_share(bridge: Bridge, graph: ModelGraph, axes: Axes) -> float:
 
     A weighted mean also sums its weight; an extreme with a gradient also sums the number of ties; a cross-entropy gathers three
     numbers per target.
-
-    Raises:
-        KeyError: the tensor is no sum.
+    Raises KeyError if the tensor is no sum.
     """
     op = graph.by_name[bridge.tensor]
     if bridge.combine == "softmax":

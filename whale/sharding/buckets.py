@@ -45,18 +45,12 @@ divide none, None where all owners keep all.
 
 @dataclass(frozen=True, slots=True)
 class BucketSlot:
-    """Elements of one parameter in a flat buffer.
-
-    Attributes:
-        piece: which elements, and who owns them.
-        keepers: (owner, number of elements) of those that keep parts, in order; empty where all keep all.
-        start, stop: in the buffer, in elements.
-    """
+    """Elements of one parameter in a flat buffer."""
 
     name: str
-    piece: Piece
-    keepers: tuple[tuple[int, int], ...] = ()
-    start: int = 0
+    piece: Piece  # which elements, and who owns them
+    keepers: tuple[tuple[int, int], ...] = ()  # (owner, number of elements) of those that keep parts, in order; empty where all keep all
+    start: int = 0  # in the buffer, in elements
     stop: int = 0
 
 
@@ -71,28 +65,17 @@ class _Placed(NamedTuple):
 
 @dataclass(frozen=True)
 class Bucket:
-    """Elements that travel together.
+    """Elements that travel together."""
 
-    Attributes:
-        slots: in the order of the flat buffer, those of one keeper contiguous.
-        form: of the elements.
-        owners: ranks of the plan that hold them.
-        stages: (replica, stage) pairs that use them.
-        is_at_one_place: whether all owners reach it at the same point of equal schedules. If not, and for sparse gradients, it starts
-            after all else.
-        sum_dtype: type to which elements are rounded for the sum; None for their own.
-        feeds_back: whether each owner keeps the rounding error and adds it to what it sums next.
-        is_read_in_place: of a published bucket, whether each slot is all that its owners hold of the parameter, so that ops read it
-            there.
-    """
-
-    slots: tuple[BucketSlot, ...]
+    slots: tuple[BucketSlot, ...]  # in the order of the flat buffer, those of one keeper contiguous
     form: Form
-    owners: tuple[int, ...]
-    stages: Places
+    owners: tuple[int, ...]  # ranks of the plan that hold them
+    stages: Places  # (replica, stage) pairs that use them
+    # whether all owners reach it at the same point of equal schedules. If not, and for sparse gradients, it starts after all else
     is_at_one_place: bool = True
-    sum_dtype: str | None = None
-    feeds_back: bool = False
+    sum_dtype: str | None = None  # type to which elements are rounded for the sum; None for their own
+    feeds_back: bool = False  # whether each owner keeps the rounding error and adds it to what it sums next
+    # of a published bucket, whether each slot is all that its owners hold of the parameter, so that ops read it there
     is_read_in_place: bool = False
 
     @cached_property
@@ -143,18 +126,13 @@ class Bucket:
 
 @dataclass(frozen=True)
 class Buckets:
-    """All buckets of a plan, each kind in the order in which they start.
-
-    Attributes:
-        summed: gradients.
-        published: weights that keepers send to the other owners after a step, in the order of first use.
-        gathered: weights that keepers send, or each owner copies from its host, before ops read them, in the order of first use.
-        kept: per keeper, the number of elements that it keeps of each parameter.
-    """
+    """All buckets of a plan, each kind in the order in which they start."""
 
     summed: tuple[Bucket, ...] = ()
-    published: tuple[Bucket, ...] = ()
+    published: tuple[Bucket, ...] = ()  # weights that keepers send to the other owners after a step, in the order of first use
+    # weights that keepers send, or each owner copies from its host, before ops read them, in the order of first use
     gathered: tuple[Bucket, ...] = ()
+    # per keeper, the number of elements that it keeps of each parameter
     kept: Mapping[int, Mapping[str, int]] = field(default_factory=dict)
 
 
@@ -272,17 +250,12 @@ def _laid_out(slots: Sequence[BucketSlot], key: _Key, aligned_bytes: int) -> Buc
 
 @dataclass(frozen=True)
 class Visits:
-    """What a rank gathers, by numbers of buckets.
+    """What a rank gathers, by numbers of buckets."""
 
-    Attributes:
-        forward: per stage, in a forward pass, in the order of first use.
-        backward: in a backward pass, in reverse order of last use; without what only frozen parts of the model read.
-        throughout: once, before a run.
-    """
-
-    forward: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    forward: Mapping[int, tuple[int, ...]] = field(default_factory=dict)  # per stage, in a forward pass, in the order of first use
+    # in a backward pass, in reverse order of last use; without what only frozen parts of the model read
     backward: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
-    throughout: tuple[int, ...] = ()
+    throughout: tuple[int, ...] = ()  # once, before a run
 
 
 def visits_of(buckets: Sequence[Bucket], model: ModelGraph, plan: Plan, schedules: Sequence[Schedule]) -> dict[int, Visits]:
@@ -290,8 +263,6 @@ def visits_of(buckets: Sequence[Bucket], model: ModelGraph, plan: Plan, schedule
 
     Args:
         buckets: `Buckets.gathered`.
-        model: that the plan is for.
-        plan: the plan.
         schedules: per replica.
     """
     runs: dict[int, set[tuple[int, int]]] = {}

@@ -25,15 +25,10 @@ MANY = 4096
 
 @dataclass(frozen=True)
 class Communicators:
-    """The communicators of a plan, by ranks of the plan.
+    """The communicators of a plan, by ranks of the plan."""
 
-    Attributes:
-        groups: sorted sets of ranks that sum or share something, each once; all ranks are one of them.
-        channels: (sender, receiver), sorted, each once.
-    """
-
-    groups: tuple[tuple[int, ...], ...]
-    channels: tuple[tuple[int, int], ...]
+    groups: tuple[tuple[int, ...], ...]  # sorted sets of ranks that sum or share something, each once; all ranks are one of them
+    channels: tuple[tuple[int, int], ...]  # (sender, receiver), sorted, each once
 
     def __len__(self) -> int:
         return len(self.groups) + len(self.channels)

@@ -29,9 +29,6 @@ def border_sharding(stage: Stage, devices: Sequence[int], tensor: str, num_rows:
     """The sharding of a tensor that a stage receives or sends.
 
     Args:
-        stage: either end.
-        devices: its virtual device.
-        tensor: op name.
         num_rows: of a micro-batch; None for a tensor without a batch axis.
 
     Raises:
@@ -86,19 +83,12 @@ DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
 
 @dataclass(frozen=True)
 class Crossings:
-    """What crosses the stages of one replica.
-
-    Args:
-        replica: the replica.
-        model: specs of the tensors.
-        rank_of: the rank of each of its devices, in any numbering.
-        batch_axes: per tensor, where its batch is.
-    """
+    """What crosses the stages of one replica."""
 
     replica: Replica
     model: ModelGraph
-    rank_of: Mapping[str, int]
-    batch_axes: Mapping[str, BatchAxis]
+    rank_of: Mapping[str, int]  # the rank of each of its devices, in any numbering
+    batch_axes: Mapping[str, BatchAxis]  # per tensor, where its batch is
 
     def moves(self, edge: Edge, num_rows: int, direction: Direction) -> Iterator[tuple[str, Move]]:
         """The moves of each tensor of an edge, in order, for a micro-batch of `num_rows` rows."""

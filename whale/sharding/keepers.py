@@ -20,18 +20,12 @@ ROWS = "dimension 0"
 
 @dataclass(frozen=True, slots=True)
 class SharedOut:
-    """A parameter whose state is sharded over its owners.
-
-    Attributes:
-        num_rows: size of its first dimension; 1 where it may not be cut.
-        num_bytes: of its state, over all keepers.
-        ways: sets of devices that together hold it once, each device with its number of elements.
-    """
+    """A parameter whose state is sharded over its owners."""
 
     name: str
-    num_rows: int
-    num_bytes: int
-    ways: tuple[Mapping[int, int], ...]
+    num_rows: int  # size of its first dimension; 1 where it may not be cut
+    num_bytes: int  # of its state, over all keepers
+    ways: tuple[Mapping[int, int], ...]  # sets of devices that together hold it once, each device with its number of elements
 
     def bytes_of(self, way: Mapping[int, int]) -> dict[int, float]:
         """Per device, the bytes of its part."""

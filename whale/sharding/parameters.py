@@ -25,19 +25,12 @@ from whale.sharding.sharding import Region, Sharding
 
 @dataclass(frozen=True)
 class Pattern:
-    """How the devices of a stage hold parameters and buffers.
-
-    Attributes:
-        parameters: names.
-        split: devices of a split group.
-        shards: how they divide axes.
-        partial: whole parameters whose gradients are terms of a sum over the group.
-    """
+    """How the devices of a stage hold parameters and buffers."""
 
     parameters: tuple[str, ...]
-    split: int = 1
-    shards: tuple[Shard, ...] = ()
-    partial: frozenset[str] = frozenset()
+    split: int = 1  # devices of a split group
+    shards: tuple[Shard, ...] = ()  # how they divide axes
+    partial: frozenset[str] = frozenset()  # whole parameters whose gradients are terms of a sum over the group
 
     @cached_property
     def by_axis(self) -> Mapping[str, Shard]:
@@ -62,15 +55,10 @@ class Holder:
 
 @dataclass(frozen=True)
 class GroupHolding:
-    """How a split group holds one parameter.
+    """How a split group holds one parameter."""
 
-    Attributes:
-        regions: per device.
-        are_copies: whether all have the same complete gradient.
-    """
-
-    regions: tuple[Region, ...]
-    are_copies: bool
+    regions: tuple[Region, ...]  # per device
+    are_copies: bool  # whether all have the same complete gradient
 
     @cached_property
     def _hash(self) -> int:
@@ -113,18 +101,12 @@ Forms = tuple[tuple[int, GroupHolding], ...]
 
 @dataclass(frozen=True)
 class ParameterShardings:
-    """Where all parameters and buffers are held.
+    """Where all parameters and buffers are held."""
 
-    Attributes:
-        holders: who holds what.
-        axes: of the model; None where nothing is sharded.
-        names: of the devices, by number.
-        keeping: per parameter whose state is sharded over owners, its keepers and its shape.
-    """
-
-    holders: tuple[Holder, ...]
-    axes: Axes | None
-    names: tuple[str, ...]
+    holders: tuple[Holder, ...]  # who holds what
+    axes: Axes | None  # of the model; None where nothing is sharded
+    names: tuple[str, ...]  # of the devices, by number
+    # per parameter whose state is sharded over owners, its keepers and its shape
     keeping: Mapping[str, tuple[Keeping, tuple[int, ...]]] = field(default_factory=dict)
 
     @cached_property
@@ -168,9 +150,7 @@ class ParameterShardings:
 
     def gradient(self, name: str) -> Sharding:
         """The sharding of a parameter's gradient before it is summed; the parameter itself has the same regions.
-
-        Raises:
-            PlanError: two stages of one device hold different parts.
+        Raises PlanError if two stages of one device hold different parts.
         """
         return self._known(self._forms(name), name)
 

@@ -41,19 +41,12 @@ ADJOINT: Mapping[Kind, Kind] = {
 
 @dataclass(frozen=True)
 class Step:
-    """One collective or message.
-
-    Attributes:
-        kind: which.
-        before: (device, region) of each device that sends; of an all-reduce, the elements summed in place.
-        after: (device, region) of each device that receives.
-        moves: the copies; one from a device to itself costs nothing.
-    """
+    """One collective or message."""
 
     kind: Kind
-    before: tuple[tuple[int, Region], ...]
-    after: tuple[tuple[int, Region], ...]
-    moves: tuple[Move, ...]
+    before: tuple[tuple[int, Region], ...]  # (device, region) of each device that sends; of an all-reduce, the elements summed in place
+    after: tuple[tuple[int, Region], ...]  # (device, region) of each device that receives
+    moves: tuple[Move, ...]  # the copies; one from a device to itself costs nothing
 
     @cached_property
     def participants(self) -> tuple[int, ...]:

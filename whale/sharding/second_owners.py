@@ -25,19 +25,13 @@ NUM_STEPS_KEPT = 2
 
 @dataclass(frozen=True)
 class SecondOwners:
-    """Who copies what; devices are numbers.
+    """Who copies what; devices are numbers."""
 
-    Attributes:
-        copied: per device, by parameter or buffer, the pieces (numbers in `Sharding.pieces`) that it copies after a step.
-        sent: per device, those of the names that no other host copies.
-        targets: by device that sends, the one that keeps what it sends.
-        copied_bytes, sent_bytes: per device, of weights and their optimizer state.
-    """
-
+    # per device, by parameter or buffer, the pieces (numbers in `Sharding.pieces`) that it copies after a step
     copied: tuple[Mapping[str, tuple[int, ...]], ...]
-    sent: tuple[frozenset[str], ...]
-    targets: Mapping[int, int]
-    copied_bytes: tuple[int, ...]
+    sent: tuple[frozenset[str], ...]  # per device, those of the names that no other host copies
+    targets: Mapping[int, int]  # by device that sends, the one that keeps what it sends
+    copied_bytes: tuple[int, ...]  # per device, of weights and their optimizer state
     sent_bytes: tuple[int, ...]
 
     @cached_property
@@ -61,8 +55,6 @@ def second_owners(plan: Plan, graph: ModelGraph, shardings: ParameterShardings, 
     """Assigns the copies, the largest first, each to the device with the least.
 
     Args:
-        plan: the plan.
-        graph: the model that it is for.
         shardings: of the plan; devices are its ranks.
         hosts: of each device of the plan, then of the idle ones.
     """

@@ -83,17 +83,11 @@ class Region:
 
 @dataclass(frozen=True)
 class Piece:
-    """Elements held by the same devices.
-
-    Attributes:
-        region: which.
-        owners: the devices that hold them, ascending.
-        contributors: one owner per term: those whose values are added.
-    """
+    """Elements held by the same devices."""
 
     region: Region
-    owners: tuple[int, ...]
-    contributors: frozenset[int]
+    owners: tuple[int, ...]  # the devices that hold them, ascending
+    contributors: frozenset[int]  # one owner per term: those whose values are added
 
     @property
     def is_complete(self) -> bool:
@@ -103,17 +97,11 @@ class Piece:
 
 @dataclass(frozen=True)
 class Sharding:
-    """Where a tensor is held.
+    """Where a tensor is held."""
 
-    Attributes:
-        mesh: the devices, each once.
-        regions: per device. All name the same axes, and together they cover the tensor.
-        terms: per device, the term of the sum that its values belong to; empty where they are final.
-    """
-
-    mesh: tuple[int, ...]
-    regions: tuple[Region, ...]
-    terms: tuple[int, ...] = ()
+    mesh: tuple[int, ...]  # the devices, each once
+    regions: tuple[Region, ...]  # per device. All name the same axes, and together they cover the tensor
+    terms: tuple[int, ...] = ()  # per device, the term of the sum that its values belong to; empty where they are final
 
     def __post_init__(self) -> None:
         assert len({region.axes for region in set(self.regions)}) == 1, f"the regions of a tensor name the same axes ({self.regions})"

@@ -38,28 +38,17 @@ _CALLS: Mapping[str, call_check.Call] = {"train": "step", "eval": "evaluate", "p
 
 @dataclass(frozen=True)
 class _Told:
-    """What this rank reports of its batch.
+    """What this rank reports of its batch."""
 
-    Attributes:
-        num_rows: NaN if it refuses the batch.
-        is_whole: whether it has all rows, so that it can compute the weights of the loss alone.
-        capture: a digest of its capture, since ranks with different batch sizes would run different ones; None if it has no part
-            of the batch.
-        contents: a digest of each tensor of a global batch, or of `place`; None if not compared.
-        place: which batch of a loader it is (`BatchView.place`).
-        balance: of rows that other ranks read too (`shared_pieces`); None if not compared.
-        copies: of weights and settings that others have too (`EqualCopies.told`).
-        refusal: why it refuses the batch.
-    """
-
-    num_rows: float
-    is_whole: bool = False
+    num_rows: float  # NaN if it refuses the batch
+    is_whole: bool = False  # whether it has all rows, so that it can compute the weights of the loss alone
+    # a digest of its capture, since ranks with different batch sizes would run different ones; None if it has no part of the batch
     capture: int | None = None
-    contents: Mapping[str, int] | None = None
-    place: str | None = None
-    balance: int | None = None
-    copies: tuple[float, ...] = (0.0,) * equal_copies.NUM_TOLD
-    refusal: str | None = None
+    contents: Mapping[str, int] | None = None  # a digest of each tensor of a global batch, or of `place`; None if not compared
+    place: str | None = None  # which batch of a loader it is (`BatchView.place`)
+    balance: int | None = None  # of rows that other ranks read too (`shared_pieces`); None if not compared
+    copies: tuple[float, ...] = (0.0,) * equal_copies.NUM_TOLD  # of weights and settings that others have too (`EqualCopies.told`)
+    refusal: str | None = None  # why it refuses the batch
 
     @property
     def numbers(self) -> tuple[float, ...]:
@@ -73,44 +62,29 @@ class _Told:
 
 @dataclass(frozen=True)
 class PendingAgreement:
-    """An agreement in progress.
+    """An agreement in progress."""
 
-    Attributes:
-        weights: the measured weights of the global batch if they are known at once (on ranks that count their terms); None if
-            `finish` returns them.
-        finish: waits, and returns the summed weights; raises `BatchError` if ranks differ.
-    """
-
+    # the measured weights of the global batch if they are known at once (on ranks that count their terms); None if `finish` returns them
     weights: list[torch.Tensor] | None
-    finish: Callable[[], list[torch.Tensor]]
+    finish: Callable[[], list[torch.Tensor]]  # waits, and returns the summed weights; raises `BatchError` if ranks differ
 
 
 class Agreement:
     """Checks the batch in a small all-reduce behind the first forward, and sums the measured weights in a second.
 
     The second runs only if some rank lacks rows, and after the first: a rank in another call sums no weights.
-
-    Args:
-        plan: how rows are divided.
-        model: the captured model.
-        weights: the loss terms whose weights the batch decides.
-        stages: of this rank.
-        tensors: what weights may read besides the batch.
-        roster: the ranks.
-        world_sums: sums over all ranks.
-        copies: what this rank has in common with others; None without training.
     """
 
     def __init__(
         self,
         plan: Plan,
         model: ModelGraph,
-        weights: WeightProgram,
+        weights: WeightProgram,  # the loss terms whose weights the batch decides
         stages: RankStages,
-        tensors: Mapping[str, torch.Tensor],
+        tensors: Mapping[str, torch.Tensor],  # what weights may read besides the batch
         roster: Roster,
         world_sums: WorldSums,
-        copies: EqualCopies | None,
+        copies: EqualCopies | None,  # None without training
     ) -> None:
         self._copies = copies
         self._plan, self._weights, self._tensors = plan, weights, tensors
@@ -125,11 +99,7 @@ class Agreement:
         self._sizes = {op.target: str(op.outputs[0]) for op in model.ops if op.kind == "input" and op.outputs}
 
     def micro_batches(self, num_rows: int) -> tuple[tuple[int, int], ...]:
-        """Global row intervals of this rank's micro-batches.
-
-        Raises:
-            BatchError: the batch is too small for the plan.
-        """
+        """Global row intervals of this rank's micro-batches. Raises BatchError if the batch is too small for the plan."""
         if num_rows not in self._divided:
             check_rows(self._plan, num_rows)
             self._divided[num_rows] = () if self._rank_place is None else self._plan.micro_batch_rows(self._rank_place.replica, num_rows)
@@ -139,7 +109,6 @@ class Agreement:
         """Starts the agreement. If only this rank refuses the batch, the others learn that ranks differ.
 
         Args:
-            batch: this rank's rows.
             call: of the engine; None for that of the mode.
 
         Raises:

@@ -40,9 +40,7 @@ _SMALL_BATCH = "use larger batches, or fewer devices that divide rows; drop_last
 
 def rank_rows(plan: Plan, rank: int | None, num_rows: int) -> Rows:
     """The rows that a rank needs for all its stages and micro-batches; none for a rank outside the plan.
-
-    Raises:
-        BatchError: the batch is too small for the plan.
+    Raises BatchError if the batch is too small for the plan.
     """
     return merge(rank_pieces(plan, rank, num_rows))
 
@@ -124,21 +122,13 @@ def check_rows(plan: Plan, num_rows: int) -> None:
 
 @dataclass(frozen=True)
 class BatchView:
-    """A batch, or a rank's rows of one.
+    """A batch, or a rank's rows of one."""
 
-    Attributes:
-        leaves: tensors by the name of their input op.
-        with_rows: names of the leaves whose dimension 0 is the batch; the others are whole.
-        num_rows: rows of the global batch.
-        held: global row intervals that the leaves hold, ascending.
-        place: names the global batch of a loader of which each rank reads its own rows; None if all ranks were given all.
-    """
-
-    leaves: Mapping[str, torch.Tensor]
-    with_rows: frozenset[str]
-    num_rows: int
-    held: tuple[tuple[int, int], ...]
-    place: str | None = None
+    leaves: Mapping[str, torch.Tensor]  # tensors by the name of their input op
+    with_rows: frozenset[str]  # names of the leaves whose dimension 0 is the batch; the others are whole
+    num_rows: int  # rows of the global batch
+    held: tuple[tuple[int, int], ...]  # global row intervals that the leaves hold, ascending
+    place: str | None = None  # names the global batch of a loader of which each rank reads its own rows; None if all ranks were given all
 
     @property
     def is_global(self) -> bool:
@@ -161,7 +151,6 @@ class BatchView:
         """Only some leaves and rows, those on the host moved.
 
         Args:
-            names: of the leaves.
             rows: global row intervals, ascending, each within one that is held.
             move: applied to each leaf on the host.
         """
@@ -249,9 +238,7 @@ class InputsAhead:
 
     Args:
         plan: how rows are divided.
-        rank_place: this rank's.
         model: says which inputs its stages read.
-        device: where it computes.
     """
 
     def __init__(self, plan: Plan, rank_place: RankPlace, model: ModelGraph, device: torch.device) -> None:

@@ -16,36 +16,22 @@ from whale.sharding.crossings import Crossings, Direction, row_space, shard_spac
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """A region of one boundary tensor, or of its gradient, from one rank to another (or to itself).
+    """A region of one boundary tensor, or of its gradient, from one rank to another (or to itself)."""
 
-    Attributes:
-        tensor: op name.
-        channel: between world ranks.
-        region: of the micro-batch's tensor.
-    """
-
-    tensor: str
-    channel: Channel
-    region: Region
+    tensor: str  # op name
+    channel: Channel  # between world ranks
+    region: Region  # of the micro-batch's tensor
 
 
 @dataclass(frozen=True)
 class Boundary:
-    """All copies of one replica.
-
-    Args:
-        plan: the plan.
-        replica: of this rank.
-        model: specs of the tensors.
-        world_ranks: per rank of the plan, the rank in the world.
-        axes: of the model; needed where tensors cross cut along another axis than the batch.
-    """
+    """All copies of one replica."""
 
     plan: Plan
     replica: Replica
     model: ModelGraph
-    world_ranks: tuple[int, ...]
-    axes: Axes | None = None
+    world_ranks: tuple[int, ...]  # per rank of the plan, the rank in the world
+    axes: Axes | None = None  # of the model; needed where tensors cross cut along another axis than the batch
 
     def copies(self, number: int, num_rows: int, direction: Direction) -> tuple[Copy, ...]:
         """The copies of edge `number` of the replica for a micro-batch of `num_rows` rows, in the order that both ends use."""

@@ -24,7 +24,6 @@ class WorldSums:
     """Sums over all ranks of the world.
 
     Args:
-        world: this process among its peers.
         groups: holds the group of all ranks.
         status: shows what is waited for.
         watch: called for each wait.
@@ -42,11 +41,7 @@ class WorldSums:
         return start_sum(tensor, self._groups[self._ranks]) if self._peers else None
 
     def finish(self, work: Launched | None, what: str) -> None:
-        """Waits for a sum.
-
-        Raises:
-            RuntimeFault: a peer died or the wait timed out.
-        """
+        """Waits for a sum. Raises RuntimeFault if a peer died or the wait timed out."""
         if work is not None:
             self._status.set(what, self._peers)
             with self._watch.waiting(what):
@@ -65,11 +60,7 @@ class WorldSums:
         return numbers, self.start(numbers)
 
     def hear(self, said: tuple[torch.Tensor, Launched | None], call: Call, what: str) -> list[float]:
-        """Waits for the sums of all ranks' numbers.
-
-        Raises:
-            RuntimeFault: as `finish`; or, on all ranks, some make another call.
-        """
+        """Waits for the sums of all ranks' numbers. Raises RuntimeFault as `finish`, or on all ranks if some make another call."""
         self.finish(said[1], what)
         found, size = _read(said[0], call, len(self._ranks)), len(self._ranks)
         *told, self._num_noticed = found[:-size]
@@ -153,8 +144,6 @@ def call_together(call: Call, argument: float | None, world: World, world_sums: 
 
     Args:
         call, argument: the same on all ranks.
-        world: this process among its peers.
-        world_sums: sums over all ranks.
         asks: whether this rank requests something.
 
     Returns:

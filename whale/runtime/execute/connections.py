@@ -16,33 +16,22 @@ from whale.runtime.program.watch import Watch
 
 @dataclass(frozen=True)
 class Connections:
-    """A rank's connections to the others of a plan.
-
-    Attributes:
-        roster: the ranks.
-        groups: process groups.
-        channels: between ranks.
-        world_sums: sums over all ranks.
-        status: shows the current action to other processes.
-        watch: called when each action, message and segment begins and ends.
-    """
+    """A rank's connections to the others of a plan."""
 
     roster: Roster
     groups: Groups
     channels: Channels
     world_sums: WorldSums
-    status: StatusBoard
-    watch: Watch
+    status: StatusBoard  # shows the current action to other processes
+    watch: Watch  # called when each action, message and segment begins and ends
 
     @staticmethod
     def open(roster: Roster, rank_sets: Iterable[tuple[int, ...]], pairs: Iterable[tuple[int, int]], watch: Watch) -> Connections:
         """Makes the connections; a collective of the world with equal arguments.
 
         Args:
-            roster: the ranks.
             rank_sets: ranks of the plan that sum together, besides the whole world.
             pairs: (sender, receiver) ranks of the plan.
-            watch: see `Connections`.
         """
         world = roster.world
         status = StatusBoard.open(world.rank)

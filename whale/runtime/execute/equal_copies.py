@@ -56,8 +56,6 @@ class EqualCopies:
     """Compares what this rank holds with what others hold.
 
     Args:
-        holdings: who holds what.
-        roster: the ranks.
         state: of the training.
         arrive: called before weights are read.
     """
@@ -104,9 +102,7 @@ class EqualCopies:
 
     def check(self) -> None:
         """Compares copies one by one, and raises for the first that differs. A collective of the world.
-
-        Raises:
-            RuntimeFault: copies differ by more than rounding, or ranks have changed the settings of the optimizer differently.
+        Raises RuntimeFault if copies differ by more than rounding, or ranks have changed the settings of the optimizer differently.
         """
         named: dict[str, Mapping[str, object]] = {name: {} for name in self._state.kept}
         settings = self._state.settings

@@ -41,50 +41,29 @@ class _Form:
 
 @dataclass(slots=True)
 class ArrivingCopy:
-    """One copy in flight to this rank, or arrived.
+    """One copy in flight to this rank, or arrived."""
 
-    Attributes:
-        copy: which region of which tensor.
-        form: its index in this rank's tensor.
-        wire: the receive buffer.
-        work: what to wait for; None once arrived.
-        peer: the sending rank.
-        sender: its place.
-    """
-
-    copy: Copy
-    form: _Form
-    wire: torch.Tensor
-    work: Launched | None
-    peer: int
-    sender: Place
+    copy: Copy  # which region of which tensor
+    form: _Form  # its index in this rank's tensor
+    wire: torch.Tensor  # the receive buffer
+    work: Launched | None  # what to wait for; None once arrived
+    peer: int  # the sending rank
+    sender: Place  # its place
 
 
 class Exchange:
-    """Sends and receives tensors between the stages of one replica, for one rank.
-
-    Args:
-        rank: this rank in the world.
-        position: of its device in its virtual device.
-        boundary: the copies of its replica.
-        model: specs of the tensors.
-        channels: between ranks.
-        device: where tensors are used.
-        waits: how communication is waited for.
-        releases: the sends that must be done when a receive is.
-        watch: called for each message.
-    """
+    """Sends and receives tensors between the stages of one replica, for one rank."""
 
     def __init__(
         self,
         rank: int,
-        position: int,
+        position: int,  # of its device in its virtual device
         boundary: Boundary,
         model: ModelGraph,
         channels: Channels,
-        device: torch.device,
+        device: torch.device,  # where tensors are used
         waits: Waits,
-        releases: Releases,
+        releases: Releases,  # the sends that must be done when a receive is
         watch: Watch,
     ) -> None:
         self._rank, self._position = rank, position

@@ -65,26 +65,17 @@ class ActionOrder:
 
 @dataclass
 class StepState:
-    """The state of one step.
+    """The state of one step."""
 
-    Attributes:
-        seed: place that random numbers depend on besides micro-batch and stage.
-        batch: this rank's rows.
-        micro_batches: their global row intervals.
-        account: sums of the loss.
-        with_gradients: whether backward will come.
-        awaits_weights: whether the weights of the loss come with the agreement, which backward then waits for.
-        reduction: the vector of loss sums and weights, in flight over all ranks after the last forward.
-        outputs: of the graph itself (``predict``): name, first and last global row, value.
-    """
-
-    seed: tuple[int, ...]
-    batch: BatchView
-    micro_batches: Sequence[tuple[int, int]]
-    account: LossAccount
-    with_gradients: bool
-    awaits_weights: bool = False
+    seed: tuple[int, ...]  # place that random numbers depend on besides micro-batch and stage
+    batch: BatchView  # this rank's rows
+    micro_batches: Sequence[tuple[int, int]]  # their global row intervals
+    account: LossAccount  # sums of the loss
+    with_gradients: bool  # whether backward will come
+    awaits_weights: bool = False  # whether the weights of the loss come with the agreement, which backward then waits for
+    # the vector of loss sums and weights, in flight over all ranks after the last forward
     reduction: tuple[torch.Tensor, Launched | None] | None = None
+    # of the graph itself (``predict``): name, first and last global row, value
     outputs: list[tuple[str, int, int, torch.Tensor]] = field(default_factory=list)
 
 
@@ -103,19 +94,6 @@ class _Once:
 class Executor:
     """Runs the actions of one rank.
 
-    Args:
-        order: its actions.
-        stages: its stages.
-        exchange: between stages.
-        model: the captured model.
-        counted: stages whose loss terms this rank counts: one device of a split group does, though all compute them.
-        sync: gradient synchronisation; None without training.
-        status: shows the current action to other processes.
-        watch: called when each action begins and ends.
-        device: where this rank computes.
-        weights: gathered weights; None for none.
-        visits: when they are gathered.
-
     Attributes:
         peak_in_flight: the most micro-batches alive at once in the last run, over the rank's stages.
     """
@@ -126,13 +104,13 @@ class Executor:
         stages: Mapping[int, StageRunner],
         exchange: Exchange,
         model: ModelGraph,
-        counted: frozenset[int],
-        sync: GradientSync | None,
-        status: StatusBoard,
-        watch: Watch,
+        counted: frozenset[int],  # stages whose loss terms this rank counts: one device of a split group does, though all compute them
+        sync: GradientSync | None,  # None without training
+        status: StatusBoard,  # shows the current action to other processes
+        watch: Watch,  # called when each action begins and ends
         device: torch.device,
         weights: GatheredWeights | None,
-        visits: Visits,
+        visits: Visits,  # when they are gathered
     ) -> None:
         self._weights, self._visits = weights, visits
         self._gathers = weights is not None and weights.speaks  # then sums start at the SYNC, in one order with gathers

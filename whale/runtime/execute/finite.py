@@ -61,11 +61,6 @@ class LossWatch:
     def look(self, step_number: int, account: LossAccount, loss: torch.Tensor) -> None:
         """Checks a loss, or an earlier one.
 
-        Args:
-            step_number: of this step, from 0.
-            account: of this rank's part in it.
-            loss: of the global batch.
-
         Raises:
             RuntimeFault: it is not finite.
         """

@@ -25,17 +25,11 @@ from whale.runtime.program.lowering import StageProgram, lower
 
 @dataclass(frozen=True)
 class WeightProgram:
-    """Computes the weights that depend on the batch alone.
+    """Computes the weights that depend on the batch alone."""
 
-    Attributes:
-        by_rows: per term whose weight is a function of the number of rows, its program.
-        measured: terms whose weight must be computed from the batch.
-        programs: of the measured terms.
-    """
-
-    by_rows: Mapping[int, StageProgram]
-    measured: tuple[int, ...]
-    programs: tuple[StageProgram, ...]
+    by_rows: Mapping[int, StageProgram]  # per term whose weight is a function of the number of rows, its program
+    measured: tuple[int, ...]  # terms whose weight must be computed from the batch
+    programs: tuple[StageProgram, ...]  # of the measured terms
 
     def at(self, num_rows: int) -> dict[int, float]:
         """The weights that follow from the number of rows."""
@@ -60,9 +54,7 @@ class WeightProgram:
 
 def weight_program(model: ModelGraph, graph: torch.fx.Graph, device: torch.device) -> WeightProgram:
     """Sorts the loss terms' weights by how they are known.
-
-    Raises:
-        CaptureError: one of several terms has a weight that depends on the parameters.
+    Raises CaptureError if one of several terms has a weight that depends on the parameters.
     """
     by_rows: list[int] = []
     measured: list[int] = []
@@ -125,7 +117,6 @@ class LossAccount:
         """Sets a term's global weight before the backward.
 
         Args:
-            index: of the term.
             weight: of the whole batch.
             tells: whether this rank reports it to the others.
         """

@@ -20,9 +20,7 @@ from whale.runtime.program.marks import op_of
 @contextmanager
 def named_ops(model: ModelGraph, start: int, stop: int) -> Iterator[None]:
     """Around the run of a stage's program on rows ``start:stop`` of the global batch: names an op that fails.
-
-    Raises:
-        OpFault: an op failed, except for out-of-memory errors.
+    Raises OpFault if an op failed, except for out-of-memory errors.
     """
     try:
         yield

@@ -32,17 +32,11 @@ from whale.sharding.parameters import ParameterShardings, Pattern
 
 @dataclass(frozen=True)
 class RankStages:
-    """A rank's stages; an idle rank has none.
+    """A rank's stages; an idle rank has none."""
 
-    Attributes:
-        runners: by stage.
-        outputs: of each stage's program.
-        counted: see `Executor`.
-    """
-
-    runners: Mapping[int, StageRunner] = field(default_factory=dict)
-    outputs: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
-    counted: frozenset[int] = frozenset()
+    runners: Mapping[int, StageRunner] = field(default_factory=dict)  # by stage
+    outputs: Mapping[int, tuple[str, ...]] = field(default_factory=dict)  # of each stage's program
+    counted: frozenset[int] = frozenset()  # see `Executor`
 
     def held_terms(self, model: ModelGraph) -> frozenset[int]:
         """Loss terms that this rank computes, counted here or on another device of its split group."""
@@ -60,35 +54,18 @@ def make_stages(
     rank_place: RankPlace,
     actions: Sequence[Action],
     captured: Captured,
-    kinds: Mapping[str, UpdateKind],
-    known: Collection[int],
-    tensors: Mapping[str, torch.Tensor],
-    axes: Axes | None,
-    holdings: Holdings,
-    lent: Mapping[str, torch.Tensor],
+    kinds: Mapping[str, UpdateKind],  # of the buffers that the model writes
+    known: Collection[int],  # loss terms whose weights are known in advance
+    tensors: Mapping[str, torch.Tensor],  # what this rank owns, and the constants
+    axes: Axes | None,  # of the model; None where no stage is cut
+    holdings: Holdings,  # who holds which part of what, in all modes
+    lent: Mapping[str, torch.Tensor],  # whole tensors that its stages read in this mode and do not hold
     connections: Connections,
     weights: GatheredWeights | None = None,
-    publishing: Publishing | None = None,
-    compilation: Compilation | None = None,
+    publishing: Publishing | None = None,  # None unless some weights are waited for late
+    compilation: Compilation | None = None,  # compiles runs of ops; None for none
 ) -> RankStages:
-    """Makes the stages of a rank.
-
-    Args:
-        replica: of the rank.
-        rank_place: of the rank.
-        actions: of the rank.
-        captured: the model in this mode.
-        kinds: of the buffers that the model writes.
-        known: loss terms whose weights are known in advance.
-        tensors: what this rank owns, and the constants.
-        axes: of the model; None where no stage is cut.
-        holdings: who holds which part of what, in all modes.
-        lent: whole tensors that its stages read in this mode and do not hold.
-        connections: to the other ranks.
-        weights: gathered weights; None for none.
-        publishing: None unless some weights are waited for late.
-        compilation: compiles runs of ops; None for none.
-    """
+    """Makes the stages of a rank."""
     device = connections.roster.world.device
     runners, outputs = {}, {}
     mine = replica.pipeline.stages_of(rank_place.pipeline_rank)

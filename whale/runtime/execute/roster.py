@@ -12,19 +12,12 @@ from whale.ir.plan import Plan
 
 @dataclass(frozen=True)
 class RankPlace:
-    """The place of this rank in the plan.
+    """The place of this rank in the plan."""
 
-    Attributes:
-        rank: of the plan.
-        replica: its model replica.
-        pipeline_rank: its virtual device in the replica.
-        position: of its device in that virtual device.
-    """
-
-    rank: int
-    replica: int
-    pipeline_rank: int
-    position: int
+    rank: int  # of the plan
+    replica: int  # its model replica
+    pipeline_rank: int  # its virtual device in the replica
+    position: int  # of its device in that virtual device
 
 
 def find_rank_place(plan: Plan, rank: int | None) -> RankPlace | None:

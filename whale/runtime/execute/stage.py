@@ -27,27 +27,16 @@ Keeping = Callable[[Sequence[object]], AbstractContextManager[None]]
 
 @dataclass
 class Flight:
-    """A micro-batch between its forward and its backward on one stage.
+    """A micro-batch between its forward and its backward on one stage."""
 
-    Attributes:
-        num_rows: on this device.
-        arguments: of the program.
-        received: leaf tensors from earlier stages, by op name.
-        outputs: of the program, by op name.
-        gradients: of the outputs, from later stages.
-        seed: of its random numbers; None for a stage without any.
-        weights: weight gradients that wait for W.
-        pending: kinds of actions after which it can be freed.
-    """
-
-    num_rows: int
-    arguments: list[object]
-    received: dict[str, torch.Tensor]
-    outputs: dict[str, object]
-    gradients: dict[str, torch.Tensor] = field(default_factory=dict)
-    seed: int | None = None
-    weights: WeightQueue = field(default_factory=WeightQueue)
-    pending: set[Kind] = field(default_factory=set)
+    num_rows: int  # on this device
+    arguments: list[object]  # of the program
+    received: dict[str, torch.Tensor]  # leaf tensors from earlier stages, by op name
+    outputs: dict[str, object]  # of the program, by op name
+    gradients: dict[str, torch.Tensor] = field(default_factory=dict)  # of the outputs, from later stages
+    seed: int | None = None  # of its random numbers; None for a stage without any
+    weights: WeightQueue = field(default_factory=WeightQueue)  # weight gradients that wait for W
+    pending: set[Kind] = field(default_factory=set)  # kinds of actions after which it can be freed
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """The outputs that are tensors."""
@@ -60,31 +49,19 @@ class Flight:
 
 
 class StageRunner:
-    """Runs micro-batches through one stage.
-
-    Args:
-        source: the stage's program per number of rows.
-        tensors: parameters, buffers (by canonical name) and constants (by op name) that it holds.
-        device: where it computes.
-        buffers: those that its program writes, without running statistics.
-        row_group: its group of equal rows in the stage.
-        split_group: its split group, if the stage is split.
-        weights: gathered weights.
-        publishing: waits for weights that others keep, if deferred.
-        keeping: stores what forward saves; None for the device.
-    """
+    """Runs micro-batches through one stage."""
 
     def __init__(
         self,
-        source: ProgramSource,
-        tensors: Mapping[str, torch.Tensor],
+        source: ProgramSource,  # the stage's program per number of rows
+        tensors: Mapping[str, torch.Tensor],  # parameters, buffers (by canonical name) and constants (by op name) that it holds
         device: torch.device,
-        buffers: StepBuffers,
-        row_group: int = 0,
-        split_group: Group | None = None,
+        buffers: StepBuffers,  # those that its program writes, without running statistics
+        row_group: int = 0,  # its group of equal rows in the stage
+        split_group: Group | None = None,  # its split group, if the stage is split
         weights: GatheredWeights | None = None,
-        publishing: Publishing | None = None,
-        keeping: Keeping | None = None,
+        publishing: Publishing | None = None,  # waits for weights that others keep, if deferred
+        keeping: Keeping | None = None,  # stores what forward saves; None for the device
     ) -> None:
         self.buffers, self.row_group, self._keeping = buffers, row_group, keeping
         self._split_group, self._weights, self._publishing = split_group, weights, publishing
@@ -103,22 +80,14 @@ class StageRunner:
 
     def forward(
         self,
-        num_rows: int,
-        inputs: Callable[[str], torch.Tensor],
-        received: dict[str, torch.Tensor],
+        num_rows: int,  # rows that this device takes
+        inputs: Callable[[str], torch.Tensor],  # gives this device's rows of a batch input, by op name
+        received: dict[str, torch.Tensor],  # tensors from earlier stages, by op name
         *,
-        with_graph: bool,
-        seed: Callable[[], int],
+        with_graph: bool,  # keep what backward needs
+        seed: Callable[[], int],  # gives the seed of this place; called only if random numbers are drawn
     ) -> Flight:
-        """Computes a micro-batch.
-
-        Args:
-            num_rows: rows that this device takes.
-            inputs: gives this device's rows of a batch input, by op name.
-            received: tensors from earlier stages, by op name.
-            with_graph: keep what backward needs.
-            seed: gives the seed of this place; called only if random numbers are drawn.
-        """
+        """Computes a micro-batch."""
         program = self._source(num_rows)
         flight = Flight(num_rows, [], received, {}, seed=seed() if program.is_random else None)
         arguments = [self._argument(kind, key, flight, inputs) for kind, key in zip(program.kinds, program.keys, strict=True)]

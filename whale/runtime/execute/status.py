@@ -41,27 +41,16 @@ _NO_PEERS = (0,) * _MAX_PEERS
 
 @dataclass(frozen=True, slots=True)
 class RankStatus:
-    """The last record of a rank.
-
-    Attributes:
-        rank: in the world.
-        pid: its process.
-        state: ``running``, ``waiting``, ``failed`` or ``finished``.
-        action: the current action (``1RECV_B3``), or what failed.
-        waits_for: ranks that it waits for, the first 32 of `num_waits`.
-        num_waits: number of ranks that it waits for.
-        since: when the action began, in seconds of ``time.time()``.
-        step: finished steps at that time.
-    """
+    """The last record of a rank."""
 
     rank: int
     pid: int
-    state: State
-    action: str
-    waits_for: tuple[int, ...]
+    state: State  # ``running``, ``waiting``, ``failed`` or ``finished``
+    action: str  # the current action (``1RECV_B3``), or what failed
+    waits_for: tuple[int, ...]  # ranks that it waits for, the first 32 of `num_waits`
     num_waits: int
-    since: float
-    step: int = 0
+    since: float  # when the action began, in seconds of ``time.time()``
+    step: int = 0  # finished steps at that time
 
     def describe(self, now: float) -> str:
         """The status as a line: ``waiting in 1RECV_B3 for rank 2, for 0.4 s``."""
@@ -79,7 +68,6 @@ class StatusBoard:
     Made by `open`; the last record stays readable after `close` and after the process has died.
 
     Attributes:
-        rank: in the world.
         step: finished steps, for the next record.
     """
 
@@ -94,7 +82,6 @@ class StatusBoard:
         """Opens the record of a rank in the run directory; in memory if none is named, or, with a warning, if it cannot be written.
 
         Args:
-            rank: in the world.
             environment: names the run directory; by default that of the process.
         """
         directory = (os.environ if environment is None else environment).get(RUN_DIRECTORY)

@@ -35,23 +35,7 @@ from whale.sharding.buckets import Visits, visits_of
 class Worker:
     """Runs steps of one mode on this rank.
 
-    Args:
-        plan: for this mode.
-        schedules: per replica, with communication.
-        captured: the model in this mode.
-        tensors: what this rank owns, and the constants.
-        axes: of the model; None where no stage is cut.
-        holdings: who holds which part of what.
-        lent: whole tensors that this rank's stages read in this mode and do not hold.
-        connections: to the other ranks.
-        sync: gradient synchronisation; None without training.
-        copies: what this rank has in common with others; None without training.
-        weights: gathered weights; None for none.
-        publishing: None unless some weights are waited for late.
-        compilation: compiles runs of ops; None for none.
-
     Attributes:
-        plan, model: as given.
         written: the buffers that the model writes, and how.
         peak_in_flight: see `Executor`.
     """
@@ -59,19 +43,19 @@ class Worker:
     def __init__(
         self,
         *,
-        plan: Plan,
-        schedules: Sequence[Schedule],
+        plan: Plan,  # for this mode
+        schedules: Sequence[Schedule],  # per replica, with communication
         captured: Captured,
-        tensors: Mapping[str, torch.Tensor],
-        axes: Axes | None,
+        tensors: Mapping[str, torch.Tensor],  # what this rank owns, and the constants
+        axes: Axes | None,  # of the model; None where no stage is cut
         holdings: Holdings,
-        lent: Mapping[str, torch.Tensor],
+        lent: Mapping[str, torch.Tensor],  # whole tensors that this rank's stages read in this mode and do not hold
         connections: Connections,
-        sync: GradientSync | None,
-        copies: EqualCopies | None,
+        sync: GradientSync | None,  # None without training
+        copies: EqualCopies | None,  # None without training
         weights: GatheredWeights | None = None,
-        publishing: Publishing | None = None,
-        compilation: Compilation | None = None,
+        publishing: Publishing | None = None,  # None unless some weights are waited for late
+        compilation: Compilation | None = None,  # compiles runs of ops; None for none
     ) -> None:
         roster = connections.roster
         self.plan, self.model, self._rank_place = plan, captured.graph, roster.rank_place
@@ -140,7 +124,6 @@ class Worker:
         """Runs this rank's actions of one step.
 
         Args:
-            batch: this rank's rows.
             seed: place that random numbers depend on.
             with_gradients: whether the schedule has a backward.
             scale: factor on all gradients.

@@ -74,7 +74,6 @@ def bring_weights(graph: fx.Graph, model: ModelGraph, numbers: Mapping[str, Numb
 
     Args:
         graph: of the stage, its nodes marked with their op's name; changed in place.
-        model: the captured model.
         numbers: per gathered parameter, its buckets.
         weights: the placeholder of the `Bringing`.
     """

@@ -45,21 +45,13 @@ _SCALARS = ("_operator", "math")
 
 @dataclass(eq=False)
 class Compilation:
-    """What is compiled on a rank, and its cost.
+    """What is compiled on a rank, and its cost."""
 
-    Attributes:
-        where: per op, the user's line.
-        note: called with a message before each compilation.
-        num_graphs: graphs compiled.
-        num_cached: of these, found in torch's cache on disk.
-        seconds: spent.
-    """
-
-    where: Mapping[str, SourceLine | None] = field(default_factory=dict)
-    note: Callable[[str], None] = lambda _: None
+    where: Mapping[str, SourceLine | None] = field(default_factory=dict)  # per op, the user's line
+    note: Callable[[str], None] = lambda _: None  # called with a message before each compilation
     num_graphs: int = 0
-    num_cached: int = 0
-    seconds: float = 0.0
+    num_cached: int = 0  # of these, found in torch's cache on disk
+    seconds: float = 0.0  # spent
     _shared: dict[Any, _Graph] = field(default_factory=dict)
     _left: dict[str, str] = field(default_factory=dict)
     _alike: dict[str, set[tuple[str, str]]] = field(default_factory=dict)
@@ -140,14 +132,10 @@ class Compilation:
 
 @dataclass(eq=False)
 class _Graph:
-    """What torch.compile makes of runs of equal code.
+    """What torch.compile makes of runs of equal code."""
 
-    Attributes:
-        function: None where it failed.
-        runs: the runs that have called it, by first and last op, with the names of their ops.
-    """
-
-    function: Callable[..., Any] | None
+    function: Callable[..., Any] | None  # None where it failed
+    # the runs that have called it, by first and last op, with the names of their ops
     runs: dict[tuple[str, str], Counter[str]] = field(default_factory=dict)
 
 
@@ -157,8 +145,6 @@ class CompiledRun(nn.Module):
     Args:
         module: returns a tuple.
         ops: the first and the last.
-        names: of the computing ops.
-        compilation: compiles it.
         is_dynamic: whether sizes of inputs may change.
     """
 
@@ -224,9 +210,6 @@ def compile_runs(graph: fx.Graph, root: nn.Module, random: Collection[str], *, c
 
     Args:
         graph: of a stage or a segment, its nodes marked with their op's name; changed in place.
-        root: gets the runs as modules.
-        random: ops that draw random numbers.
-        compilation: compiles them.
         is_dynamic: whether the graph serves several numbers of rows.
     """
     runs, left = _runs(graph, random)

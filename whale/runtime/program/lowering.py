@@ -27,66 +27,41 @@ from whale.runtime.program.watch import NOBODY, Watch
 
 @dataclass(frozen=True)
 class StageProgram:
-    """A pure function from a stage's inputs to its outputs.
+    """A pure function from a stage's inputs to its outputs."""
 
-    Attributes:
-        module: takes `inputs` in order and returns a tuple in the order of `outputs`.
-        inputs: ops whose values it takes: batch inputs, parameters, buffers, constants, received tensors.
-        outputs: ops whose values it returns.
-        kinds: per input, ``input``, ``parameter``, ``buffer``, ``constant``, ``received``, ``weight_queue``, ``brought_weights``,
-            ``awaited_weights`` or ``split_group``.
-        keys: per input, the name of its value: of the parameter or buffer, else of the op.
-        mutated: names of the buffers that it changes in place.
-        is_random: whether it draws random numbers.
-    """
-
-    module: fx.GraphModule
-    inputs: tuple[str, ...]
-    outputs: tuple[str, ...]
+    module: fx.GraphModule  # takes `inputs` in order and returns a tuple in the order of `outputs`
+    inputs: tuple[str, ...]  # ops whose values it takes: batch inputs, parameters, buffers, constants, received tensors
+    outputs: tuple[str, ...]  # ops whose values it returns
+    # per input, ``input``, ``parameter``, ``buffer``, ``constant``, ``received``, ``weight_queue``, ``brought_weights``,
+    # ``awaited_weights`` or ``split_group``
     kinds: tuple[str, ...]
-    keys: tuple[str, ...]
-    mutated: tuple[str, ...]
+    keys: tuple[str, ...]  # per input, the name of its value: of the parameter or buffer, else of the op
+    mutated: tuple[str, ...]  # names of the buffers that it changes in place
     is_random: bool
 
 
 def lower(
-    graph: fx.Graph,
-    model: ModelGraph,
-    ops: Collection[str],
-    received: Collection[str],
-    outputs: Sequence[str],
-    device: torch.device,
+    graph: fx.Graph,  # the captured program; its nodes are named as the ops
+    model: ModelGraph,  # the same as a value
+    ops: Collection[str],  # what the stage runs
+    received: Collection[str],  # ops of earlier stages whose values it receives
+    outputs: Sequence[str],  # values it returns
+    device: torch.device,  # every ``device=`` argument becomes this
     *,
-    splits_backward: bool = False,
+    splits_backward: bool = False,  # weight gradients wait in a queue (see `whale.deferred`), which the program takes as its first argument
+    # runs of its ops that save only their inputs and are recomputed in the backward pass. Where there are any, other ops of a split stage
+    # save their own parts of gathered tensors, and gather again
     segments: Sequence[Sequence[str]] = (),
-    shards: StageShards | None = None,
-    num_rows: int = 0,
-    halving: Halving | None = None,
+    shards: StageShards | None = None,  # of a split stage: its program works on this device's parts, and also takes the split group
+    num_rows: int = 0,  # rows of its split group, where the batch is cut
+    halving: Halving | None = None,  # how a split stage computes its rows in two halves; None for all at once
+    # per parameter that exists only around its readers, its buckets; the program also takes the `Bringing`
     brought: Mapping[str, Numbers] | None = None,
-    awaited: Mapping[str, Numbers] | None = None,
-    watch: Watch = NOBODY,
-    rewrite: Rewrite | None = None,
+    awaited: Mapping[str, Numbers] | None = None,  # per parameter that may be in flight when it is read, its buckets; likewise
+    watch: Watch = NOBODY,  # called when each segment is computed
+    rewrite: Rewrite | None = None,  # compiles runs of its ops; None for none
 ) -> StageProgram:
-    """Cuts the ops of one stage out of the whole graph.
-
-    Args:
-        graph: the captured program; its nodes are named as the ops.
-        model: the same as a value.
-        ops: what the stage runs.
-        received: ops of earlier stages whose values it receives.
-        outputs: values it returns.
-        device: every ``device=`` argument becomes this.
-        splits_backward: weight gradients wait in a queue (see `whale.deferred`), which the program takes as its first argument.
-        segments: runs of its ops that save only their inputs and are recomputed in the backward pass. Where there are any, other
-            ops of a split stage save their own parts of gathered tensors, and gather again.
-        shards: of a split stage: its program works on this device's parts, and also takes the split group.
-        num_rows: rows of its split group, where the batch is cut.
-        halving: how a split stage computes its rows in two halves; None for all at once.
-        brought: per parameter that exists only around its readers, its buckets; the program also takes the `Bringing`.
-        awaited: per parameter that may be in flight when it is read, its buckets; likewise.
-        watch: called when each segment is computed.
-        rewrite: compiles runs of its ops; None for none.
-    """
+    """Cuts the ops of one stage out of the whole graph."""
     wanted, handed = set(ops), set(received)
     read = _reads(model, wanted, handed, outputs)
     local = _copy(graph, model, wanted, handed, read, outputs, device)
@@ -132,22 +107,15 @@ def lower(
 
 @dataclass(frozen=True)
 class StageShards:
-    """The cuts of a split stage, for one device.
-
-    Attributes:
-        axes: of the model.
-        shards: of the stage.
-        position: of the device in its split group.
-        width: devices of the group.
-        terms: whole parameters of whose gradients each device has a term, by what the training sums; None to follow the cuts alone.
-        gathered: parameters and buffers that the program needs whole but the device holds in part, and where the parts belong.
-    """
+    """The cuts of a split stage, for one device."""
 
     axes: Axes
     shards: tuple[Shard, ...]
-    position: int
-    width: int = 1
+    position: int  # of the device in its split group
+    width: int = 1  # devices of the group
+    # whole parameters of whose gradients each device has a term, by what the training sums; None to follow the cuts alone
     terms: frozenset[str] | None = None
+    # parameters and buffers that the program needs whole but the device holds in part, and where the parts belong
     gathered: Mapping[str, Slots] = field(default_factory=dict)
 
     @property

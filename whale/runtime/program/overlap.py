@@ -103,8 +103,6 @@ def overlap(graph: fx.Graph, model: ModelGraph, halving: Halving, outputs: Seque
 
     Args:
         graph: of the stage, cut, its nodes marked; not changed.
-        model: the captured model.
-        halving: of the stage, without faults.
         outputs: names of the graph's results.
 
     Returns:
@@ -168,16 +166,11 @@ def _chunks(steps: Sequence[_Step]) -> list[list[_Step]]:
 
 @dataclass
 class _Half:
-    """Progress of one half.
+    """Progress of one half."""
 
-    Attributes:
-        chunk, step: the next step.
-        gap: work that the other half still has to do before this one goes on; None if it may go on at once.
-    """
-
-    chunk: int = 0
+    chunk: int = 0  # with `step`: what runs next
     step: int = 0
-    gap: float | None = None
+    gap: float | None = None  # work that the other half still has to do before this one goes on; None if it may go on at once
 
 
 def _in_turns(chunks: Sequence[Sequence[_Step]]) -> list[tuple[int, _Step]]:

@@ -29,11 +29,8 @@ class RegatheredWhole:
     """A gathered tensor that is saved as this device's part.
 
     Args:
-        value: gathered.
         part: the own one; not written to later.
         slots: where the parts belong.
-        group: that gathers.
-        what: named in errors.
     """
 
     def __init__(self, value: Tensor, part: Tensor, slots: Slots, group: Group, what: str) -> None:
@@ -94,8 +91,6 @@ def keep_parts(graph: fx.Graph, model: ModelGraph, ops: Collection[str], again: 
 
     Args:
         graph: of the stage, cut, its nodes marked with their op's name; changed in place.
-        model: the captured model.
-        ops: of the stage.
         again: those that are recomputed.
     """
     writes = MemoryWrites(model, ops)

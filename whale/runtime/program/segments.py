@@ -29,7 +29,6 @@ class Recomputed(nn.Module):
     Args:
         module: returns a tuple.
         is_random: whether it draws random numbers, which are then equal both times.
-        name: of the segment.
         watch: called each time that it is computed.
         stops_early: whether recomputation stops after the last saved tensor, by an exception, which compiled runs do not let through.
     """
@@ -48,21 +47,13 @@ class Recomputed(nn.Module):
 
 
 def with_segments(
-    graph: fx.Graph,
-    segments: Sequence[Sequence[str]],
-    random: Collection[str],
-    watch: Watch = NOBODY,
-    rewrite: Rewrite | None = None,
+    graph: fx.Graph,  # of the stage, its nodes marked with their op's name (`OP`); changed in place
+    segments: Sequence[Sequence[str]],  # names of the ops of each run
+    random: Collection[str],  # ops that draw random numbers
+    watch: Watch = NOBODY,  # called when each segment is computed
+    rewrite: Rewrite | None = None,  # compiles runs in each segment, and in the rest; None for none
 ) -> fx.GraphModule:
-    """A module that runs a stage's graph with these segments recomputed.
-
-    Args:
-        graph: of the stage, its nodes marked with their op's name (`OP`); changed in place.
-        segments: names of the ops of each run.
-        random: ops that draw random numbers.
-        watch: called when each segment is computed.
-        rewrite: compiles runs in each segment, and in the rest; None for none.
-    """
+    """A module that runs a stage's graph with these segments recomputed."""
     root = nn.Module()
     for number, segment in enumerate(segments):
         names = set(segment)

@@ -26,19 +26,6 @@ GraphSource = Callable[[int], fx.Graph]
 class StageSource:
     """A stage's program, lowered on demand.
 
-    Args:
-        model: the captured model.
-        graphs: its program per number of rows.
-        replica: holds the edges.
-        stage: what to lower.
-        known: loss terms whose weights are known in advance and need not be returned.
-        device: where it computes.
-        splits_backward: whether its schedule has separate passes for weight gradients.
-        shards: of a split stage.
-        brought, awaited: see `lower`.
-        watch: called when segments are computed.
-        compilation: compiles runs of ops; None for none.
-
     Attributes:
         outputs: names that the program returns.
     """
@@ -46,17 +33,17 @@ class StageSource:
     def __init__(
         self,
         model: ModelGraph,
-        graphs: GraphSource,
-        replica: Replica,
+        graphs: GraphSource,  # its program per number of rows
+        replica: Replica,  # holds the edges
         stage: Stage,
-        known: set[int],
+        known: set[int],  # loss terms whose weights are known in advance and need not be returned
         device: torch.device,
-        splits_backward: bool,
-        shards: StageShards | None = None,
-        brought: Mapping[str, Numbers] | None = None,
+        splits_backward: bool,  # whether its schedule has separate passes for weight gradients
+        shards: StageShards | None = None,  # of a split stage
+        brought: Mapping[str, Numbers] | None = None,  # see `lower`
         awaited: Mapping[str, Numbers] | None = None,
-        watch: Watch = NOBODY,
-        compilation: Compilation | None = None,
+        watch: Watch = NOBODY,  # called when segments are computed
+        compilation: Compilation | None = None,  # compiles runs of ops; None for none
     ) -> None:
         self._shards, self._brought, self._awaited, self._watch = shards, brought, awaited, watch
         self._compilation, self._first = compilation, dict[fx.Graph, int]()

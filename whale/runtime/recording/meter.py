@@ -101,15 +101,10 @@ class _Pause(AbstractContextManager[None]):
 
 @dataclass(eq=False)
 class Meter(Watch):
-    """Sums the compute time of training runs.
-
-    Args:
-        device: where this rank computes.
-        clock: of the host, in seconds.
-    """
+    """Sums the compute time of training runs."""
 
     device: torch.device
-    clock: Callable[[], float] = perf_counter
+    clock: Callable[[], float] = perf_counter  # of the host, in seconds
     _sum: BusySum | None = field(default=None, init=False)
     _is_inside: bool = field(default=False, init=False)
     _unread: deque[BusySum] = field(default_factory=lambda: deque(maxlen=MOST_UNREAD), init=False)

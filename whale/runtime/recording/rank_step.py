@@ -13,46 +13,30 @@ from whale.ir.timeline import DeviceTimeline, Message, Span, StepRecording, Stre
 
 @dataclass(frozen=True, slots=True)
 class Leg:
-    """One end of a message.
+    """One end of a message."""
 
-    Attributes:
-        name: the stages and the micro-batch: ``0 -> 1 F3``.
-        source, target: ranks of the world.
-        num_bytes: of all its tensors.
-        start, end: at the sender both the time of the send; at the receiver when it was posted and waited for.
-    """
-
-    name: str
-    source: int
+    name: str  # the stages and the micro-batch: ``0 -> 1 F3``
+    source: int  # ranks of the world
     target: int
-    num_bytes: int
-    start: float
+    num_bytes: int  # of all its tensors
+    start: float  # at the sender both the time of the send; at the receiver when it was posted and waited for
     end: float
 
 
 @dataclass(frozen=True)
 class RankStep:
-    """What one rank recorded, in seconds of rank 0's clock.
+    """What one rank recorded, in seconds of rank 0's clock."""
 
-    Attributes:
-        rank: of the world.
-        spans: of its actions, in order.
-        sends, receives: its ends of messages.
-        syncs, segments, waits, memory: see `DeviceTimeline`.
-        clock_error: by which its clock may differ from rank 0's.
-        seconds_before: since its previous step; None for the first.
-    """
-
-    rank: int
-    spans: tuple[Span, ...]
-    sends: tuple[Leg, ...]
+    rank: int  # of the world
+    spans: tuple[Span, ...]  # of its actions, in order
+    sends: tuple[Leg, ...]  # its ends of messages
     receives: tuple[Leg, ...]
-    syncs: tuple[Sync, ...]
+    syncs: tuple[Sync, ...]  # see `DeviceTimeline`
     segments: tuple[Stretch, ...]
     waits: tuple[Stretch, ...]
     memory: tuple[tuple[float, float], ...]
-    clock_error: float
-    seconds_before: float | None = None
+    clock_error: float  # by which its clock may differ from rank 0's
+    seconds_before: float | None = None  # since its previous step; None for the first
 
 
 def put_together(step_number: int, num_rows: int, ranks: Sequence[RankStep], device_of: Mapping[int, str]) -> StepRecording:
@@ -60,8 +44,6 @@ def put_together(step_number: int, num_rows: int, ranks: Sequence[RankStep], dev
 
     Args:
         step_number: from 1.
-        num_rows: of its batch.
-        ranks: all ranks of the world.
         device_of: the device of each rank of the plan, by its number in the world, in the plan's order.
     """
     by_rank = {each.rank: each for each in ranks}

@@ -129,12 +129,7 @@ class _Notes:
 
 
 class Recorder(Meter):
-    """Records the steps between `start` and `stop`; outside of them it is only a meter.
-
-    Args:
-        rank: of the world.
-        device: where this rank computes.
-    """
+    """Records the steps between `start` and `stop`; outside of them it is only a meter."""
 
     def __init__(self, rank: int, device: torch.device) -> None:
         super().__init__(device)

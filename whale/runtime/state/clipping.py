@@ -16,14 +16,6 @@ from whale.runtime.state.wide import as_real
 class Clipping:
     """Computes the norm of all gradients, and clips those of this rank.
 
-    Args:
-        holdings: who holds which part of what.
-        rank: this rank of the plan; None if idle.
-        parameters: what the optimizer of this rank steps, by name.
-        limit: the largest norm; None for none.
-        add: sums a tensor over all ranks, in place; its text names the wait.
-        device: where this rank computes.
-
     Attributes:
         last: the norm before the last clipping.
     """
@@ -31,10 +23,10 @@ class Clipping:
     def __init__(
         self,
         holdings: Holdings,
-        rank: int | None,
-        parameters: Mapping[str, torch.nn.Parameter],
-        limit: float | None,
-        add: Callable[[torch.Tensor, str], None],
+        rank: int | None,  # this rank of the plan; None if idle
+        parameters: Mapping[str, torch.nn.Parameter],  # what the optimizer of this rank steps, by name
+        limit: float | None,  # the largest norm; None for none
+        add: Callable[[torch.Tensor, str], None],  # sums a tensor over all ranks, in place; its text names the wait
         device: torch.device,
     ) -> None:
         self._parameters, self._limit, self._device = tuple(parameters.values()), limit, device

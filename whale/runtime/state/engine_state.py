@@ -45,40 +45,23 @@ class _Replaced(list[dict[str, Any]]):
 
 @dataclass
 class EngineState:
-    """The state of a training.
+    """The state of a training."""
 
-    Attributes:
-        tensors: this rank's parameters and buffers, or its parts of them, by canonical name, as ops read them.
-        kept: what the optimizer steps, by parameter: the same tensors unless `ParameterState` says otherwise; without what only other
-            owners keep.
-        optimizer: the user's, over `kept`; None if this rank keeps nothing, or none was given.
-        scheduler: the user's learning-rate scheduler; None likewise.
-        step_number: finished steps; with a seed it decides the random numbers of the next.
-        position: the loader's position from a checkpoint, until the loader resumes from it.
-        num_advanced: steps since this was made or loaded.
-        noted_settings: of the optimizer, after the last step, or when made or loaded.
-        loss_scale: for float16; else None.
-        decay: of the averages of weights; None for no averages.
-        averages: moving averages of `kept`, by name; empty before the first step.
-        was_skipped: whether the last update was skipped for non-finite loss or gradients.
-        is_whole: whether all of it belongs to one step: no update is in progress or was interrupted.
-        has_moved_statistics: whether buffers (running statistics) may differ between owners, each updated by its own rows.
-    """
-
-    tensors: dict[str, torch.Tensor]
+    tensors: dict[str, torch.Tensor]  # this rank's parameters and buffers, or its parts of them, by canonical name, as ops read them
+    # what the optimizer steps, by parameter: the same tensors unless `ParameterState` says otherwise; without what only other owners keep
     kept: dict[str, nn.Parameter]
-    optimizer: torch.optim.Optimizer | None = None
-    scheduler: Any = None
-    step_number: int = 0
-    position: Mapping[str, int] | None = None
-    num_advanced: int = 0
-    noted_settings: list[dict[str, object]] = field(default_factory=list)
-    has_moved_statistics: bool = False
-    loss_scale: LossScale | None = None
-    decay: float | None = None
-    averages: dict[str, torch.Tensor] = field(default_factory=dict)
-    was_skipped: bool = False
-    is_whole: bool = True
+    optimizer: torch.optim.Optimizer | None = None  # the user's, over `kept`; None if this rank keeps nothing, or none was given
+    scheduler: Any = None  # the user's learning-rate scheduler; None likewise
+    step_number: int = 0  # finished steps; with a seed it decides the random numbers of the next
+    position: Mapping[str, int] | None = None  # the loader's position from a checkpoint, until the loader resumes from it
+    num_advanced: int = 0  # steps since this was made or loaded
+    noted_settings: list[dict[str, object]] = field(default_factory=list)  # of the optimizer, after the last step, or when made or loaded
+    has_moved_statistics: bool = False  # whether buffers (running statistics) may differ between owners, each updated by its own rows
+    loss_scale: LossScale | None = None  # for float16; else None
+    decay: float | None = None  # of the averages of weights; None for no averages
+    averages: dict[str, torch.Tensor] = field(default_factory=dict)  # moving averages of `kept`, by name; empty before the first step
+    was_skipped: bool = False  # whether the last update was skipped for non-finite loss or gradients
+    is_whole: bool = True  # whether all of it belongs to one step: no update is in progress or was interrupted
     _is_advancing: bool = False
     _scheduled: object = None
     _has_told_of_schedule: bool = False
@@ -197,9 +180,7 @@ class EngineState:
 
     def take_kept(self, saved: OptimizerState) -> None:
         """Restores the result of `read_kept` under any plan, for at least the parameters here; its tensors become this state's own.
-
-        Raises:
-            CheckpointError: as `write_optimizer`.
+        Raises CheckpointError as `write_optimizer` does.
         """
         write_optimizer(self.optimizer, self.kept, without_averages(saved))
         own = {name: saved.state[name][_AVERAGE] for name in self.kept if _AVERAGE in saved.state.get(name, {})}

@@ -32,20 +32,7 @@ from whale.sharding.buckets import NUM_AT_ONCE, Bucket, Visits
 class GatheredWeights:
     """The weights of a rank that exist only around the ops that read them.
 
-    Args:
-        buckets: of the whole plan.
-        holdings: who holds which part, and in which forms.
-        rank: this rank of the plan.
-        world_ranks: per rank of the plan, the rank in the world.
-        tensors: what ops read.
-        kept: what the optimizer steps.
-        groups: one per owner set.
-        waits: how communication is waited for.
-        copies: from the host.
-        watch: called for each wait, each resized storage, and each host tensor.
-
     Attributes:
-        buckets: as given.
         parts: what this rank keeps, in the type that ops read, on the device or host where it stays.
         numbers: per parameter, its buckets.
         speaks: whether some come from other ranks.
@@ -56,13 +43,13 @@ class GatheredWeights:
         buckets: Sequence[Bucket],
         holdings: Holdings,
         rank: int,
-        world_ranks: Sequence[int],
-        tensors: Mapping[str, Tensor],
-        kept: Mapping[str, Tensor],
+        world_ranks: Sequence[int],  # per rank of the plan, the rank in the world
+        tensors: Mapping[str, Tensor],  # what ops read
+        kept: Mapping[str, Tensor],  # what the optimizer steps
         groups: Groups,
         waits: Waits,
-        copies: HostCopies,
-        watch: Watch = NOBODY,
+        copies: HostCopies,  # from the host
+        watch: Watch = NOBODY,  # called for each wait, each resized storage, and each host tensor
     ) -> None:
         self.buckets, self._groups, self._waits, self._copies, self._watch = buckets, groups, waits, copies, watch
         self.parts: dict[str, Tensor] = {}

@@ -37,24 +37,15 @@ from whale.sharding.buckets import NUM_AT_ONCE, Bucket
 
 @dataclass(frozen=True)
 class _Slot:
-    """A slot on this rank.
+    """A slot on this rank."""
 
-    Attributes:
-        parameter: this rank's part of the parameter.
-        index: of its elements in that; None for all.
-        shape: of its elements.
-        start, stop: in the flat buffer.
-        adds: whether this rank's gradient is a term of the sum; else it is a copy of another's.
-        accumulates: whether the parameter's gradient is accumulated in place.
-    """
-
-    parameter: torch.nn.Parameter
-    index: tuple[Index, ...] | None
-    shape: torch.Size
-    start: int
+    parameter: torch.nn.Parameter  # this rank's part of the parameter
+    index: tuple[Index, ...] | None  # of its elements in that; None for all
+    shape: torch.Size  # of its elements
+    start: int  # in the flat buffer
     stop: int
-    adds: bool
-    accumulates: bool
+    adds: bool  # whether this rank's gradient is a term of the sum; else it is a copy of another's
+    accumulates: bool  # whether the parameter's gradient is accumulated in place
 
     def view(self, flat: torch.Tensor) -> torch.Tensor:
         """Its place in the buffer."""
@@ -73,19 +64,12 @@ class _Slot:
 
 @dataclass(frozen=True)
 class _Collected:
-    """A parameter whose gradient is moved to another tensor, or dropped, before the optimizer's step.
+    """A parameter whose gradient is moved to another tensor, or dropped, before the optimizer's step."""
 
-    Attributes:
-        parameter: that ops read.
-        kept: that the optimizer steps; None where only others do.
-        index: of its elements in the parameter; None for all.
-        copies: whether its gradient needs a copy, since the bucket is freed.
-    """
-
-    parameter: torch.nn.Parameter
-    kept: torch.nn.Parameter | None
-    index: tuple[Index, ...] | None
-    copies: bool
+    parameter: torch.nn.Parameter  # that ops read
+    kept: torch.nn.Parameter | None  # that the optimizer steps; None where only others do
+    index: tuple[Index, ...] | None  # of its elements in the parameter; None for all
+    copies: bool  # whether its gradient needs a copy, since the bucket is freed
 
     @property
     def leaves_device(self) -> bool:
@@ -166,35 +150,21 @@ class _Bucket:
 
 
 class GradientSync:
-    """The buckets of this rank.
-
-    Args:
-        buckets: of the whole plan.
-        holdings: which part of a parameter this rank holds.
-        rank: this rank of the plan.
-        stages: (replica, stage) pairs that it runs.
-        world_ranks: per rank of the plan, the rank in the world.
-        parameters: what this rank owns.
-        kept: what the optimizer steps of these.
-        groups: one per owner set.
-        waits: how communication is waited for.
-        copies: to the host, of what the optimizer steps there.
-        watch: called when each bucket starts and ends.
-    """
+    """The buckets of this rank."""
 
     def __init__(
         self,
         buckets: Sequence[Bucket],
-        holdings: Holdings,
+        holdings: Holdings,  # which part of a parameter this rank holds
         rank: int,
-        stages: Collection[tuple[int, int]],
-        world_ranks: Sequence[int],
-        parameters: Mapping[str, torch.nn.Parameter],
-        kept: Mapping[str, torch.nn.Parameter],
+        stages: Collection[tuple[int, int]],  # (replica, stage) pairs that it runs
+        world_ranks: Sequence[int],  # per rank of the plan, the rank in the world
+        parameters: Mapping[str, torch.nn.Parameter],  # what this rank owns
+        kept: Mapping[str, torch.nn.Parameter],  # what the optimizer steps of these
         groups: Groups,
         waits: Waits,
-        copies: HostCopies,
-        watch: Watch = NOBODY,
+        copies: HostCopies,  # to the host, of what the optimizer steps there
+        watch: Watch = NOBODY,  # called when each bucket starts and ends
     ) -> None:
         self._groups, self._waits, self._copies, self._watch = groups, waits, copies, watch
         self._armed: set[int] = set()

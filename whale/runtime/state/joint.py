@@ -120,11 +120,7 @@ def members_of(optimizer: torch.optim.Optimizer | None) -> Mapping[Pattern, torc
 
 
 def divided(names: Iterable[str], patterns: Iterable[Pattern]) -> dict[Pattern, list[str]]:
-    """Per pattern, the names that it matches first.
-
-    Raises:
-        ConfigError: none matches some name.
-    """
+    """Per pattern, the names that it matches first. Raises ConfigError if none matches some name."""
     found: dict[Pattern, list[str]] = {pattern: [] for pattern in patterns}
     without: list[str] = []
     for name in names:
@@ -148,7 +144,6 @@ def check_elementwise(optimizer: torch.optim.Optimizer | None, shard: Sequence[s
     """Refuses an optimizer that may mix the elements of a parameter, where parameters are cut.
 
     Args:
-        optimizer: of this rank.
         shard: names of the parameters of which it has only a part.
         by_keepers: those of them that are sharded over their owners, not over the devices of a stage.
 

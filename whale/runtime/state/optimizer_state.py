@@ -18,14 +18,11 @@ _NO_SETTINGS = frozenset({"params", "param_names", "foreach", "fused", "capturab
 
 @dataclass(frozen=True)
 class OptimizerState:
-    """What an optimizer keeps for each parameter.
+    """What an optimizer keeps for each parameter."""
 
-    Attributes:
-        state: per parameter name, its entries (``exp_avg`` ...): tensors or plain data. Empty before the first step.
-        options: per parameter name, the hyperparameters of its group (``lr`` ...); parameters of one group may share the mapping.
-    """
-
+    # per parameter name, its entries (``exp_avg`` ...): tensors or plain data. Empty before the first step
     state: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    # per parameter name, the hyperparameters of its group (``lr`` ...); parameters of one group may share the mapping
     options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
 

@@ -23,18 +23,12 @@ from whale.sharding import IndexSpace, Move, Region, Step
 
 @dataclass(frozen=True)
 class Whole:
-    """A tensor of which ranks hold regions.
+    """A tensor of which ranks hold regions."""
 
-    Attributes:
-        name: for messages.
-        shape, dtype: of all of it.
-        space: of its regions; without dimensions for a tensor that is never cut.
-    """
-
-    name: str
-    shape: tuple[int, ...]
+    name: str  # for messages
+    shape: tuple[int, ...]  # of all of it
     dtype: torch.dtype
-    space: IndexSpace
+    space: IndexSpace  # of its regions; without dimensions for a tensor that is never cut
 
     def empty(self, region: Region, device: torch.device) -> Tensor:
         """An uninitialised region."""
@@ -56,10 +50,8 @@ def perform(
 
     Args:
         steps: of `whale.sharding.reshard`, between ranks of the world.
-        whole: the tensor.
         held: what this rank holds; None for nothing. It is returned itself if no step changes it; an all-reduce works in place.
         region: the part of the tensor in `held`.
-        world: this process among its peers.
         device: of what this rank receives.
 
     Raises:

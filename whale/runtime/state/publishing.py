@@ -33,20 +33,13 @@ from whale.sharding.buckets import NUM_AT_ONCE, Bucket
 
 def in_forms(
     holdings: Holdings,
-    rank: int | None,
+    rank: int | None,  # of the plan; None if idle
+    # that the rank holds, in the type that ops read or the model's; their gradients get the type of their gradient form
     tensors: Mapping[str, Tensor],
-    device: torch.device,
-    made: Mapping[str, Tensor] = MappingProxyType({}),
+    device: torch.device,  # that the rank computes on
+    made: Mapping[str, Tensor] = MappingProxyType({}),  # existing copies of what the optimizer steps
 ) -> tuple[dict[str, Tensor], dict[str, nn.Parameter]]:
-    """What ops of a rank read, and what its optimizer steps, by name.
-
-    Args:
-        holdings: who holds which part, and in which forms.
-        rank: of the plan; None if idle.
-        tensors: that the rank holds, in the type that ops read or the model's; their gradients get the type of their gradient form.
-        device: that the rank computes on.
-        made: existing copies of what the optimizer steps.
-    """
+    """What ops of a rank read, and what its optimizer steps, by name."""
     read, found = dict(tensors), dict[str, nn.Parameter]()
     for name, held in tensors.items():
         if rank is None or not isinstance(held, nn.Parameter):
@@ -170,39 +163,25 @@ def _read_in_place(
 class Publishing:
     """What a rank sends to the other owners of its parameters, and receives from them.
 
-    Args:
-        buckets: of the whole plan, in the order in which they start.
-        holdings: who holds which part, and in which forms.
-        rank: this rank of the plan.
-        world_ranks: per rank of the plan, the rank in the world.
-        tensors: what ops read.
-        kept: what the optimizer steps.
-        parts: of gathered weights, what this rank keeps, in the type that ops read.
-        groups: one per owner set.
-        waits: how communication is waited for.
-        copies: from the host.
-        defers: whether readers wait for what is in flight when `publish` returns.
-        watch: called when each such bucket starts and ends.
-
     Attributes:
         numbers: per parameter that others keep and whose readers wait, its buckets.
     """
 
     def __init__(
         self,
-        buckets: Sequence[Bucket],
+        buckets: Sequence[Bucket],  # of the whole plan, in the order in which they start
         holdings: Holdings,
         rank: int,
-        world_ranks: Sequence[int],
-        tensors: Mapping[str, Tensor],
-        kept: Mapping[str, Tensor],
-        parts: Mapping[str, Tensor],
+        world_ranks: Sequence[int],  # per rank of the plan, the rank in the world
+        tensors: Mapping[str, Tensor],  # what ops read
+        kept: Mapping[str, Tensor],  # what the optimizer steps
+        parts: Mapping[str, Tensor],  # of gathered weights, what this rank keeps, in the type that ops read
         groups: Groups,
         waits: Waits,
-        copies: HostCopies,
+        copies: HostCopies,  # from the host
         *,
-        defers: bool = False,
-        watch: Watch = NOBODY,
+        defers: bool = False,  # whether readers wait for what is in flight when `publish` returns
+        watch: Watch = NOBODY,  # called when each such bucket starts and ends
     ) -> None:
         self._groups, self._waits, self._copies, self._defers, self._watch = groups, waits, copies, defers, watch
         own_buckets = [bucket for bucket in buckets if rank in bucket.owners]
@@ -230,10 +209,8 @@ class Publishing:
         self._versions = self._read_versions()
 
     def check(self) -> None:
-        """Accepts writes of the script to weights that the optimizer steps, unless other owners read copies of them.
-
-        Raises:
-            RuntimeFault: such weights were written; names them.
+        """Accepts what the script has written to weights that the optimizer steps.
+        Raises RuntimeFault if other owners read copies of these weights.
         """
         for held, own in self._whole:
             if own._version != self._versions[own] and held._version == self._versions[held]:

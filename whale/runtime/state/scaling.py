@@ -15,15 +15,10 @@ GROWTH_STEPS = 2000
 
 @dataclass(frozen=True, slots=True)
 class LossScale:
-    """The factor on the loss that keeps float16 gradients from underflow.
+    """The factor on the loss that keeps float16 gradients from underflow."""
 
-    Attributes:
-        value: a power of two, so that dividing gradients by it is exact.
-        num_finite: steps with finite gradients since it last changed.
-    """
-
-    value: float = 2.0**16
-    num_finite: int = 0
+    value: float = 2.0**16  # a power of two, so that dividing gradients by it is exact
+    num_finite: int = 0  # steps with finite gradients since it last changed
 
     def after(self, *, is_finite: bool) -> LossScale:
         """The scale of the next step: half after non-finite gradients, double after many finite ones."""

@@ -38,7 +38,6 @@ def fitted_state(
     Args:
         scheduler: over `optimizer`, of the same class as the saved ones.
         optimizer: over some or all of the parameters, each of which was with one of the saved ones.
-        parameters: this rank's parameters by name.
         saved: one or more results of `read_scheduler`.
     """
     if isinstance(scheduler, JointScheduler):
@@ -54,17 +53,11 @@ def fitted_state(
 
 @dataclass(frozen=True)
 class _Source:
-    """The saved state of one group.
+    """The saved state of one group."""
 
-    Attributes:
-        value: a saved state, or a part of it.
-        number: of the group there; None for a group without parameters.
-        num_groups: there.
-    """
-
-    value: Any
-    number: int | None
-    num_groups: int
+    value: Any  # a saved state, or a part of it
+    number: int | None  # of the group there; None for a group without parameters
+    num_groups: int  # there
 
     def at(self, key: Any) -> _Source:
         return _Source(self.value[key], self.number, self.num_groups)

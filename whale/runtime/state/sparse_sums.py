@@ -16,20 +16,13 @@ from whale.comm import Groups, Launched
 
 @dataclass
 class RowSum:
-    """The sum of the gradient of one parameter, through one step.
+    """The sum of the gradient of one parameter, through one step."""
 
-    Attributes:
-        parameter: of which each owner holds all.
-        adds: whether this rank's gradient is a term; else it is a copy of another's.
-        ranks: of the owners, in the world.
-        counts: rows of each.
-    """
-
-    parameter: torch.nn.Parameter
-    adds: bool
-    ranks: tuple[int, ...]
+    parameter: torch.nn.Parameter  # of which each owner holds all
+    adds: bool  # whether this rank's gradient is a term; else it is a copy of another's
+    ranks: tuple[int, ...]  # of the owners, in the world
     _own: torch.Tensor | None = field(default=None, init=False)
-    counts: torch.Tensor = field(init=False)
+    counts: torch.Tensor = field(init=False)  # rows of each
 
     def start(self, groups: Groups) -> Launched | None:
         """Starts to gather the numbers of rows."""

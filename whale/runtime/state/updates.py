@@ -43,24 +43,14 @@ def row_shares(holdings: Holdings, rank: int, names: Iterable[str]) -> dict[str,
 
 def merge_buffers(
     holdings: Holdings,
-    rank: int | None,
-    model: ModelGraph,
-    tensors: Mapping[str, torch.Tensor],
-    names: Sequence[str],
-    add: Callable[[torch.Tensor, str], None],
+    rank: int | None,  # this rank of the plan; None if idle
+    model: ModelGraph,  # shapes of the buffers
+    tensors: Mapping[str, torch.Tensor],  # what this rank holds
+    names: Sequence[str],  # buffers to merge, the same on every rank
+    add: Callable[[torch.Tensor, str], None],  # sums a tensor over all ranks, in place; its text names the wait
     device: torch.device,
 ) -> None:
-    """Replaces each buffer by its average over the ranks that hold it. A collective of the world.
-
-    Args:
-        holdings: who holds which part of what.
-        rank: this rank of the plan; None if idle.
-        model: shapes of the buffers.
-        tensors: what this rank holds.
-        names: buffers to merge, the same on every rank.
-        add: sums a tensor over all ranks, in place; its text names the wait.
-        device: where this rank computes.
-    """
+    """Replaces each buffer by its average over the ranks that hold it. A collective of the world."""
     if len(holdings.plan.devices) == 1 or not names:
         return
     shares = {} if rank is None else row_shares(holdings, rank, names)
@@ -174,20 +164,12 @@ class StepBuffers:
 
 @dataclass(frozen=True)
 class SharedBuffers:
-    """Combines what the micro-batches of all ranks have written into buffers.
-
-    Attributes:
-        holdings: who holds which part of what.
-        rank: this rank of the plan; None if idle.
-        tensors: what this rank holds.
-        add: sums a tensor over all ranks, in place; its text names the wait.
-        device: where this rank computes.
-    """
+    """Combines what the micro-batches of all ranks have written into buffers."""
 
     holdings: Holdings
-    rank: int | None
-    tensors: Mapping[str, torch.Tensor]
-    add: Callable[[torch.Tensor, str], None]
+    rank: int | None  # this rank of the plan; None if idle
+    tensors: Mapping[str, torch.Tensor]  # what this rank holds
+    add: Callable[[torch.Tensor, str], None]  # sums a tensor over all ranks, in place; its text names the wait
     device: torch.device
 
     def settle(self, model: ModelGraph, kinds: Mapping[str, UpdateKind], made: Mapping[str, torch.Tensor], num_rows: int) -> None:
@@ -195,7 +177,6 @@ class SharedBuffers:
 
         Args:
             model: in the mode that was run.
-            kinds: of the buffers that it writes.
             made: by this rank's micro-batches.
             num_rows: rows of the global batch.
         """

@@ -17,27 +17,16 @@ from whale.units import listed
 
 
 def fill_tensors(
-    model: ModelGraph,
+    model: ModelGraph,  # names and shapes
     holdings: Holdings,
-    rank: int | None,
-    state: EngineState,
-    given: Mapping[str, torch.Tensor],
-    keys: Mapping[str, str],
+    rank: int | None,  # this rank of the plan; None if idle
+    state: EngineState,  # of this rank
+    given: Mapping[str, torch.Tensor],  # the state dict, equal on every rank
+    keys: Mapping[str, str],  # that it must have, with the canonical name of each
     world: World,
 ) -> None:
     """Copies a state dict into the tensors of this rank; on an error nothing has changed.
-
-    Args:
-        model: names and shapes.
-        holdings: who holds which part.
-        rank: this rank of the plan; None if idle.
-        state: of this rank.
-        given: the state dict, equal on every rank.
-        keys: that it must have, with the canonical name of each.
-        world: this process among its peers.
-
-    Raises:
-        CheckpointError: keys are missing or unknown, shapes differ, or ranks have different state dicts.
+    Raises CheckpointError if keys are missing or unknown, shapes differ, or ranks have different state dicts.
     """
     together(world, lambda: _check(model, given, keys))
     odd = _unlike_rank_0(combined(digests({key: given[key] for key in sorted(keys)})), world)

@@ -22,23 +22,15 @@ from whale.sharding.index_sets import count
 
 
 def gather_tensors(
-    model: ModelGraph,
+    model: ModelGraph,  # shapes and types
     holdings: Holdings,
-    tensors: Mapping[str, torch.Tensor],
-    world_ranks: Sequence[int],
+    tensors: Mapping[str, torch.Tensor],  # what this rank keeps
+    world_ranks: Sequence[int],  # per rank of the plan, the rank in the world
     world: World,
     *,
-    only: int | None,
+    only: int | None,  # the world rank that gets them; None for every rank
 ) -> dict[str, torch.Tensor] | None:
     """Copies of all parameters and buffers, whole, in host memory: they may not fit on a device.
-
-    Args:
-        model: shapes and types.
-        holdings: who holds which part.
-        tensors: what this rank keeps.
-        world_ranks: per rank of the plan, the rank in the world.
-        world: this process among its peers.
-        only: the world rank that gets them; None for every rank.
 
     Returns:
         Tensors by name; None on ranks that get nothing.
@@ -68,20 +60,13 @@ def _brought(
 def lend_tensors(
     model: ModelGraph,
     holdings: Holdings,
-    tensors: Mapping[str, torch.Tensor],
+    tensors: Mapping[str, torch.Tensor],  # what this rank keeps
     world_ranks: Sequence[int],
     world: World,
-    borrowers: Mapping[str, Sequence[int]],
-    lent: Mapping[str, torch.Tensor],
+    borrowers: Mapping[str, Sequence[int]],  # per name, the ranks of the plan that borrow it
+    lent: Mapping[str, torch.Tensor],  # the copies on this rank, which are overwritten
 ) -> None:
-    """Copies whole parameters and buffers to ranks that compute with them without holding them. A collective of the world.
-
-    Args:
-        model, holdings, world_ranks, world: as for `gather_tensors`.
-        tensors: what this rank keeps.
-        borrowers: per name, the ranks of the plan that borrow it.
-        lent: the copies on this rank, which are overwritten.
-    """
+    """Copies whole parameters and buffers to ranks that compute with them without holding them. A collective of the world."""
     for name, ranks in borrowers.items():
         takers = [world_ranks[each] for each in ranks]
         whole, source = holdings.whole(model, name, holdings.plan.state_of(name).kept), holdings.shardings.kept(name)
@@ -106,9 +91,6 @@ def own_outputs(
     """The graph's outputs for some rows on each rank: those of which it computes the last output with rows.
 
     Rows of it that another rank computes, and outputs without rows, are gathered.
-
-    Args:
-        model, axes, plan, world_ranks, world, pieces, num_rows: as for `gather_outputs`.
 
     Returns:
         The outputs, and the numbers of their rows in the global batch: int64, on the same device.
@@ -136,29 +118,18 @@ def own_outputs(
 
 
 def gather_outputs(
-    model: ModelGraph,
-    axes: Mapping[str, BatchAxis],
-    plan: Plan,
-    world_ranks: Sequence[int],
+    model: ModelGraph,  # the captured model, with its `outputs`
+    axes: Mapping[str, BatchAxis],  # where the batch is in each of them
+    plan: Plan,  # which rank computes which rows of which output
+    world_ranks: Sequence[int],  # per rank of the plan, the rank in the world
     world: World,
-    pieces: Sequence[Piece],
-    num_rows: int,
+    pieces: Sequence[Piece],  # what this rank computed
+    num_rows: int,  # of the global batch
 ) -> list[torch.Tensor]:
     """The graph's outputs for the whole batch, on every rank.
 
     An output without rows that depends on them (a mean, say) is that of the first piece, and rank 0 warns.
-
-    Args:
-        model: the captured model, with its `outputs`.
-        axes: where the batch is in each of them.
-        plan: which rank computes which rows of which output.
-        world_ranks: per rank of the plan, the rank in the world.
-        world: this process among its peers.
-        pieces: what this rank computed.
-        num_rows: of the global batch.
-
-    Raises:
-        PlanError: an output has rows but no known batch axis, and was computed in several pieces.
+    Raises PlanError if an output has rows but no known batch axis, and was computed in several pieces.
     """
     mine = {(name, start): value for name, start, _, value in pieces}
     results = []

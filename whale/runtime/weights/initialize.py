@@ -29,24 +29,18 @@ _SENTINELS = (0x55, 0x2A)  # two bytes that differ in every bit but the highest;
 
 
 def initial_tensors(
-    model: nn.Module,
+    model: nn.Module,  # with real or meta tensors, or some of each
+    # parameters and buffers to make, by any of their names. Tied names share one tensor, with the values of its first place in
+    # ``state_dict`` order
     names: Iterable[str],
     *,
-    seed: int,
-    initialize: Callable[[nn.Module], None] | None = None,
-    device: Callable[[str], torch.device],
+    seed: int,  # of the initial values of meta tensors
+    initialize: Callable[[nn.Module], None] | None = None,  # fills a module's own tensors in place, as for ``nn.Module.apply``
+    device: Callable[[str], torch.device],  # where a tensor goes, by its name
+    # the part of a whole tensor to keep, by its name (the first requested one, where it has several); may return a view
     shard: Callable[[str, Tensor], Tensor] = lambda _, whole: whole,
 ) -> dict[str, Tensor]:
     """The tensors that a rank starts from; the model is not modified.
-
-    Args:
-        model: with real or meta tensors, or some of each.
-        names: parameters and buffers to make, by any of their names. Tied names share one tensor, with the values of its first
-            place in ``state_dict`` order.
-        seed: of the initial values of meta tensors.
-        initialize: fills a module's own tensors in place, as for ``nn.Module.apply``.
-        device: where a tensor goes, by its name.
-        shard: the part of a whole tensor to keep, by its name (the first requested one, where it has several); may return a view.
 
     Returns:
         Per name a leaf tensor with its own memory, of the model's dtype and ``requires_grad``.

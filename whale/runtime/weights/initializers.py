@@ -29,21 +29,14 @@ _CREATES_LIKE = frozenset(
 
 @dataclass(frozen=True, eq=False)
 class Initializer:
-    """One call that fills tensors.
+    """One call that fills tensors."""
 
-    Attributes:
-        label: for messages and seeds (``_init_weights(transformer.h.0.mlp)``).
-        run: the call, on the current tensors of the shadow.
-        written: places that it writes.
-        groups: per place, the places that must hold data together with it, because values of one flow into another.
-        touched: places that it may change.
-    """
-
-    label: str
-    run: Callable[[], object]
-    written: frozenset[Slot]
+    label: str  # for messages and seeds (``_init_weights(transformer.h.0.mlp)``)
+    run: Callable[[], object]  # the call, on the current tensors of the shadow
+    written: frozenset[Slot]  # places that it writes
+    # per place, the places that must hold data together with it, because values of one flow into another
     groups: Mapping[Slot, tuple[Slot, ...]]
-    touched: frozenset[Slot]
+    touched: frozenset[Slot]  # places that it may change
 
     def group(self, slot: Slot) -> tuple[Slot, ...]:
         """The places to fill together in order to fill one, that one included, in a fixed order."""

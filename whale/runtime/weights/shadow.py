@@ -15,23 +15,14 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True, eq=False)
 class Slot:
-    """A place of the shadow that holds a tensor.
+    """A place of the shadow that holds a tensor."""
 
-    Attributes:
-        name: dotted name, the first if a shared module has several.
-        module: of the shadow.
-        key: the tensor's name in its module.
-        is_parameter: else a buffer.
-        original: the user's tensor.
-        blank: the meta tensor that is there while no data is inserted.
-    """
-
-    name: str
-    module: nn.Module
-    key: str
-    is_parameter: bool
+    name: str  # dotted name, the first if a shared module has several
+    module: nn.Module  # of the shadow
+    key: str  # the tensor's name in its module
+    is_parameter: bool  # else a buffer
     original: Tensor
-    blank: Tensor
+    blank: Tensor  # the meta tensor that is there while no data is inserted
 
     def get(self) -> Tensor | None:
         return self._places.get(self.key)
@@ -55,17 +46,11 @@ class Slot:
 
 @dataclass(frozen=True)
 class Shadow:
-    """The copied tree.
+    """The copied tree."""
 
-    Attributes:
-        root: the shadow of the model.
-        slots: every place once, in ``state_dict`` order.
-        by_name: by every name, including those of shared modules.
-    """
-
-    root: nn.Module
-    slots: tuple[Slot, ...]
-    by_name: dict[str, Slot]
+    root: nn.Module  # the shadow of the model
+    slots: tuple[Slot, ...]  # every place once, in ``state_dict`` order
+    by_name: dict[str, Slot]  # by every name, including those of shared modules
 
     def ties(self, slot: Slot) -> tuple[Slot, ...]:
         """All places of a place's tensor, itself included, in ``state_dict`` order."""

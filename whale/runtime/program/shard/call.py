@@ -52,19 +52,12 @@ def _seed(state: bytes, number: int) -> int:
 
 @dataclass(frozen=True)
 class Call:
-    """A call that is cut along one axis.
-
-    Attributes:
-        writer: writes the new graph.
-        node: of the old graph.
-        op: the same as a value.
-        axis: along which it is cut.
-    """
+    """A call that is cut along one axis."""
 
     writer: Writer
     node: fx.Node
     op: Op
-    axis: str
+    axis: str  # along which it is cut
 
     @property
     def layout(self) -> ShardLayout:

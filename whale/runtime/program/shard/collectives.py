@@ -87,11 +87,8 @@ def all_to_all(value: Tensor, leaving: Slots, arriving: Slots, group: Group, wha
     """Parts along one axis as parts along another.
 
     Args:
-        value: the own part.
         leaving: per device, what of the own part goes there.
         arriving: per device, the place in the new part of what comes from there.
-        group: the split group.
-        what: named in errors.
     """
     pieces = [leaving.take(value, device) for device in range(group.size)]
     shapes = [_arriving_shape(value, leaving, arriving, device) for device in range(group.size)]

@@ -62,26 +62,17 @@ FINISHES: dict[str, Callable[[Any, Any], Tensor]] = {"any": part_any, "all": par
 
 
 def part_batch_norm(
-    value: Tensor,
-    weight: Tensor | None,
+    value: Tensor,  # the own samples, ``[n channels ...]``
+    weight: Tensor | None,  # per channel, as the next three
     bias: Tensor | None,
-    running_mean: Tensor | None,
+    running_mean: Tensor | None,  # updated in place, as in torch
     running_var: Tensor | None,
-    momentum: float,
-    eps: float,
-    share: float,
+    momentum: float,  # of the running statistics
+    eps: float,  # added to the variance
+    share: float,  # of all samples that this part has
     group: Group,
 ) -> Tensor:
-    """``batch_norm`` in training, on a part of the samples.
-
-    Args:
-        value: the own samples, ``[n channels ...]``.
-        weight, bias, running_mean, running_var: per channel; the last two are updated as in torch.
-        momentum: of the running statistics.
-        eps: added to the variance.
-        share: of all samples that this part has.
-        group: the split group.
-    """
+    """``batch_norm`` in training, on a part of the samples."""
     precise = value.float() if value.dtype in (torch.float16, torch.bfloat16) else value
     dims = [dim for dim in range(value.dim()) if dim != 1]
     num_elements = round(value.numel() / value.shape[1] / share)
@@ -149,8 +140,6 @@ def part_cross_entropy(logits: Tensor, target: Tensor, reduction: int, ignored: 
         reduction: torch's number.
         ignored: the target that is ignored.
         runs: the classes held.
-        size: number of classes.
-        group: the split group.
     """
     counts = target != ignored
     local, held = localize(torch.where(counts, target, 0), runs, size)

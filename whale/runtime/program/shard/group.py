@@ -38,23 +38,14 @@ class Gate:
 
 @dataclass(frozen=True)
 class Group:
-    """A split group.
+    """A split group."""
 
-    Attributes:
-        groups: hold torch's groups; programs, and what autograd saves of them, may outlive those.
-        ranks: world ranks of its devices, by position.
-        device: of its tensors, which selects the backend.
-        waits: how its collectives are waited for.
-        gate: called before its next message.
-        watch: called around each wait.
-    """
-
-    groups: Groups
-    ranks: tuple[int, ...]
-    device: torch.device = CPU
+    groups: Groups  # hold torch's groups; programs, and what autograd saves of them, may outlive those
+    ranks: tuple[int, ...]  # world ranks of its devices, by position
+    device: torch.device = CPU  # of its tensors, which selects the backend
     waits: Waits = field(default_factory=lambda: Waits(timedelta(seconds=300)), compare=False)
-    gate: Gate = field(default_factory=Gate, compare=False)
-    watch: Watch = field(default=NOBODY, compare=False)
+    gate: Gate = field(default_factory=Gate, compare=False)  # called before its next message
+    watch: Watch = field(default=NOBODY, compare=False)  # called around each wait
 
     @property
     def process_group(self) -> dist.ProcessGroup:

@@ -19,21 +19,13 @@ from whale.sharding.index_sets import Runs, count, extent, index_set, intervals,
 
 @dataclass(frozen=True)
 class Held:
-    """The part of one tensor dimension that a device holds.
+    """The part of one tensor dimension that a device holds."""
 
-    Attributes:
-        units: size of the dimension without the rows of the batch.
-        parts: per device of the split group, its positions among the units.
-        position: of this device.
-        rows_outside: if the dimension also holds the batch, whether that is the outer factor.
-        has_rows: whether it holds the batch.
-    """
-
-    units: int
-    parts: tuple[Runs, ...]
-    position: int
-    rows_outside: bool
-    has_rows: bool
+    units: int  # size of the dimension without the rows of the batch
+    parts: tuple[Runs, ...]  # per device of the split group, its positions among the units
+    position: int  # of this device
+    rows_outside: bool  # if the dimension also holds the batch, whether that is the outer factor
+    has_rows: bool  # whether it holds the batch
 
     @property
     def runs(self) -> Runs:
@@ -52,23 +44,14 @@ class Held:
 
 @dataclass(frozen=True)
 class ShardLayout:
-    """The cuts of a stage, for one device.
-
-    Attributes:
-        model: the captured model.
-        axes: its axes.
-        shards: of the stage.
-        position: of this device in its split group.
-        ops: the calls of the stage; none for a stage that another capture leaves without ops.
-        num_rows: rows of the group, where the batch is cut.
-    """
+    """The cuts of a stage, for one device."""
 
     model: ModelGraph
-    axes: Axes
+    axes: Axes  # its axes
     shards: tuple[Shard, ...]
-    position: int
-    ops: Collection[str]
-    num_rows: int = 0
+    position: int  # of this device in its split group
+    ops: Collection[str]  # the calls of the stage; none for a stage that another capture leaves without ops
+    num_rows: int = 0  # rows of the group, where the batch is cut
 
     @cached_property
     def labels(self) -> Labels:

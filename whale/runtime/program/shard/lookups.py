@@ -23,7 +23,6 @@ def localize(indices: Tensor, runs: Runs, size: int) -> tuple[Tensor, Tensor]:
     Args:
         indices: into the whole; negative ones count from its end.
         runs: the positions held.
-        size: of the whole dimension.
 
     Returns:
         Local indices, 0 where a position is not held, and the mask of those that are.

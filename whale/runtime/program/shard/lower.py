@@ -33,47 +33,31 @@ from whale.runtime.program.shard.writer import GROUP, Writer
 
 @dataclass(frozen=True)
 class ShardProgram:
-    """A stage's graph on the parts of one device.
+    """A stage's graph on the parts of one device."""
 
-    Attributes:
-        graph: takes the split group (`GROUP`) and then the inputs of the old graph; returns the same, whole.
-        parameters: per parameter and buffer of which the device holds a part, the dimensions of the whole one.
-        partial: whole parameters whose gradients must be summed over the split group. Gradients of all other whole parameters are
-            complete, and equal on all devices of the group.
-    """
-
-    graph: fx.Graph
+    graph: fx.Graph  # takes the split group (`GROUP`) and then the inputs of the old graph; returns the same, whole
+    # per parameter and buffer of which the device holds a part, the dimensions of the whole one
     parameters: Mapping[str, tuple[Dimension, ...]]
+    # whole parameters whose gradients must be summed over the split group. Gradients of all other whole parameters are complete, and equal
+    # on all devices of the group
     partial: frozenset[str]
 
 
 def lower_shards(
-    graph: fx.Graph,
+    graph: fx.Graph,  # of the stage, its nodes named as the ops; not changed
     model: ModelGraph,
     axes: Axes,
     shards: Sequence[Shard],
-    position: int,
+    position: int,  # of this device in its split group
     *,
+    # parameters whose gradients must be complete, since another program on the device adds complete ones to them, or the gradient sums are
+    # settled
     complete: Collection[str] = (),
+    # parameters and buffers that these cuts read whole though the device holds a part, and where the parts belong
     gathered: Mapping[str, Slots] = MappingProxyType({}),
-    num_rows: int = 0,
+    num_rows: int = 0,  # rows of the group; needed where the batch is cut
 ) -> ShardProgram:
-    """Rewrites a stage's graph so that it computes on parts.
-
-    Args:
-        graph: of the stage, its nodes named as the ops; not changed.
-        model: the captured model.
-        axes: of the model.
-        shards: of the stage.
-        position: of this device in its split group.
-        complete: parameters whose gradients must be complete, since another program on the device adds complete ones to them, or
-            the gradient sums are settled.
-        gathered: parameters and buffers that these cuts read whole though the device holds a part, and where the parts belong.
-        num_rows: rows of the group; needed where the batch is cut.
-
-    Raises:
-        PlanError: an op cannot be cut so; names the op and the user's line.
-    """
+    """Rewrites a stage's graph so that it computes on parts. Raises PlanError, at the user's line, if an op cannot be cut so."""
     known = [node for node in graph.nodes if node.name in model.by_name]
     ops = [node.name for node in known if node.op != "placeholder"]
     layout = ShardLayout(model, axes, tuple(shards), position, ops, num_rows)
@@ -114,9 +98,7 @@ def _write(node: fx.Node, writer: Writer) -> None:
 
 def _lower(call: Call) -> fx.Node:
     """Writes a cut call as the entry of its operator says.
-
-    Raises:
-        PlanError: it has no lowering, so sizes and positions among its arguments would stay those of the whole.
+    Raises PlanError if it has no lowering: sizes and positions among its arguments would stay those of the whole.
     """
     name = operator_of(call.op).on_parts
     if name is None:

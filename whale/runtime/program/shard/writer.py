@@ -45,7 +45,6 @@ class Writer:
     """Builds the new graph.
 
     Args:
-        layout: the cuts.
         roots: per node of the old graph, the node whose memory it shares.
         writes: what the ops of the stage write in place.
         synchronized: parameters whose partial gradients are summed once per step, so that their bridges move none.
@@ -69,9 +68,7 @@ class Writer:
 
     def bring_together(self, node: fx.Node, slots: Slots) -> None:
         """Gathers a node that is a part in the new graph; its users give it a whole gradient.
-
-        Raises:
-            PlanError: it is written in place, which the part would not see.
+        Raises PlanError if it is written in place, which the part would not see.
         """
         if self.is_written_later(node):
             raise PlanError(
