@@ -96,8 +96,7 @@ class OpFault(RuntimeFault):
     """An op of the model failed on this rank alone, by its operands, or the model itself refuses them."""
 
 
-PREEMPTED_CODE = 128 + signal.SIGTERM
-"""The exit code of a process that SIGTERM has ended, as in shells."""
+PREEMPTED_CODE = 128 + signal.SIGTERM  # the exit code of a process that SIGTERM has ended, as in shells
 
 
 class Preempted(SystemExit):

@@ -11,8 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-FIRST_SECONDS = 1.0
-"""How long work goes on before it is told; then again each time twice as long."""
+FIRST_SECONDS = 1.0  # before the first report; each further pause is twice as long
 
 
 @contextmanager

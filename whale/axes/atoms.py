@@ -19,11 +19,9 @@ from collections.abc import Iterable, Sequence
 from itertools import accumulate
 from math import prod
 
-ROWS = 2**61 - 1
-"""The size of the batch axis while axes are discovered: a prime larger than any other size."""
+ROWS = 2**61 - 1  # size of the batch axis during discovery: a prime larger than any other size
 
-Dim = tuple[int, ...]
-"""A dimension: the numbers of its atoms, outermost first."""
+Dim = tuple[int, ...]  # a dimension: the numbers of its atoms, outermost first
 
 
 class Clash(Exception):

@@ -42,8 +42,7 @@ def _extent_of(factor: Factor, axes: Axes) -> int:
     return axes.by_name[factor].size
 
 
-MIN_ROWS = 2
-"""Fewer cannot be halved."""
+MIN_ROWS = 2  # fewer cannot be halved
 
 
 @dataclass(frozen=True)

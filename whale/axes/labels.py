@@ -20,8 +20,7 @@ from whale.errors import PlanError
 from whale.ir.graph import ModelGraph, Op
 from whale.ir.plan import Shard
 
-SCATTERED = frozenset({"sum", "mean", "lookup"})
-"""How partial results may be combined so that a device can keep its part of the sum."""
+SCATTERED = frozenset({"sum", "mean", "lookup"})  # ways to combine partial results that let a device keep its part of the sum
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,18 +35,15 @@ from whale.axes.values import Role
 from whale.errors import ConfigError
 from whale.ir.graph import Argument, Op, Ref
 
+# how results for parts of a contracted axis combine. ``lookup``: each part answers for its indices; ``softmax``: cross-entropy from parts
+# of the classes; ``weighted_mean``: sums of values and of weights, divided at the end
 COMBINES = ("sum", "mean", "weighted_mean", "max", "min", "any", "all", "prod", "lookup", "softmax")
-"""How results for parts of a contracted axis make the whole result.
-
-``lookup``: each part answers for the indices that fall in it; ``softmax``: cross-entropy from parts of the classes;
-``weighted_mean``: sums of values and of weights, divided at the end."""
 
 _OPERAND = re.compile(r"\s*(\+?)(\w+)\[([^\]]*)\]")
 _RESULT = re.compile(r"\s*\[([^\]]*)\]\s*,?")
 _FACTOR = re.compile(r"(?P<open>\()?(?P<letter>\.\.\.|[A-Za-z_]\w*)(?::(?P<how>\w+))?(?(open)\))(?:=(?P<size>\d+))?(?P<mark>[!^~]?)$")
 
-Term = tuple[str, ...]
-"""One dimension in a rule: the letters it is the product of; empty for a dimension of size 1."""
+Term = tuple[str, ...]  # one dimension in a rule: the product of letters; empty for size 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,8 +9,7 @@ from whale.axes.atoms import ROWS, Atoms, Dim
 from whale.axes.values import Role
 from whale.ir.graph import Argument, ModelGraph, Op, Ref, TensorSpec
 
-Dims = tuple[Dim, ...]
-"""The dimensions of one tensor."""
+Dims = tuple[Dim, ...]  # the dimensions of one tensor
 
 KEPT = Role("kept")
 BROADCAST = Role("broadcast")

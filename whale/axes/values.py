@@ -63,11 +63,9 @@ class Concatenation:
         return "(" + " | ".join(show_dimension(piece) for piece in self.pieces) + ")"
 
 
-Factor = Union[str, Concatenation]
-"""A factor of a dimension: the name of an axis, or a concatenation."""
+Factor = Union[str, Concatenation]  # an axis, or a concatenation
 
-Dimension = tuple[Factor, ...]
-"""A tensor dimension as an ordered product, outermost first; empty for a dimension of size 1."""
+Dimension = tuple[Factor, ...]  # an ordered product, outermost first; empty for size 1
 
 
 def show_dimension(dimension: Dimension) -> str:

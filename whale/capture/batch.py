@@ -18,8 +18,7 @@ from whale.ir.graph import NUM_ROWS
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
-BatchDims = Mapping[str | int, int | None]
-"""Per tensor of the batch, by its key or its whole place (``['inputs']['x']``), 0 where it has rows, None where it has none."""
+BatchDims = Mapping[str | int, int | None]  # per tensor, by key or whole path (``['inputs']['x']``), 0 if it has rows, else None
 
 _CONSTANTS = (type(None), bool, int, float, str)
 

@@ -388,8 +388,7 @@ def _line(node: fx.Node) -> SourceLine | None:
     return line_of_stack_trace(node.meta.get("stack_trace"))
 
 
-TESTED = ("2.11", "2.12", "2.13", "2.14", "2.15")
-"""Minor versions, ascending, that `make versions` passes with."""
+TESTED = ("2.11", "2.12", "2.13", "2.14", "2.15")  # minor versions, ascending, that `make versions` passes with
 
 
 def check_version(version: str) -> None:

@@ -48,10 +48,8 @@ from whale.errors import CaptureError
 from whale.ir.graph import ModelGraph
 from whale.ir.writes import written_buffers
 
-MOST_BYTES = 2**28
-"""Of all files in a folder; those that served longest ago go first."""
-_MOST_VALUES, _MOST_BYTES_OF_VALUE = 20_000, 2**26
-"""Of larger values nothing is told."""
+MOST_BYTES = 2**28  # of all files in a folder; the least recently used go first
+_MOST_VALUES, _MOST_BYTES_OF_VALUE = 20_000, 2**26  # limits of values that are compared
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size)
 _DEEPEST = 12
 
@@ -82,7 +80,7 @@ class KeptCapture:
         """The place; None for a model with too many values that cannot be compared."""
         try:
             key = _digest(_told_before(near, loss, structure, arguments))
-        except Exception:  # whatever the user's own objects raise: too little is told
+        except Exception:  # whatever the user's own objects raise: not comparable
             return None
         return KeptCapture(folder, near, structure, key)
 
@@ -111,7 +109,7 @@ class KeptCapture:
             check_memory(held, {each.name for each in held.parameters if each.trainable} | written_buffers(graph).keys())
             constants = fields.pop("tensors")
             program = CapturedProgram(_graph_of(nodes), {**held.tensors, **constants}, self.structure, reads=head.reads, **fields)
-        except (OSError, CaptureError):  # what a model must not hold, the capture says
+        except (OSError, CaptureError):  # what a model must not hold, the capture reports
             return None
         except (pickle.UnpicklingError, EOFError, AttributeError, ImportError, IndexError, KeyError, TypeError, ValueError) as error:
             with contextlib.suppress(OSError):
@@ -194,7 +192,7 @@ def _digest(lines: Iterable[str]) -> str:
 def _told_before(near: NearValues, loss: object, structure: BatchStructure, arguments: tuple[object, ...]) -> Iterable[str]:
     """What is known of a capture before it is made, one item per line."""
     if near.generators:
-        raise _Untold  # where a generator stands is not told
+        raise _Untold  # the state of a generator is unknown
     yield repr(_stamps([__file__]))
     yield repr((torch.__version__, sys.version, platform.machine(), sys.argv, os.getcwd(), torch.get_default_dtype(), default_scope()))
     yield repr([(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")])

@@ -94,8 +94,8 @@ class Config:
 PREFIX = "WHALE_"
 RECIPE_VARIABLE = "WHALE_RECIPE"
 
+# a Config, a mapping of ``section.key`` to values or of sections to mappings, a recipe file, or nothing
 Source = Config | Mapping[str, object] | str | Path | None
-"""What ``config=`` takes: a Config, a mapping of ``section.key`` to values or of sections to mappings, a recipe file, or nothing."""
 
 
 def load_config(source: Source, *, environment: Mapping[str, str], base: Config | None = None) -> Config:

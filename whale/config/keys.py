@@ -10,11 +10,9 @@ from difflib import get_close_matches
 from typing import Any, Literal, get_args, get_type_hints
 
 KeyType = Literal["bool", "int", "float", "str"]
-Shares = tuple[tuple[int, float | str], ...]
-"""Stage numbers, ascending, with a share from 0 to 1 each, or a word."""
+Shares = tuple[tuple[int, float | str], ...]  # stage numbers, ascending, with a share from 0 to 1 each, or a word
 
-Choice = str | tuple[tuple[str, str], ...]
-"""One of some words, or one by patterns of parameter names, of which the first that matches counts."""
+Choice = str | tuple[tuple[str, str], ...]  # one of some words, or one by patterns of parameter names; the first match counts
 
 
 def choice_text(value: Choice) -> str:

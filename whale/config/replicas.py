@@ -27,13 +27,12 @@ from whale.errors import ConfigError, WhaleError
 
 REPLICAS, PLAN, MODEL = "replicas", "plan", "model"
 
-Place = Callable[..., object]
-"""Where a value stands, by the way to it: number of the block, key."""
+Place = Callable[..., object]  # the line of a value, by its path: number of the block, key
 
 ALL, EVEN = "all", "even"
 
+# the keys of a replica whose stages are written in full
 _BESIDE_STAGES = (STAGES, MODEL, "rows", "recompute", "schedule", "num_micro_batch", "num_chunks", "group_size")
-"""The keys of a replica whose stages are written down."""
 
 RECOMPUTE = "recompute"
 
@@ -146,6 +145,7 @@ def _text(name: str, value: object, place: object) -> str:
     raise ConfigError(f"{REPLICAS}.{name}: {value!r} is not text", where=place)
 
 
+# of the keys of a block that are no configuration keys
 _READERS: Mapping[str, Key | Callable[[str, object, object], object]] = {
     "devices": _devices,
     "split": _count_key("split"),
@@ -157,7 +157,6 @@ _READERS: Mapping[str, Key | Callable[[str, object, object], object]] = {
     "more_axes": _names("axes"),
     MODEL: _text,
 }
-"""How each key of a block is read that is no configuration key."""
 
 
 @dataclass(frozen=True, slots=True)

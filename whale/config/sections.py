@@ -215,6 +215,7 @@ class EstimateSettings:
     )
 
 
+# in the order in which they print
 SECTIONS: Mapping[str, type[object]] = {
     "pipeline": PipelineSettings,
     "cluster": ClusterSettings,
@@ -228,25 +229,22 @@ SECTIONS: Mapping[str, type[object]] = {
     "planning": PlanningSettings,
     "estimate": EstimateSettings,
 }
-"""The sections, in the order in which they print."""
 
+# by ``section.key``
 KEYS: Mapping[str, Key] = {name: found for section, kind in SECTIONS.items() for name, found in keys_of(section, kind).items()}
-"""Every key, by ``section.key``."""
 
 
-STRATEGIES: Mapping[str, str] = {"PreferForward": "gpipe", "PreferBackward": "1f1b"}
-"""Values of EPL's ``pipeline.strategy`` and the ``pipeline.schedule`` that each is carried to."""
+STRATEGIES: Mapping[str, str] = {"PreferForward": "gpipe", "PreferBackward": "1f1b"}  # EPL's ``pipeline.strategy`` as ``pipeline.schedule``
 
 
-AUTO = "auto.auto_parallel"
-"""A flag of EPL that asks for what Whale does anyway."""
+AUTO = "auto.auto_parallel"  # a flag of EPL for what Whale does anyway
 
+# keys as Whale's paper writes them, without a section
 OF_THE_PAPER: Mapping[str, str] = {
     "num_micro_batch": "pipeline.num_micro_batch",
     "num_task_graph": "pipeline.num_stages",
     "auto_parallel": AUTO,
 }
-"""Keys as Whale's paper writes them, without a section."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -304,7 +302,5 @@ EPL_KEYS = (
     EplKey("io.unbalanced_io_slicing", False, "`engine.loader` slices as the plan's shares say, unevenly where devices are unlike"),
     EplKey("io.drop_last_files", False, "`engine.loader` cuts a short last batch in proportion; nothing need be dropped"),
 )
-"""Every key of EPL's configuration."""
 
-REFUSED: Mapping[str, EplKey] = {entry.name: entry for entry in EPL_KEYS if not entry.carries}
-"""The keys of EPL that are an error, by name."""
+REFUSED: Mapping[str, EplKey] = {entry.name: entry for entry in EPL_KEYS if not entry.carries}  # by name

@@ -39,8 +39,7 @@ class Setting:
     inside: Place | None = None  # gives the line of a value inside, by its path; None if unknown
 
 
-_SHORT = {"cluster": "cluster.file", "recompute": "recompute.policy"}
-"""Sections that may be given as the value of one of their keys."""
+_SHORT = {"cluster": "cluster.file", "recompute": "recompute.policy"}  # sections that may be the value of one of their keys
 
 
 def is_section(name: object) -> bool:

@@ -22,14 +22,11 @@ from whale.ir.plan import Shard
 
 STAGES = "stages"
 
-OpRange = tuple[str, str]
-"""The first and the last of consecutive ops."""
+OpRange = tuple[str, str]  # the first and the last of consecutive ops
 
-FULL = "full"
-"""In place of runs of ops: the whole stage."""
+FULL = "full"  # in place of runs of ops: the whole stage
 
-BETWEEN = " .. "
-"""What stands between the ends of a run."""
+BETWEEN = " .. "  # separates the ends of a run
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,6 +166,7 @@ def _shard(axis: str, content: object) -> Shard:
     raise ValueError(f"axes, each with the sizes of its parts, or with sizes, {', '.join(_LISTS)} (of {axis})")
 
 
+# a `ValueError` says what a key takes
 _READERS: Mapping[str, Callable[[Any], object]] = {
     "devices": _texts,
     "ops": _runs,
@@ -178,4 +176,3 @@ _READERS: Mapping[str, Callable[[Any], object]] = {
     "recompute": _again,
     "halves": _flag,
 }
-"""How the value of each key is read; a `ValueError` says what it takes."""

@@ -17,8 +17,7 @@ from whale.errors import ConfigError, WhaleError, raise_faults
 from whale.ir.scope import SourceLine
 from whale.ir.serialization import MOST_BYTES_OF_YAML, MOST_DEPTH, MOST_VALUES, read_text
 
-PathKey = tuple[str | int, ...]
-"""The way to a value from the root: mapping keys and list positions."""
+PathKey = tuple[str | int, ...]  # from the root: mapping keys and list positions
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,7 @@ from whale.units import format_bytes, format_count, format_seconds
 
 CPU = "cpu"
 DTYPES = ("float64", "float32", "tf32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int8")
-SPEEDS = ("half_width", "traffic", "host_seconds", "host_link")
-"""What may be said of a device beside its data sheet and efficiency."""
+SPEEDS = ("half_width", "traffic", "host_seconds", "host_link")  # properties of a device besides its data sheet and efficiency
 FILE = "devices.yaml"
 
 

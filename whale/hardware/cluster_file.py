@@ -161,8 +161,7 @@ def _check_reach(root: Entry, hosts: list[str], pairs: dict[Pair, Link]) -> None
             return
 
 
-MOST = 100_000
-"""Devices of one entry, hosts of one entry: more is a slip of the pen."""
+MOST = 100_000  # devices of one entry, hosts of one entry: more is a typo
 
 _REPEATED = re.compile(r"(\d+)\s*[x*]\s*(\S.*)")
 _FULL = ("memory", "bandwidth", "flops", "efficiency")

@@ -10,8 +10,7 @@ from whale.hardware.catalogue import CPU
 from whale.ir.cluster import Cluster
 from whale.ir.precision import Precision
 
-HALVES: Mapping[str, str] = {"bf16": "bfloat16", "fp16": "float16"}
-"""The settings that cast, and their types."""
+HALVES: Mapping[str, str] = {"bf16": "bfloat16", "fp16": "float16"}  # the settings that cast, and their dtypes
 FULL = "float32"
 
 

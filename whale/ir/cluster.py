@@ -47,8 +47,7 @@ class Handling:
         return Handling(self.seconds * factor, self.per_byte * factor)
 
 
-NO_HANDLING = Handling()
-"""Of a device that moves messages while it computes, or of which nothing is known."""
+NO_HANDLING = Handling()  # of a device that moves messages while it computes, or if unknown
 
 
 @dataclass(frozen=True)

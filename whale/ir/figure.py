@@ -8,8 +8,7 @@ from dataclasses import dataclass
 
 from whale.units import format_quantity
 
-NOISY = 0.25
-"""The spread above which a figure is warned of: what is predicted from it may be as far off."""
+NOISY = 0.25  # spread above which a figure is warned about: predictions may be as far off
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +41,7 @@ class Figure:
         return f"{self.name}: {format_quantity(self.value, self.unit)} ({scatter})"
 
 
-NAMED = 3
-"""How many noisy figures a warning names."""
+NAMED = 3  # noisy figures in a warning
 
 
 def noise(figures: Iterable[Figure]) -> str:

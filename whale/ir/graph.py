@@ -29,16 +29,13 @@ class Ref:
         return f"%{self.op}"
 
 
-NUM_ROWS = "num_rows"
-"""The input that is the number of rows of a piece."""
+NUM_ROWS = "num_rows"  # the input that is the number of rows of a piece
 
-REGION = "region "
-"""How the tag begins of an op in a block that the model itself asks to compute again; its number follows."""
+REGION = "region "  # prefix of the tag of an op in a block that the model recomputes, before its number
 
+# a literal, the result of another op, or a tuple of arguments (also for a list); dtypes, devices and memory formats are text
+# (``dtype:float32``)
 Argument = Union[None, bool, int, float, str, Ref, tuple["Argument", ...]]
-"""An op's argument: a literal, the result of another op, or a tuple of arguments.
-
-Lists become tuples; dtypes, devices, memory formats become text (``dtype:float32``)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,15 +13,11 @@ from statistics import median, quantiles
 
 from whale.units import counted, format_seconds
 
-WINDOW = 16
-"""Steps that are looked at."""
-PERSISTENT = 13
-"""In so many of them a device is as it is said to be: steps that are slow by chance seldom are so many."""
-SLOW = 1.15
-"""From this slowdown on a device is slow; by this factor it is not what a plan was made for."""
+WINDOW = 16  # steps that are examined
+PERSISTENT = 13  # steps of these in which a device must be slow: more than chance gives
+SLOW = 1.15  # slowdown from which a device is slow; ratio from which it deviates from the plan's
 
-Busy = tuple[float, ...]
-"""Seconds that each rank of a plan has computed in a step."""
+Busy = tuple[float, ...]  # compute seconds of each rank of a plan in a step
 
 
 @dataclass(frozen=True, slots=True)

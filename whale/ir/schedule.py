@@ -45,13 +45,11 @@ COMPUTE = frozenset({Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACK
 SENDS = frozenset({Kind.SEND_FORWARD, Kind.SEND_BACKWARD})
 RECEIVES = frozenset({Kind.RECV_FORWARD, Kind.RECV_BACKWARD})
 POSTS = frozenset({Kind.POST_FORWARD, Kind.POST_BACKWARD})
+# per POST, the SEND that it receives from, and is named after
 SEND_OF = {Kind.POST_FORWARD: Kind.SEND_FORWARD, Kind.POST_BACKWARD: Kind.SEND_BACKWARD}
-"""Per POST, the SEND that it receives from, and is named after."""
-RECV_OF = {Kind.POST_FORWARD: Kind.RECV_FORWARD, Kind.POST_BACKWARD: Kind.RECV_BACKWARD}
-"""Per POST, the RECV that waits for it."""
+RECV_OF = {Kind.POST_FORWARD: Kind.RECV_FORWARD, Kind.POST_BACKWARD: Kind.RECV_BACKWARD}  # per POST, the RECV that waits for it
 COMMUNICATION = SENDS | RECEIVES | POSTS | {Kind.LOSS}
-LAUNCHES = SENDS | POSTS | {Kind.LOSS, Kind.SYNC}
-"""What starts a message or a collective: these must stand in one order on all ranks."""
+LAUNCHES = SENDS | POSTS | {Kind.LOSS, Kind.SYNC}  # actions that start a message or a collective, in one order on all ranks
 
 _ACTION = re.compile(r"(\d*)((?:SEND|RECV|POST)_[FB]|LOSS|SYNC|STEP|[FBIWR])(\d*)")
 _HEAD = re.compile(r"schedule (\S+), (\d+) micro-batches, stages on ranks ([\d ]+)(?:, peak in flight ([\d ]+))?")

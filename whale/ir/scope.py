@@ -43,5 +43,4 @@ class Scope:
         return f"{self.kind}({', '.join(parts)})"
 
 
-ScopePath = tuple[Scope, ...]
-"""The scopes around an op, outermost first; empty for an op under none."""
+ScopePath = tuple[Scope, ...]  # the scopes around an op, outermost first; empty for none

@@ -20,10 +20,8 @@ from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 from whale.ir.graph import Ref
 
 MOST_BYTES_OF_YAML, MOST_BYTES_OF_JSON = 2**22, 2**29
-MOST_VALUES = 200_000
-"""In a YAML file, where those that aliases stand for count each time."""
-MOST_DEPTH = 100
-"""Lists and mappings inside one another."""
+MOST_VALUES = 200_000  # in a YAML file, with aliases expanded
+MOST_DEPTH = 100  # of nested lists and mappings
 
 _BETWEEN_BRACKETS = re.compile(r'"(?:[^"\\]++|\\.)*+"|[^"\[\]{}]++', re.DOTALL)
 

@@ -100,8 +100,7 @@ class StepRecording:
         return max((each.end for each in self.devices), default=0.0)
 
 
-STEPS = "steps.json"
-"""The file of a recorded run, in the folder that it is recorded in."""
+STEPS = "steps.json"  # the file of a recorded run in its folder
 
 
 @dataclass(frozen=True)

@@ -41,8 +41,7 @@ AVERAGED: frozenset[Kind] = frozenset({"mean", *CONSTANT})
 
 ZEROS = frozenset({"zeros", "zeros_like", "new_zeros"})
 SHAPE_ONLY = ZEROS | {"ones_like", "full_like", "empty_like", "new_ones", "new_full", "new_empty"}
-UNMOVED = frozenset({"detach", "alias", "clone"})
-"""Ops whose result has the elements of the argument where that has them."""
+UNMOVED = frozenset({"detach", "alias", "clone"})  # ops whose result has the elements of the argument in the same positions
 
 LINEAR = UNMOVED | {
     "view", "reshape", "_unsafe_view", "view_as", "reshape_as", "expand", "expand_as", "permute", "transpose", "t", "squeeze", "unsqueeze",

@@ -19,11 +19,10 @@ from typing import Any, Protocol, TypeVar
 
 from whale.ir.graph import ModelGraph, Op
 
+# ops that update running statistics in training, without marking it in their schema
 SILENT_WRITERS = frozenset({"batch_norm", "instance_norm"})
-"""Ops that update running statistics, in training, without a mark of it."""
 
-TRAINING = 5
-"""The place of the argument that says whether they do."""
+TRAINING = 5  # position of the argument that makes them do so
 
 
 class TorchCall(Protocol):

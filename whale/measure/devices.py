@@ -16,8 +16,7 @@ from whale.errors import ClusterError
 from whale.hardware import CPU, DeviceProfile, catalogue, make_cluster
 from whale.ir.cluster import Cluster
 
-UNKNOWN_EFFICIENCY = 0.7
-"""For a GPU that the catalogue does not know: about what plain float32 reaches on those that it does."""
+UNKNOWN_EFFICIENCY = 0.7  # for a GPU outside of the catalogue: about what plain float32 reaches on those inside
 
 
 def devices_at_hand(num_ranks: int | None = None) -> Cluster:
@@ -268,8 +267,8 @@ def _file_text(path: Path) -> str:
         return ""
 
 
-NVLINKS = 18
-"""As many links as a GPU may have."""
+NVLINKS = 18  # most links of a GPU
+# the path between two GPUs without NVLink, by NVML's levels of topology
 ANCESTORS = {
     0: "one board",
     10: "one PCIe switch",
@@ -278,7 +277,6 @@ ANCESTORS = {
     40: "one NUMA node",
     50: "the link between processors",
 }
-"""What is passed between two GPUs without NVLink, by NVML's levels of topology."""
 
 
 def gpu_notes(environment: Mapping[str, str] = environ) -> tuple[str, ...]:

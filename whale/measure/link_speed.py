@@ -34,15 +34,11 @@ from whale.measure.samples import RoundTimer, Samples, own_time
 
 ALONE, AT_ONCE = "alone", "all at once"
 LATENCY, BANDWIDTH = "latency", "bandwidth"
-SMALL_BYTES, LARGE_BYTES = 4, 1 << 23
-"""Of a message whose bytes count little, and of one whose latency counts little."""
-LEAST_SHARE = 0.5
-"""So much of the time of a large message is for its bytes, at least."""
-LEAST_EXCHANGES, MOST_EXCHANGES = 2, 100
-"""Of a round."""
+SMALL_BYTES, LARGE_BYTES = 4, 1 << 23  # of a message dominated by latency, and of one dominated by bandwidth
+LEAST_SHARE = 0.5  # least part of a large message's time that is for its bytes
+LEAST_EXCHANGES, MOST_EXCHANGES = 2, 100  # of a round
 
-Route = tuple[int, int]
-"""Who sends to whom."""
+Route = tuple[int, int]  # sender, receiver
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,14 +141,10 @@ def _send_and_receive(sent: Tensor, target: int, received: Tensor, source: int) 
 
 
 HANDLING, HANDLED_BYTES = "handling of a message", "handling of bytes"
-SMALL_SUM, LARGE_SUM = 1 << 20, 1 << 24
-"""Of a sum: what a split group exchanges, and about a bucket of gradients."""
-PERIODS = 0.1
-"""Seconds of computing by which a rank's share of a core is told: some periods of what gives it its share."""
-SWEPT_BYTES = 1 << 22
-"""Of each of the three tensors of an addition: about what caches of one core hold."""
-LEAST_OF_SUM = 0.05
-"""So much of the time of an addition and a sum is the sum's, and so much of that the messages', at least: less is noise."""
+SMALL_SUM, LARGE_SUM = 1 << 20, 1 << 24  # of a sum: as in a split group, and about a bucket of gradients
+PERIODS = 0.1  # compute seconds that show a rank's share of a core: some scheduler periods
+SWEPT_BYTES = 1 << 22  # of each of the three tensors of an addition: about the caches of one core
+LEAST_OF_SUM = 0.05  # least part of the sum in an addition and a sum, and of the messages in that: less is noise
 
 
 def handling_samples(clock: RoundTimer) -> Iterator[Samples]:

@@ -141,8 +141,7 @@ def _total(outputs: Any) -> Tensor:
     return sum(each.sum() for each in made)  # type: ignore[return-value]
 
 
-WEIGHT = 0.02
-"""Of weights without values (of a model on the meta device): about as large as they start."""
+WEIGHT = 0.02  # scale of weights without values (of a meta model): about that of initial ones
 
 
 @dataclass(eq=False)

@@ -61,16 +61,12 @@ MEMORY = "memory"
 KERNEL_START = "start of a kernel"
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
-SIZES = {"cpu": (128, 256, 512, 1024), "cuda": (512, 1024, 2048, 4096, 8192)}
-"""Rows and columns of the square matrices, by kind of device."""
-LONGEST_PRODUCT = 0.1
-"""Seconds: of a type, products larger than one that takes so long are left out."""
+SIZES = {"cpu": (128, 256, 512, 1024), "cuda": (512, 1024, 2048, 4096, 8192)}  # of the square matrices, by device type
+LONGEST_PRODUCT = 0.1  # seconds after which larger products of a dtype are skipped
+# bytes of each of the three tensors of an addition, or of all weights of an update: memory must be what is measured
 BEYOND_CACHES = {"cpu": 1 << 24, "cuda": 1 << 28}
-"""Bytes of each of the three tensors of an addition, or of all weights of an update, so that the memory is what is measured."""
-NUM_WEIGHTS = 8
-"""Tensors that an update is of."""
-NUM_STARTS = 200
-"""Small ops of one call: what starting one costs is a share of many."""
+NUM_WEIGHTS = 8  # tensors of an update
+NUM_STARTS = 200  # small ops of one call, over which the cost of starting one is averaged
 
 
 def compute_samples(clock: RoundTimer) -> Iterator[Samples]:
@@ -130,11 +126,10 @@ def _add_often(small: Tensor) -> None:
 
 
 NAME = "probed"
-SHARED_BELOW = 0.9
-"""A card, or a link, is shared if all at once get less than this part of what each gets alone."""
+SHARED_BELOW = 0.9  # a card, or a link, is shared if all at once get less than this part of what each gets alone
+# devices of one kind on one host are one group up to this ratio of their speeds, or if their samples overlap; a slower one, throttled or
+# shared, is its own
 ALIKE = 1.2
-"""Devices of one kind on one host are one group up to this ratio of their speeds, or if their samples overlap; a slower one, throttled
-or shared, is its own."""
 
 
 @dataclass(frozen=True)

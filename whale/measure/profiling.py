@@ -23,12 +23,9 @@ from whale.measure.op_times import Inputs, OpRounds, PassRounds, time_op, time_p
 from whale.measure.samples import RoundTimer, own_time
 from whale.units import counted
 
-ROUND_SECONDS = 5e-3
-"""Of an op: there are many, and the whole passes, which take longer, say what they add up to."""
-TOLD = 20
-"""Ops between two lines of progress."""
-STEP = 4
-"""Each number of rows that is measured is about this many times the one before."""
+ROUND_SECONDS = 5e-3  # of an op: there are many, and the longer whole passes give their total
+TOLD = 20  # ops between two lines of progress
+STEP = 4  # ratio of consecutive numbers of rows
 
 
 def rows_to_measure(graph: ModelGraph) -> tuple[int, ...]:

@@ -15,8 +15,7 @@ from whale.ir.figure import Figure
 
 Key = TypeVar("Key", bound=Hashable)
 
-ROUND_SECONDS = 0.05
-"""About as long as a round's calls take together: some periods of what throttles a device or a share of a core."""
+ROUND_SECONDS = 0.05  # total of a round's calls: some periods of what throttles a device or a share of a core
 
 
 @dataclass(frozen=True, slots=True)

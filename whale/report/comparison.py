@@ -17,8 +17,7 @@ from whale.units import counted, format_seconds
 NAMES = ("A", "B")
 NONE = "-"
 
-Row = tuple[str, str, str, str]
-"""A figure, what it is of both runs, and the second beside the first."""
+Row = tuple[str, str, str, str]  # a figure, its values in both runs, and the second relative to the first
 
 
 def differences(a: RecordedRun, b: RecordedRun) -> tuple[Row, ...]:

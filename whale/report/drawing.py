@@ -130,8 +130,7 @@ def _messages(number: int, runs: Iterable[DeviceTimeline], track_of: Mapping[str
         yield [number, source, target, name, round(message.num_bytes), ticks(message.start), ticks(message.end)]
 
 
-MOST_TRACKS = 64
-"""More are left out: those of the straggler's replica and of the first replicas stay."""
+MOST_TRACKS = 64  # the straggler's replica and the first replicas are kept
 WORK = COMPUTE | {Kind.STEP}
 
 

@@ -96,8 +96,7 @@ def link_table(step: StepEstimate) -> str:
     )
 
 
-MOST_DEVICES = 8
-"""Names of a virtual device that are shown; the rest is counted."""
+MOST_DEVICES = 8  # names shown of a virtual device
 
 
 def structure(plan: Plan, graph: ModelGraph) -> str:
@@ -197,8 +196,7 @@ def paragraph(text: str) -> str:
     return f"<p>{escape(text)}</p>\n"
 
 
-_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
-"""The browser is told to fetch nothing."""
+_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"  # the browser must fetch nothing
 
 
 def report_html(

@@ -14,10 +14,8 @@ from whale.ir.timeline import DeviceTimeline
 from whale.report.drawing import Track
 from whale.units import format_seconds, format_share
 
-_NEARLY = 0.05
-"""Shares closer than this are called equal."""
-MOST_WAITS = 3
-"""Waits that a measured device is said to have: the longest."""
+_NEARLY = 0.05  # shares closer than this are called equal
+MOST_WAITS = 3  # the longest waits of a measured device that are named
 _WORDS = {
     Kind.FORWARD: "forward passes",
     Kind.RECOMPUTE: "computing again",

@@ -20,11 +20,9 @@ Attention = Literal["fused", "explicit"]
 
 DTYPES = ("float32", "float16", "bfloat16")
 
-Built = tuple[nn.Module, dict[str, Tensor], Callable[[Tensor, dict[str, Tensor]], Tensor]]
-"""A model, an example batch and a loss."""
+Built = tuple[nn.Module, dict[str, Tensor], Callable[[Tensor, dict[str, Tensor]], Tensor]]  # a model, an example batch and a loss
 
-NUM_CAPTURED = 2
-"""Blocks that are captured; the others are made from them."""
+NUM_CAPTURED = 2  # blocks that are captured; the others are made from them
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,16 +18,16 @@ from whale.ir.graph import Argument, Op
 Template = Callable[[Op, Reading], str]
 Rule = Union[str, Callable[[Op, Reading], Union[str, RuleOutcome]]]
 Shape = tuple[int, ...]
+# from the arguments (shapes for tensors) and the shapes of the results; a multiply-add is 2
 Flops = Callable[[Sequence[Any], Sequence[Shape]], int]
-"""From the arguments, shapes in the place of tensors, and the shapes of the results; a multiply-add is 2."""
 
+# what backward keeps: ``result`` (or a mask of its size), ``places`` (the origin of each element of the result), ``factors`` (what is
+# multiplied by another tensor; a number is not kept)
 Keeps = Literal["nothing", "inputs", "result", "inputs and result", "inputs and places", "factors"]
-"""What the backward pass keeps: ``result`` (or a mask of its size), ``places`` (where each element of the result comes from), ``factors``
-(what is multiplied by another tensor; a number is not kept)."""
 
+# memory of an operand's gradient: its own; that of the result's gradient, if sizes are equal; none, since it is one number everywhere; or,
+# of a view of a part, shared with the gradients of the other parts
 Gradient = Literal["made", "handed on", "one number", "put together"]
-"""The gradient of an operand: has memory of its own; is that of the result, where sizes are equal; takes none, as it is one number in all
-places; or, of a view of a part, is put together with those of the other parts."""
 
 
 @dataclass(frozen=True)
@@ -52,11 +52,9 @@ class Operator:
     is_two: bool = False  # whether it is two ops, with an intermediate result as large as its first operand
 
 
-Moves = partial(Operator, keeps="nothing")
-"""An operator whose gradient needs shapes and integers only."""
+Moves = partial(Operator, keeps="nothing")  # gradients need shapes and integers only
 
-Family = Mapping[str, Operator]
-"""Entries by the operators that share them: names without ``aten.``, with an overload where it differs from the others."""
+Family = Mapping[str, Operator]  # entries by operators, names without ``aten.``, with an overload if it differs from the others
 
 
 def operand(op: Op, reading: Reading, position: int = 0) -> Dims:

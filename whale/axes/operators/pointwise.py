@@ -25,7 +25,7 @@ def pointwise(op: Op, reading: Reading) -> RuleOutcome:
     tensors = reading.tensors(op)
     letters: list[Letter] = []
     sizes = [sizes_of(spec) for spec in op.outputs]
-    made = {shape: _result(shape, tensors, reading, letters) for shape in dict.fromkeys(sizes)}  # results of one shape are cut alike
+    made = {shape: _result(shape, tensors, reading, letters) for shape in dict.fromkeys(sizes)}  # equal shapes are cut equally
     results = tuple(made[shape] for shape in sizes)
     adds_nothing = op.operator in ("add", "sub") and op.args[1:] == (0,)
     return RuleOutcome(results, (*reading.rows_read(op), *letters), is_position=adds_nothing and reading.is_position(op.args[0]))

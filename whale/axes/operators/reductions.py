@@ -173,8 +173,7 @@ NORMALISATIONS: Family = {
 }
 
 
-NONE, MEAN, SUM = 0, 1, 2
-"""torch's numbers for the reduction of a loss."""
+NONE, MEAN, SUM = 0, 1, 2  # torch's numbers for the reduction of a loss
 
 
 def pointwise_loss(position: int, num_weights: int = 0) -> Template:
@@ -213,7 +212,7 @@ def classification_loss(op: Op, reading: Reading) -> str:
     full = [*rest[:1], classes, *rest[1:]] if len(dims) > 1 else [classes]
     hard = rest if len(target) < len(dims) else full
     results = [letters if how == NONE else []]
-    if len(op.outputs) == 2:  # the total weight, beside the loss
+    if len(op.outputs) == 2:  # the total weight, after the loss
         results.append([])
     return write([("self", full), ("target", hard), ("weight", [classes])], *results)
 

@@ -37,13 +37,13 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
     }
 )
 
+# by name or ``name.overload``
 OPERATORS: Mapping[str, Operator] = MappingProxyType(
     {name: entry for family in FAMILIES.values() for names, entry in family.items() for name in names.split()}
 )
-"""Every operator that has an entry, by name or ``name.overload``."""
 
+# defaults: of torch's operators without an entry, of those tagged ``pointwise``, and of other libraries
 UNKNOWN, PLAIN, OWN = Operator(on_parts=None), Operator(pointwise), Operator()
-"""The entry of one of torch's operators that has none, of one that torch tags ``pointwise``, and of one in another library."""
 
 _own_rules: ContextVar[Mapping[str, str]] = ContextVar("own_rules", default=MappingProxyType({}))
 

@@ -38,8 +38,7 @@ for _signature in (
     "ctc_loss(Tensor log_probs, Tensor targets, Tensor input_lengths, Tensor target_lengths, int blank, bool zero_infinity) -> Tensor",
 ):
     _library.define(_signature)  # type: ignore[no-untyped-call]
-CALL = torch.ops.whale_capture.call.default
-"""Stands for a call while a model is traced."""
+CALL = torch.ops.whale_capture.call.default  # stands for a call during the trace
 
 _MOVES = (torch.ops.aten.detach.default, torch.ops.aten.alias.default, torch.ops.aten.clone.default, torch.ops.aten._to_copy.default)
 _VIEWS = tuple(getattr(torch.ops.aten, name).default for name in ("view", "_unsafe_view", "reshape", "expand", "view_as", "expand_as"))
@@ -201,8 +200,7 @@ class _Context:
 class _PointwiseRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Finds out whether all operators called inside are pointwise, or moves."""
 
-    supports_higher_order_operators = True
-    """Inner programs (torch.cond and the like) pass, for a later error that names them."""
+    supports_higher_order_operators = True  # inner programs (torch.cond and others) pass, for a later error that names them
 
     is_pointwise = True
 
@@ -218,8 +216,7 @@ def _is_same_view(func: Any, args: Any, found: Any) -> bool:
     return func in _VIEWS and len(found.shape) == len(args[0].shape) and statically_known_true(sym_eq(found.shape, args[0].shape))
 
 
-LOSS_PER_ROW = torch.ops.whale_capture.ctc_loss.default
-"""Stands for the loss of each row while a model is traced."""
+LOSS_PER_ROW = torch.ops.whale_capture.ctc_loss.default  # stands for the loss of each row during the trace
 
 _NO_REDUCTION = 0
 _SIGNATURE = inspect.signature(F.ctc_loss)

@@ -32,10 +32,8 @@ _NO_NAMESPACE: dict[str, Any] = {}
 _NAMESPACES = (SimpleNamespace, argparse.Namespace)
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _SEQUENCES = (list, tuple, deque, set, frozenset)
-_MOST_ITEMS = 64
-"""Of a container, or of an array of NumPy, whose contents are compared."""
-_DEEPEST = 3
-"""Objects that are kept by objects are followed so far."""
+_MOST_ITEMS = 64  # of a container or NumPy array whose contents are compared
+_DEEPEST = 3  # nesting of objects that is followed
 
 
 class _Missing:
@@ -300,7 +298,7 @@ class Snapshot:
             now = comparable(place.read())
             if are_same(then, now):
                 continue
-            if not place.is_of_model and then is not None:  # what was nothing is made once, and kept at hand
+            if not place.is_of_model and then is not None:  # None before: a cache, made once
                 told.append(f"{place.label}: {then!r}, now {now!r}")
             if contents is not None:
                 _refill(value, contents)

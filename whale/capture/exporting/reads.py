@@ -45,11 +45,10 @@ from whale.errors import CaptureError, OpFault
 from whale.ir.scope import SourceLine
 
 T = TypeVar("T")
-_MARK = "whale way "
-"""Begins the message of the assertion that stands for a read while a model is traced; its number follows."""
+_MARK = "whale way "  # prefix of the assertion's message that stands for a read during the trace, before its number
 
+# torch's symbols for the number of rows, and for an unknown number, in an error's text
 _ROWS, _NUMBER = re.compile(r"\bs\d+\b"), re.compile(r"\bz?u[fb]?\d+\b")
-"""What torch calls the number of rows, and a number that is not known, in an error's text."""
 
 _Stack = tuple[tuple[CodeType, int], ...]
 
@@ -226,8 +225,7 @@ def _stack() -> _Stack:
     return tuple(found)
 
 
-LARGEST = 1 << 20
-"""Elements of a tensor whose value is kept."""
+LARGEST = 1 << 20  # elements of a tensor whose value is kept
 
 _READ_NUMBER = torch.ops.aten._local_scalar_dense.default
 _SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
@@ -273,7 +271,7 @@ class KnownValues(TorchDispatchMode):
         is_real = not isinstance(tensor, FakeTensor) and tensor.device.type == "cpu" and tensor.numel() <= LARGEST
         if is_real and tensor not in self._values:
             with _disable_current_modes():
-                self._values[tensor] = tensor.detach().clone()  # a number's tensor, or one that the code keeps: it stays as it is
+                self._values[tensor] = tensor.detach().clone()  # a number's tensor, or a constant of the code: it does not change
         value = self._values.get(tensor)
         return value is not None and _memory(value) not in self._unknown
 
@@ -327,7 +325,7 @@ class ReadNumbers(ShapeEnv):
                 raise
             return sympy.true if told else sympy.false
 
-    def guard_or_defer_runtime_assert(  # type: ignore[override]  # torch's is cached, which its type says
+    def guard_or_defer_runtime_assert(  # type: ignore[override]  # torch's is cached, and typed so
         self, orig_expr: Any, msg: str, fx_node: torch.fx.Node | None = None
     ) -> bool:
         if self._told(orig_expr) is False:

@@ -121,8 +121,8 @@ def watched() -> Iterator[None]:
         yield
 
 
+# torch's generator around a checkpointed function: from 2.14 on, and before
 _CHECKPOINTING = ("_checkpoint_without_reentrant_generator_impl", "_checkpoint_without_reentrant_generator")
-"""What stands around a checkpointed function: the first of those that there are, from torch 2.14 on and before."""
 
 
 @contextlib.contextmanager
@@ -196,7 +196,7 @@ def _converted(module: nn.Module, change: Callable[[torch.Tensor], torch.Tensor]
         for name, tensor in (*owner._parameters.items(), *owner._buffers.items()):
             if tensor is None:
                 continue
-            with _disable_current_modes():  # asked of a stand-in: the trace would take its own parameter for what comes out
+            with _disable_current_modes():  # on an empty tensor: a trace would return its own parameter
                 made = change(torch.empty((0,) * tensor.dim(), dtype=tensor.dtype, device=tensor.device))
             if (made.dtype, made.device) != (tensor.dtype, tensor.device):
                 raise CaptureError(

@@ -99,8 +99,7 @@ def _set_state(generator: Any, state: Any) -> None:
     generator.bit_generator.state = state
 
 
-VARIABLE = "os.environ."
-"""How the path of an environment variable begins, whose name follows."""
+VARIABLE = "os.environ."  # prefix of an environment variable's path
 _OF_ENVIRON = (os.environ.get.__func__.__code__.co_filename, os.getenv.__code__.co_filename)  # type: ignore[attr-defined]
 _Key = tuple[int, str]
 _PLAIN = (bool, int, float, str, Tensor, type(None))

@@ -45,8 +45,7 @@ _CHECKS = (
     aten.sym_constrain_range.default,
     aten.sym_constrain_range_for_size.default,
 )
-_MOMENTUM = 6
-"""Its place among the arguments of a batch normalisation."""
+_MOMENTUM = 6  # position among the arguments of a batch normalisation
 _SUBSTITUTES = {aten.lift_fresh_copy.default: aten.clone.default}
 
 
@@ -340,7 +339,7 @@ class _Flattening:
                 node.kwargs = {**node.kwargs, "dtype": casts.computed_in}
 
     def _is_kept(self, node: fx.Node, precision: Precision) -> bool:
-        """Whether an op reads a parameter that the precision excludes, or a value made from parameters alone and such a one."""
+        """Whether an op reads a parameter that the precision excludes, or a value made from such and other parameters alone."""
         if not precision.by_name:
             return False
         read = [self._kept_of.get(source) for source in node.all_input_nodes]

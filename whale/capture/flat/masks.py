@@ -24,8 +24,7 @@ aten = torch.ops.aten
 _MASK, _DROPOUT, _IS_CAUSAL = 3, 4, 5
 _COUNTS = (aten.arange.default, aten.arange.start)
 _VIEWS = (aten.view.default, aten.reshape.default, aten.unsqueeze.default, aten.expand.default, aten.alias.default, aten.slice.Tensor)
-_LARGEST = 1 << 26
-"""Elements of a mask that is looked at."""
+_LARGEST = 1 << 26  # elements of a mask that is examined
 
 
 def drop_causal_masks(graph: fx.Graph, num_rows: int) -> None:

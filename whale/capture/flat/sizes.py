@@ -19,8 +19,7 @@ from whale.errors import CaptureError
 from whale.ir.graph import Parameter, TensorSpec
 
 _FACTORS = "whale.row_factors"
-READS_ROWS = "whale.reads_rows"
-"""Marks a node that makes a number that depends on the rows, where that is no symbol."""
+READS_ROWS = "whale.reads_rows"  # marks a node whose number depends on the rows, but is no symbol
 
 
 class RowSizes:

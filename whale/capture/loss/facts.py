@@ -219,8 +219,7 @@ def _example_rows(graph: Graph, rows: Node | None, row_factors: RowFactors) -> i
     return 1
 
 
-Growth = Literal["sum", "mean"] | None
-"""None where it is neither, or cannot be told."""
+Growth = Literal["sum", "mean"] | None  # None: neither, or unknown
 
 
 def growth(value: object, facts: BatchFacts) -> Growth:

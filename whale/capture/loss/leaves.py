@@ -64,8 +64,7 @@ class NodeBuilder:
         return node
 
 
-Emit = Callable[[NodeBuilder], Node]
-"""Builds a node when the analysis is over; nothing is added to the graph before."""
+Emit = Callable[[NodeBuilder], Node]  # builds a node after the analysis; nothing is added to the graph before
 
 
 @dataclass(frozen=True)

@@ -91,8 +91,7 @@ class ParameterState:
         return tuple((name, form) for name, form in found if form is not None)
 
 
-Zero = int | tuple[tuple[str, int], ...]
-"""Stage of ZeRO of all parameters, or by patterns of their names."""
+Zero = int | tuple[tuple[str, int], ...]  # ZeRO stage of all parameters, or by patterns of their names
 
 
 def zero_of(zero: Zero, name: str) -> int:

@@ -15,8 +15,7 @@ from dataclasses import dataclass
 from whale.ir.division import divide, intervals
 from whale.units import counted
 
-BATCH = "batch"
-"""The name of the axis that samples lie along."""
+BATCH = "batch"  # the name of the sample axis
 
 
 @dataclass(frozen=True, slots=True)
