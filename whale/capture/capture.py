@@ -39,12 +39,12 @@ from whale.capture.flat.writes import drop_needless_detaches, remove_dead_code, 
 from whale.capture.loss.terms import TermNodes, split_loss
 from whale.capture.program import CapturedProgram
 from whale.capture.scopes import default_scope, renumber
-from whale.capture.source import line_of_stack_trace
+from whale.capture.source import line_of
 from whale.capture.tagging import tag_of
 from whale.errors import CaptureError, WhaleError, first_few, raise_faults
 from whale.ir.graph import LossTerm, ModelGraph, Op, Parameter
 from whale.ir.precision import Precision
-from whale.ir.scope import Scope, SourceLine
+from whale.ir.scope import Scope
 from whale.ir.writes import written_buffers
 
 
@@ -216,7 +216,7 @@ def _check_constants(flat: Flat, held: TiedTensors, changed: Collection[str]) ->
         if name is not None and node.users:
             raise CaptureError(
                 f"the model reads a tensor that shares memory with {name}, and is not {name} itself",
-                where=_line(next(iter(node.users))),
+                where=line_of(next(iter(node.users))),
                 hint=f"read {name} in forward, with .detach() where no gradient is to flow; or clone() what is to keep its first value",
             )
 
@@ -248,7 +248,7 @@ def _over_constant(flat: Flat, terms: list[TermNodes], total: fx.Node, weight: f
     """A weight that is a plain number is a constant factor, unless rows may be numbers too: then a multiple of them counts rows."""
     rows = flat.sizes.rows
     if weight == 0:
-        raise CaptureError("the weight of the loss is the constant 0", where=_line(total))
+        raise CaptureError("the weight of the loss is the constant 0", where=line_of(total))
     if knows_rows or weight % rows or any(term.weight is not None for term in terms):
         return [replace(term, coefficient=term.coefficient / weight) for term in terms]
     count = flat.graph.call_function(operator.mul, (rows, int(weight) // rows))
@@ -272,7 +272,7 @@ def _loss_terms(flat: Flat, terms: list[TermNodes], ops: tuple[Op, ...]) -> tupl
                 total.name,
                 None if weight is None else weight.name,
                 known,
-                _line(term.where),
+                line_of(term.where),
                 term.offset,
                 term.minimum,
                 term.reason,
@@ -382,10 +382,6 @@ def _program(flat: Flat, structure: BatchStructure, held: TiedTensors, traced: T
 
 def _returned(graph: fx.Graph) -> list[fx.Node]:
     return list(graph.output_node().args[0])  # type: ignore[arg-type]
-
-
-def _line(node: fx.Node) -> SourceLine | None:
-    return line_of_stack_trace(node.meta.get("stack_trace"))
 
 
 TESTED = ("2.11", "2.12", "2.13", "2.14", "2.15")  # minor versions, ascending, that `make versions` passes with

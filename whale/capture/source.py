@@ -14,6 +14,7 @@ from pathlib import Path
 from types import TracebackType
 
 import torch
+from torch import fx
 
 from whale.ir.scope import SourceLine
 
@@ -46,9 +47,13 @@ def line_of_function(function: object) -> SourceLine | None:
     return SourceLine(_shorten(code.co_filename), code.co_firstlineno) if code is not None and is_users(code.co_filename) else None
 
 
-@cache
-def line_of_stack_trace(text: str | None) -> SourceLine | None:
+def line_of(node: fx.Node) -> SourceLine | None:
     """The innermost user frame of a node's ``stack_trace``."""
+    return _line_of_text(node.meta.get("stack_trace"))
+
+
+@cache
+def _line_of_text(text: str | None) -> SourceLine | None:
     for file, line in reversed(_FRAME.findall(text or "")):
         if is_users(file):
             return SourceLine(_shorten(file), int(line))

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from whale.capture.exporting.refusals import quiet_export
 from whale.capture.flat.aliasing import memory_roots, written_arguments
 from whale.capture.flat.sizes import hint_of
-from whale.capture.source import line_of_stack_trace
+from whale.capture.source import line_of
 from whale.errors import CaptureError
 from whale.ir.precision import Precision
 
@@ -223,7 +223,7 @@ def lift_casts(graph: fx.Graph, trained: Mapping[fx.Node, str], others: Mapping[
             raise CaptureError(
                 f"parameter {name} is read in {others[name]} in training, but otherwise by %{made.name}; it is cast once per step, for "
                 "all modes",
-                where=line_of_stack_trace(made.meta.get("stack_trace")),
+                where=line_of(made),
                 hint="keep the autocast regions the same in training and in evaluation, and whatever plain values are",
             )
     return found if others is None else dict(others)

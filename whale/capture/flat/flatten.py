@@ -30,7 +30,7 @@ from whale.capture.exporting.trace import Traced
 from whale.capture.flat.aliasing import STRIDED, may_have_gradient, strided, written_arguments
 from whale.capture.flat.autocast import Autocast, casts_of, types_of, widened, widening, write_as_parts
 from whale.capture.flat.sizes import READS_ROWS, RowSizes, TiedTensors
-from whale.capture.source import line_of_stack_trace
+from whale.capture.source import line_of
 from whale.errors import CaptureError
 from whale.ir.graph import NUM_ROWS
 from whale.ir.precision import Precision
@@ -188,7 +188,7 @@ class _Flattening:
             return self._function(node, *cast(Any, args))
         if node.target is LOSS_PER_ROW:
             copied = write_loss(self._graph, node, args)
-            copied.meta = {key: node.meta[key] for key in _KEPT if key in node.meta}
+            copied.meta = _kept(node)
             self._write_casts(copied)
             self._retype(copied)
             return copied
@@ -200,7 +200,7 @@ class _Flattening:
         if target is aten.detach_.default and len(node.all_input_nodes[0].users) == 1:
             target = aten.detach.default
         copied = self._graph.create_node("call_function", target, args, kwargs, node.name)
-        copied.meta = {key: node.meta[key] for key in _KEPT if key in node.meta}
+        copied.meta = _kept(node)
         self._write_casts(copied)
         self._retype(copied)
         return copied
@@ -211,18 +211,18 @@ class _Flattening:
         read = self._graph.call_function(aten.item.default, (counter,))
         momentum = self._graph.call_function(operator.truediv, (1.0, read))
         for made, value in ((read, 1), (momentum, 1.0)):
-            made.meta = {**{key: node.meta[key] for key in _KEPT if key in node.meta}, "val": value}
+            made.meta = _kept(node) | {"val": value}
         return (*args[:_MOMENTUM], momentum, *args[_MOMENTUM + 1 :])
 
     def _hold(self, node: fx.Node, way: ReadAnswer, condition: fx.Node) -> None:
         """Adds the check of every step that a condition has the value assumed in the trace."""
         made = self._graph.call_function(held, (condition, way.value, way.other, str(way.where or "")))
-        made.meta = {**{key: node.meta[key] for key in _KEPT if key in node.meta}, "val": condition.meta["val"]}
+        made.meta = _kept(node) | {"val": condition.meta["val"]}
 
     def _function(self, node: fx.Node, operands: Sequence[Any], number: int) -> fx.Node | tuple[fx.Node]:
         """A user's autograd function in place of its stand-in; a single result is not indexed."""
         copied = self._graph.create_node("call_function", self._calls[number], tuple(operands), {}, node.name)
-        copied.meta = {key: node.meta[key] for key in _KEPT if key in node.meta}
+        copied.meta = _kept(node)
         if len(node.meta["val"]) > 1:
             return copied
         copied.meta["val"] = node.meta["val"][0]
@@ -255,11 +255,11 @@ class _Flattening:
         if None in own or not isinstance(start, int):
             raise CaptureError(
                 "as_strided has strides that do not grow in proportion to the rows, which is not supported",
-                where=line_of_stack_trace(node.meta.get("stack_trace")),
+                where=line_of(node),
             )
         laid = [self._of_rows(*linear) for linear in own if linear is not None]
         copied = self._graph.create_node("call_function", strided, (source, laid, sizes, strides, start), {}, node.name)
-        copied.meta = {key: node.meta[key] for key in _KEPT if key in node.meta}
+        copied.meta = _kept(node)
         return copied
 
     def _integer(self, function: Any, left: Any, right: int) -> fx.Node:
@@ -275,7 +275,7 @@ class _Flattening:
             return self._autocast_region(node, *cast(Any, args))
         raise CaptureError(
             f"the model has an inner program, which is not supported ({name})",
-            where=line_of_stack_trace(node.meta.get("stack_trace")),
+            where=line_of(node),
             hint=INNER_HINT,
         )
 
@@ -283,7 +283,7 @@ class _Flattening:
         if enabled and self._without_gradients:
             raise CaptureError(
                 "the model uses enable_grad() inside no_grad(), which is not supported",
-                where=line_of_stack_trace(node.meta.get("stack_trace")),
+                where=line_of(node),
             )
         before, self._without_gradients = self._without_gradients, not enabled
         given = list(inputs) if enabled else self._detached(inputs)
@@ -297,7 +297,7 @@ class _Flattening:
 
     def _detach(self, node: fx.Node) -> fx.Node:
         made = self._graph.call_function(aten.detach.default, (node,))
-        made.meta = {**{key: node.meta[key] for key in _KEPT if key in node.meta}, "val": node.meta["val"].detach()}
+        made.meta = _kept(node) | {"val": node.meta["val"].detach()}
         return made
 
     def _autocast_region(
@@ -330,7 +330,7 @@ class _Flattening:
                 raise CaptureError(
                     f"%{node.name} ({node.target}) under torch.autocast to {str(autocast.dtype).removeprefix('torch.')} casts values "
                     "inside the op, which is not supported",
-                    where=line_of_stack_trace(node.meta.get("stack_trace")),
+                    where=line_of(node),
                     hint="call it under torch.autocast(..., enabled=False), with operands in the type that it should compute in",
                 )
             for source, dtype in casts.operands.items():
@@ -367,7 +367,7 @@ class _Flattening:
             return self._cast_weights[key]
         with self._graph.inserting_before(node):
             made = self._graph.call_function(aten.to.dtype, (source, dtype))
-        made.meta = {**{key: node.meta[key] for key in _KEPT if key in node.meta}, "val": source.meta["val"].to(dtype)}
+        made.meta = _kept(node) | {"val": source.meta["val"].to(dtype)}
         if source.op == "placeholder" and source.meta["val"].requires_grad:
             self._cast_weights[key] = made
         return made
@@ -389,9 +389,13 @@ def _check_type(node: fx.Node, dtype: torch.dtype, source: fx.Node) -> None:
         raise CaptureError(
             f"the model reads the type of a tensor under torch.autocast: %{source.name} is {named} on the device that the model was built "
             f"on, but {own} on the device type of the autocast",
-            where=line_of_stack_trace(node.meta.get("stack_trace")),
+            where=line_of(node),
             hint=f"name the type (torch.{own}), or build the model on that device type",
         )
+
+
+def _kept(node: fx.Node) -> dict[str, Any]:
+    return {key: node.meta[key] for key in _KEPT if key in node.meta}
 
 
 def _inputs(module: fx.GraphModule) -> list[fx.Node]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
-from torch import Tensor, fx, nn
+from torch import fx, nn
 from torch.fx import Node
 from torch.utils.flop_counter import flop_registry
 
@@ -21,9 +21,9 @@ from whale.capture.exporting.functions import region_of
 from whale.capture.exporting.reads import held
 from whale.capture.flat.aliasing import gradient_flow, may_have_gradient, viewed_arguments, written_arguments
 from whale.capture.flat.flatten import Flat
-from whale.capture.flat.sizes import hint_of
+from whale.capture.flat.sizes import hint_of, tensors_of
 from whale.capture.scopes import DEFAULT_KEY, PATH_KEY, under_default
-from whale.capture.source import line_of_stack_trace
+from whale.capture.source import line_of
 from whale.capture.tagging import default_tags, effective_tags, parameter_tags
 from whale.errors import CaptureError
 from whale.ir.graph import REGION, Argument, Op, OpKind, Parameter, Ref, TensorSpec
@@ -98,7 +98,7 @@ def _op(node: fx.Node, flat: Flat, flow: Mapping[fx.Node, bool], tags: Tags) -> 
         outputs=outputs,
         scope=_scope(node, modules, tags),
         module=modules[-1] if modules else "",
-        where=line_of_stack_trace(node.meta.get("stack_trace")),
+        where=line_of(node),
         forward_flops=forward,
         backward_flops=backward,
         tags=_tags(node, flat),
@@ -130,10 +130,7 @@ def argument(value: Any) -> Argument:
 
 
 def _outputs(node: fx.Node, flat: Flat) -> tuple[TensorSpec, ...]:
-    value = node.meta.get("val")
-    values = value if isinstance(value, (tuple, list)) else (value,)
-    tensors = [item for item in values if isinstance(item, Tensor)]
-    return tuple(flat.sizes.spec(tensor, node, position) for position, tensor in enumerate(tensors))
+    return tuple(flat.sizes.spec(tensor, node, position) for position, tensor in enumerate(tensors_of(node)))
 
 
 def _modules(node: fx.Node) -> list[str]:
@@ -242,9 +239,7 @@ def _as_shapes(argument: Any) -> Any:
 
 
 def _shapes_of(node: Node) -> list[torch.Size]:
-    value = node.meta.get("val")
-    values = value if isinstance(value, (tuple, list)) else (value,)
-    return [torch.Size(map(hint_of, item.shape)) for item in values if isinstance(item, torch.Tensor)]
+    return [torch.Size(map(hint_of, tensor.shape)) for tensor in tensors_of(node)]
 
 
 def _is_view(target: torch._ops.OpOverload) -> bool:

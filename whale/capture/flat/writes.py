@@ -15,7 +15,7 @@ from torch import fx
 from whale.capture.exporting.reads import held
 from whale.capture.flat.aliasing import gradient_flow, memory_roots, written_arguments
 from whale.capture.flat.flatten import Flat
-from whale.capture.source import line_of_stack_trace
+from whale.capture.source import line_of
 from whale.errors import CaptureError, WhaleError, raise_faults
 
 aten = torch.ops.aten
@@ -75,12 +75,12 @@ def _keep_what_was_read(flat: Flat) -> None:
 def _faults(node: fx.Node) -> Iterator[WhaleError]:
     if any(base is not node.args[0] for base in written_arguments(node)):
         text = f"{node.target} writes other arguments than its first, which is not supported"
-        yield CaptureError(text, where=line_of_stack_trace(node.meta.get("stack_trace")))
+        yield CaptureError(text, where=line_of(node))
 
 
 def _refused(node: fx.Node, kind: str, name: str, hint: str) -> WhaleError:
     held = "a parameter" if kind == "parameter" else "not a buffer of the model"
-    line = line_of_stack_trace(node.meta.get("stack_trace"))
+    line = line_of(node)
     return CaptureError(f"{node.target} writes {name}, which is {held}", where=line, hint=hint)
 
 

@@ -17,7 +17,7 @@ import torch
 from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
-from whale.capture.flat.aliasing import memory_roots, written_arguments
+from whale.capture.flat.aliasing import may_have_gradient, memory_roots, written_arguments
 from whale.capture.flat.sizes import READS_ROWS
 
 RowFactors = Callable[[Node], tuple[int, ...] | None]
@@ -118,7 +118,7 @@ class BatchFacts:
             sources = [source for source in sources if tensor_of(source) is None]
         if READS_ROWS in node.meta or node is self._rows or has_rows or any(source in self._dependent for source in sources):
             self._dependent.add(node)
-        if _is_floating(node) and self._gets_gradient(node):
+        if may_have_gradient(node) and self._gets_gradient(node):
             self._differentiable.add(node)
         if node in self._dependent and node.op == "call_function":
             self._find_mixing(node)
@@ -140,7 +140,7 @@ class BatchFacts:
             if source in self._mixed:
                 self._mixed[node] = self._mixed[source]
                 return
-        if not _is_floating(node):
+        if not may_have_gradient(node):
             return
         is_pointwise = torch.Tag.pointwise in getattr(node.target, "tags", ())
         suspects = [node, *(source for source in node.all_input_nodes if is_pointwise)]
@@ -192,12 +192,6 @@ def constant_of(argument: object) -> float | None:
     if isinstance(argument, Node) and READS_ROWS in argument.meta:
         return None
     return float(value) if isinstance(value, (int, float)) and math.isfinite(value) else None
-
-
-def _is_floating(node: Node) -> bool:
-    value = node.meta.get("val")
-    values = value if isinstance(value, (tuple, list)) else (value,)
-    return any(isinstance(item, torch.Tensor) and (item.is_floating_point() or item.is_complex()) for item in values)
 
 
 def _multiple(number: Node, rows: Node) -> Fraction | None:

@@ -25,7 +25,7 @@ from whale.capture.loss.leaves import (
     reduction_part,
     the_node,
 )
-from whale.capture.source import line_of_stack_trace
+from whale.capture.source import line_of
 from whale.errors import CaptureError
 
 aten = torch.ops.aten
@@ -68,7 +68,7 @@ class LossWalk:
         if any(part.divisor is not None and part.exact for part in parts):
             raise CaptureError(
                 "the sum of the returned (sum, weight) is a mean, or does not grow with the rows",
-                where=line_of_stack_trace(total.meta.get("stack_trace")),
+                where=line_of(total),
                 hint="return the mean alone, or the sum over the rows with its weight",
             )
         reason = next((f"the returned (sum, weight): {part.reason}" for part in parts if not part.exact), "")
