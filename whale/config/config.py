@@ -228,7 +228,7 @@ def _beside(recipe: str | Path, setting: Setting) -> Setting:
 
 def key_table() -> str:
     """Every key: what it takes, its default, what it is."""
-    rows = ((f"`{key.name}`", key.takes, _default(key.default, key.unit), key.doc) for key in KEYS.values())
+    rows = ((f"`{key.name}`", key.takes.removesuffix(" or null"), _default(key.default, key.unit), key.doc) for key in KEYS.values())
     return _table(("key", "takes", "default", "what it is"), rows)
 
 
