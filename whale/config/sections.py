@@ -208,7 +208,7 @@ class PlanningSettings:
 class EstimateSettings:
     """Assumptions of predictions about what was not measured."""
 
-    fuses_pointwise: bool = key(False, "pointwise ops are fused with the op before them, as by a compiler")
+    fuses_pointwise: bool = key(False, "pointwise ops are fused with the only op that reads them, as by a compiler")
     allows_tf32: bool = key(False, "float32 matrix products use TensorFloat-32 where the device has it")
     message_seconds: float = key(
         0.0, "cost of starting a message or collective besides the latency of its link", rule=at_least(0), unit="s"
