@@ -12,6 +12,8 @@ With `--megabits N` (as root) the ranks are joined by links of that speed, and W
 
 deferred           `memory.zero: 1` on two ranks: updated weights on their way during the next forward pass, against before the step ends
 deferred_pipeline  the same on four ranks, two replicas of two stages
+copies             `memory.redundancy: 1` against 0 on two hosts of two ranks each, a stage each; what is predicted stands beside it
+copies_replicas    the same with a replica each, which send nothing
 
 Ratio = the peer's time / Whale's, as overhead.py has it. Peak bytes are those of the fuller rank, of each side in processes of its own:
 what the process held at most, less what it held before the model was made.
@@ -22,6 +24,7 @@ from __future__ import annotations
 import argparse
 import json
 import resource
+import statistics
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -36,9 +39,13 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from gpt import loss_fn
-from overhead import OPTIMIZER, Step, loop_step, make_model, measure, own_rows, whale_step
-from ranks import Result, line, on_ranks
+from overhead import OPTIMIZER, Step, check_equal, loop_step, make_batch, make_model, measure, own_rows, whale_step
+from ranks import Result, line, on_ranks, pair_of, summary
 
+import whale
+from whale.config import Config
+from whale.estimate import Costs, estimate
+from whale.hardware import parse_cluster
 from whale.units import format_bytes
 
 STEADY = {"runtime.retrace": "off"}  # tracing again after 1, 2, 4, 8 ... steps is for the first minute of a run
@@ -86,6 +93,37 @@ def given_early_or_late(case: str, options: argparse.Namespace) -> Result:
     return measure(ours, peer, options, 0.0)
 
 
+def with_and_without_copies(case: str, options: argparse.Namespace) -> Result:
+    """The times of Whale with copies of the state on second hosts, and without, and what the copies take by both and by the estimate."""
+    link = f"{{bandwidth: {options.megabits} Mbit/s, latency: 100 us}}"
+    hosts = ", ".join(f"{{name: {name}, devices: 2 x cpu, link: {link}}}" for name in "ab")
+    cluster, batch = parse_cluster(f"hosts: [{hosts}]\nnetwork: {link}"), make_batch(options)
+
+    def engine_of(redundancy: int) -> whale.Engine:
+        config = {"planning.search": "off", "memory.redundancy": redundancy, **STEADY}
+        config["runtime.keep_on_fault"] = f"/dev/shm/no_fault_{dist.get_rank() // 2}"  # ranks with one folder are on one host
+        model = make_model(options, COPIES[case])
+        made = whale.parallelize(model, loss=loss_fn, optimizer=OPTIMIZER, batch=batch, cluster=cluster, config=config)
+        made.resume("none")
+        return made
+
+    copying, plain = engine_of(1), engine_of(0)
+    for _ in range(options.warmup):
+        first, second = copying.step(batch), plain.step(batch)
+    check_equal(first, second, 0.0)
+    pairs = [pair_of(partial(copying.step, batch), partial(plain.step, batch), options.steps, number) for number in range(options.pairs)]
+    predicted = estimate(copying.plan, copying.model_graph, cluster, Costs.of(Config({"memory.redundancy": 1}))).redundancy
+    assert predicted is not None
+    copies = {
+        "copy_seconds": statistics.median(own.seconds - other.seconds for own, other in pairs),
+        "predicted_seconds": predicted.seconds,
+    }
+    return {**summary(pairs), **copies}
+
+
+COPIES = {"copies": 4, "copies_replicas": 0}
+"""Stages."""
+
 BUCKET_BYTES = 2**19
 DEFERRED: dict[str, tuple[int, int, dict[str, object]]] = {
     "deferred": (2, 0, {}),
@@ -125,14 +163,19 @@ def main() -> None:
     for name, default in {"pairs": 9, "steps": 4, "warmup": 3, "context": 64, "rows": 16}.items():
         parser.add_argument(f"--{name}", type=int, default=default, help=f"default {default}")
     parser.add_argument("--megabits", type=float, metavar="N", help="per second, of the link of each rank; compares Whale with itself")
-    parser.add_argument("--only", choices=sorted({**CASES, **DEFERRED}), help="one comparison")
+    parser.add_argument("--only", choices=sorted({**CASES, **DEFERRED, **COPIES}), help="one comparison")
     parser.add_argument("--size", choices=sorted(SIZES), help="one size")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results here")
     options = parser.parse_args()
     found: dict[str, dict[str, float]] = {}
     for size in [options.size] if options.size else SIZES:
         sized = argparse.Namespace(**vars(options), **SIZES[size])
-        for case in [options.only] if options.only else CASES if options.megabits is None else DEFERRED:
+        for case in [options.only] if options.only else CASES if options.megabits is None else [*DEFERRED, *COPIES]:
+            if case in COPIES:
+                found[f"{case} {size}"] = own = on_ranks(4, with_and_without_copies, case, sized, megabits=options.megabits)
+                seconds = f"copies take {1e3 * own['copy_seconds']:.1f} ms, predicted {1e3 * own['predicted_seconds']:.1f} ms"
+                print(f"{case} {size:6} {line(own)}; {seconds}", flush=True)
+                continue
             if case in DEFERRED:
                 found[f"{case} {size}"] = on_ranks(DEFERRED[case][0], given_early_or_late, case, sized, megabits=options.megabits)
                 print(f"{case} {size:6} {line(found[f'{case} {size}'])}", flush=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,6 +19,7 @@ from tests.distributed.world import RankFailure, World
 from tests.examples import slow
 from whale.api.engine import Engine
 from whale.errors import RuntimeFault
+from whale.runtime.checkpoint.contents import Piece
 from whale.runtime.checkpoint.copies import StateCopies
 from whale.runtime.state.engine_state import EngineState
 from whale.sharding.second_owners import NUM_STEPS_KEPT, second_owners
@@ -130,13 +131,20 @@ def write(engine: Engine) -> None:
 
 
 def check_bytes(engine: Engine, loss: Loss, rank: int) -> None:
-    """What copies take is what the estimate counts."""
-    assert engine._keeping.copies is not None
-    order = engine.runtime.roster.world_ranks
+    """What copies take, what of them is sent, and what a fault leaves beside them is what the estimate counts."""
+    keeping = engine._keeping
+    assert keeping.copies is not None
+    order, duty = engine.runtime.roster.world_ranks, keeping.copies.duty
     found = second_owners(engine.plan, engine.model_graph, engine.runtime.holdings.shardings, [loss.hosts[each] for each in order])
-    pieces = engine._keeping.copies.steps[0].pieces  # others may be from before the optimizer's first step
-    size = sum(value.nbytes for key, *_, value in pieces if key.startswith("model.") or (key.startswith("optimizer.") and value.dim()))
-    assert NUM_STEPS_KEPT * size == found.host_bytes(order.index(rank))
+    own = order.index(rank)
+    copied = NUM_STEPS_KEPT * size_of(keeping.copies.steps[0].pieces)  # others may be from before the optimizer's first step
+    assert copied == found.host_bytes(own)
+    assert size_of(engine._held(None, {}, {name: duty.chosen[name] for name in duty.sent})[0]) == found.sent_bytes[own]
+    assert copied + size_of(engine._held(None, {})[0]) == found.fault_bytes(own)
+
+
+def size_of(pieces: Sequence[Piece]) -> int:
+    return sum(value.nbytes for key, *_, value in pieces if key.startswith("model.") or (key.startswith("optimizer.") and value.dim()))
 
 
 def endless(loader: Any) -> Iterator[Any]:

@@ -116,7 +116,7 @@ def print_simulation(found: Simulation, made: Planned) -> None:
         print(f"cost                   {format_cost(cost)}")
     print(f"bubble rate            {step.bubble_rate:.3f}")
     print(f"exposed communication  {format_seconds(slow.exposed)}")
-    idle = format_seconds(slow.idle(step.step_seconds))
+    idle = format_seconds(step.idle(slow))
     if step.redundancy is not None:
         print("\n".join(paragraph("redundancy             ", str(step.redundancy))))
     print("\n".join(paragraph("straggler              ", f"{slow.name}: computes longest, waits {idle} for other devices")))

@@ -26,7 +26,9 @@ def tiles(plan: Plan, step: StepEstimate, recording: StepRecording | None) -> It
     yield tile("Step, predicted", format_seconds(step.step_seconds), _rate(plan.planned_rows, step.step_seconds))
     if recording is not None:
         seconds, rows = recording.step_seconds, recording.num_rows
-        times = f", {seconds / step.step_seconds:.2f} times the prediction" if step.step_seconds and rows == plan.planned_rows else ""
+        times = (
+            f", {seconds / step.training_seconds:.2f} times the prediction" if step.training_seconds and rows == plan.planned_rows else ""
+        )
         yield tile("Step, measured", format_seconds(seconds), _rate(rows, seconds) + times)
     bubble, exposed = f"{step.bubble_rate:.1%}", format_seconds(slow.exposed)
     if recording is None:
@@ -52,12 +54,12 @@ def device_table(cluster: Cluster, step: StepEstimate, tracks: Sequence[Track]) 
     is_measured = any(track.measured for track in tracks)
     times = ("computes", *(("measured",) if is_measured else ()), "exposed", "idle")
     columns = ("device", "model", "stage", *times, "peak memory", "of limit", "filled by")
-    rows = [_row(track, cluster, step.step_seconds, with_measured=is_measured) for track in tracks]
+    rows = [_row(track, cluster, step, with_measured=is_measured) for track in tracks]
     beside = "; all but what is called measured is predicted" if is_measured else ""
     return table(f"Devices; those that do the same share a row{beside}", columns, rows, ("stage", *times, "peak memory", "of limit"))
 
 
-def _row(track: Track, cluster: Cluster, step_seconds: float, *, with_measured: bool) -> tuple[str, ...]:
+def _row(track: Track, cluster: Cluster, step: StepEstimate, *, with_measured: bool) -> tuple[str, ...]:
     each = track.estimate
     ends = (min(track.measured_busy), track.slowest) if track.measured_busy else ()
     measured = " to ".join(dict.fromkeys(format_seconds(each) for each in ends)) or "-"
@@ -68,7 +70,7 @@ def _row(track: Track, cluster: Cluster, step_seconds: float, *, with_measured: 
         format_seconds(each.busy),
         *((measured,) if with_measured else ()),
         format_seconds(each.exposed),
-        format_seconds(each.idle(step_seconds)),
+        format_seconds(step.idle(each)),
         format_bytes(round(each.peak.total)),
         format_share(each.peak.total / each.capacity),
         str(each.peak),
@@ -238,7 +240,7 @@ def _noise(cluster: Cluster) -> str:
 
 def recorded_run(plan: Plan, step: StepEstimate, recordings: Sequence[StepRecording]) -> RecordedRun:
     """Recorded steps of a plan, with its prediction."""
-    return RecordedRun(_subtitle(plan), plan.planned_rows, step.step_seconds, tuple(recordings))
+    return RecordedRun(_subtitle(plan), plan.planned_rows, step.training_seconds, tuple(recordings))
 
 
 def header(heading: str, texts: Iterable[str], tiles: Iterable[str]) -> str:

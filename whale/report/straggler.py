@@ -33,7 +33,7 @@ def straggler_words(plan: Plan, graph: ModelGraph, cluster: Cluster, step: StepE
     yield from found
     share = slow.busy / step.step_seconds if step.step_seconds else 0.0
     who = f"{slow.name} ({cluster.by_name[slow.devices[0]].model}, stage {', '.join(map(str, slow.stages))})"
-    idle = format_seconds(slow.idle(step.step_seconds))
+    idle = format_seconds(step.idle(slow))
     waits = f"{slow.does('waits')} {format_seconds(slow.exposed)} for what is on its way and {idle} for others"
     beside = "Predicted: " if found else ""
     yield f"{beside}{who} {slow.does('computes')} longest: {format_seconds(slow.busy)}, {format_share(share)} of the step, and {waits}."

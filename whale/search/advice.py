@@ -16,7 +16,6 @@ from whale.config.keys import choice_text
 from whale.errors import AnnotationError, ConfigError, OutOfMemory, PlanError
 from whale.estimate import Costs, StepEstimate, estimate_with
 from whale.estimate.prices.prices import Prices
-from whale.estimate.step.redundancy import redundancy_of
 from whale.ir.cluster import Cluster, Device
 from whale.ir.graph import ModelGraph
 from whale.ir.plan import Choice, Plan, Replica
@@ -44,7 +43,7 @@ class Advice:
     about: About  # topic
     subject: str  # which devices, links or settings
     says: str  # the sentence
-    value: float | None  # of the plan it argues for, by the objective (memory: bytes; redundancy: seconds of a copy; depth: blocks)
+    value: float | None  # of the plan it argues for, by the objective (memory: bytes; depth: blocks)
     beside: float | None  # of the plan it is compared with; None where there is none
 
 
@@ -326,13 +325,18 @@ class _Adviser:
         return Advice("memory", "the fullest device", f"{says} (the plan above needs devices of {format_bytes(now)})", need, now)
 
     def redundancy(self, found: SearchResult) -> Iterator[Advice]:
-        """What redundant copies of the state on other hosts would cost."""
-        costs = Costs.for_model(self.config, self.graph, self.cluster)
-        copies = redundancy_of(found.plan, Prices(self.graph, self.cluster, costs), self.config.memory.redundancy_steps)
-        if copies is not None:
-            step_seconds = found.step.step_seconds
-            says = f"memory.redundancy: 1 {copies}; a step takes {format_seconds(step_seconds)}"
-            yield Advice("redundancy", f"any one {copies.survives}", says, copies.seconds, step_seconds)
+        """What the plan that is best with copies of the state on second hosts comes to."""
+        if len(self.cluster.devices) == 1 or found.step.redundancy is not None:  # the plan says it
+            return
+        own = replace(self, config=self.config.with_values({"memory.redundancy": 1}))
+        try:
+            best = own.searched("copies on second hosts", self.cluster, [found])
+        except PlanError:
+            yield Advice("redundancy", "memory.redundancy", "memory.redundancy: 1: nothing fits with it", None, found.value)
+            return
+        if (copies := best.step.redundancy) is not None:
+            says = f"memory.redundancy: 1 {copies}: {best}, {found.objective.text(found.value)} without"
+            yield Advice("redundancy", f"any one {copies.survives}", says, best.value, found.value)
 
     @cached_property
     def counts(self) -> Counter[Device]:
@@ -377,6 +381,6 @@ def why_slower(step: StepEstimate, seconds: float) -> str:
     work, waits = f"{slow.name} {slow.does('computes')} for {format_seconds(slow.busy)}", slow.does("waits")
     if slow.busy >= seconds:
         return f"compute-bound: {work}"
-    if slow.exposed >= slow.idle(step.step_seconds):
+    if slow.exposed >= step.idle(slow):
         return f"communication-bound: {work} and {waits} {format_seconds(slow.exposed)} for messages"
-    return f"schedule-bound: {work} and {waits} {format_seconds(slow.idle(step.step_seconds))} for other devices"
+    return f"schedule-bound: {work} and {waits} {format_seconds(step.idle(slow))} for other devices"

@@ -19,6 +19,7 @@ from whale.config.keys import Shares
 from whale.errors import WhaleError
 from whale.estimate import Line, idle_seconds
 from whale.estimate.costs.line import Floats
+from whale.estimate.step.redundancy import sending_seconds
 from whale.ir.cluster import Device
 from whale.planning.cutting.partition import fill
 from whale.planning.realizing import Realizer
@@ -103,7 +104,7 @@ class ClosedForms:
         sums = [[rate * self._in_turn(strategy) for rate in rates] for rates in sums]
         seconds = max(self._with_end(lane, firsts, count, rates, alike=alike) for lane, count, rates in zip(lanes, rows, sums, strict=True))
         lack = max(float(np.max(lane.held - (1 + self.unsure(strategy)) * lane.rooms)) for lane in lanes)
-        return ClosedForm(seconds, max(0.0, lack), max(float(lane.held.max()) for lane in lanes)), lanes
+        return ClosedForm(seconds + self._copying(replicas, firsts), max(0.0, lack), max(float(lane.held.max()) for lane in lanes)), lanes
 
     def least(self, strategy: Strategy, num_micro_batch: int) -> tuple[float, float]:
         """Lower bounds, from computing alone: seconds of a step, and bytes on its fullest device."""
@@ -148,7 +149,18 @@ class ClosedForms:
                 late = np.array([[order.schedule in WEIGHTS_LAST] for order in orders])
                 hidden = (BACKWARD + late * idle) * rank * alike
                 end = np.maximum(end, self._least_end(strategy, replica, hidden, rates))
-        return self.num_rows / speeds + end, held
+        return self.num_rows / speeds + end + self._copying(replicas, firsts), held
+
+    def _copying(self, replicas: Sequence[ReplicaSpec], firsts: Sequence[Numbers]) -> float:
+        """About the seconds of a step in which state is sent to other hosts, if all devices of a replica have equal parts of it."""
+        if not self._sending:
+            return 0.0
+        shares = zip(replicas, self.places.alone(firsts), strict=True)
+        return self._sending * max(alone * replica.count / replica.num_devices for replica, alone in shares)
+
+    @cached_property
+    def _sending(self) -> float:
+        return sending_seconds(self.planner.prices)
 
     def _least_end(self, strategy: Strategy, replica: ReplicaSpec, hidden: Floats, rates: Sequence[Line] | None) -> Floats:
         """What gradient sums and the optimizer add to a step, if ranks hold parts of the model in proportion to their speed.

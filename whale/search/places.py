@@ -139,16 +139,21 @@ class Places:
         return [names[host].name if rank.width > 1 else None for host, rank in zip(slow, replica.ranks or (), strict=True)]
 
     def sums(self, firsts: Sequence[Numbers]) -> list[list[Line]]:
-        """Per replica specification and rank, seconds of a gradient bucket's all-reduce by bytes, over all holders of the same stages.
+        """Per replica specification and rank, seconds of the sum of a bucket of gradients, by bytes, over all that hold as much."""
+        return [self._all(self._owners(own, firsts)) for own in firsts]
 
-        Replicas of other depths hold a rank's stages at the same relative position.
-        """
-        found = []
-        for own in firsts:
-            num_ranks = own.shape[1]
-            parts = [each[:, np.arange(num_ranks) * each.shape[1] // num_ranks] for each in firsts]
-            found.append(self._all(np.concatenate(parts, axis=0).T))
-        return found
+    def alone(self, firsts: Sequence[Numbers]) -> list[float]:
+        """Per replica specification, of a rank's part of the state what each that has it has alone of all hosts, the most of all ranks."""
+        owners = [self._owners(own, firsts) for own in firsts]
+        if self.prices.costs.zero:
+            return [1 / each.shape[1] for each in owners]
+        return [float((self._host[each] == self._host[each[:, :1]]).all(axis=1).any()) / each.shape[1] for each in owners]
+
+    @staticmethod
+    def _owners(own: Numbers, firsts: Sequence[Numbers]) -> Numbers:
+        """The devices with as much as each rank has; other replicas have its stages as far along their pipelines: ``[ranks, owners]``."""
+        ranks = np.arange(own.shape[1])
+        return np.concatenate([each[:, ranks * each.shape[1] // len(ranks)] for each in firsts], axis=0).T
 
     def ends(self, firsts: Sequence[Numbers]) -> Line:
         """The same for parameters that the first and the last rank of all replicas hold."""

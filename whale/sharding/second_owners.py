@@ -16,7 +16,7 @@ from functools import cached_property
 from heapq import heapify, heappop, heappush, heapreplace, nsmallest
 
 from whale.ir.graph import DTYPE_BYTES, ModelGraph
-from whale.ir.plan import Plan
+from whale.ir.plan import ParameterState, Plan
 from whale.sharding.parameters import ParameterShardings
 
 NUM_STEPS_KEPT = 2
@@ -31,7 +31,8 @@ class SecondOwners:
     copied: tuple[Mapping[str, tuple[int, ...]], ...]
     sent: tuple[frozenset[str], ...]  # per device, those of the names that no other host copies
     targets: Mapping[int, int]  # by device that sends, the one that keeps what it sends
-    copied_bytes: tuple[int, ...]  # per device, of weights and their optimizer state
+    held_bytes: tuple[int, ...]  # per device, of weights and their optimizer state
+    copied_bytes: tuple[int, ...]
     sent_bytes: tuple[int, ...]
 
     @cached_property
@@ -50,6 +51,10 @@ class SecondOwners:
         """Host memory that a device takes for all copies."""
         return NUM_STEPS_KEPT * (self.copied_bytes[device] + self.kept_bytes(device))
 
+    def fault_bytes(self, device: int) -> int:
+        """What a device takes of it beside them where others are lost, and it leaves all copies and what it holds to the next start."""
+        return self.host_bytes(device) + self.held_bytes[device]
+
 
 def second_owners(plan: Plan, graph: ModelGraph, shardings: ParameterShardings, hosts: Sequence[str]) -> SecondOwners:
     """Assigns the copies, the largest first, each to the device with the least.
@@ -60,7 +65,7 @@ def second_owners(plan: Plan, graph: ModelGraph, shardings: ParameterShardings, 
     """
     if len(set(hosts)) == 1:
         hosts = [str(device) for device in range(len(hosts))]
-    load = [0] * len(hosts)
+    load, held = [0] * len(hosts), [0] * len(hosts)
     copied: list[dict[str, list[int]]] = [{} for _ in hosts]
     sizes: list[dict[str, int]] = [{} for _ in hosts]
     sent: list[set[str]] = [set() for _ in hosts]
@@ -68,6 +73,8 @@ def second_owners(plan: Plan, graph: ModelGraph, shardings: ParameterShardings, 
     for num_bytes, name, number, owners in sorted(_pieces(plan, graph, shardings), key=lambda piece: -piece[0]):
         if owners not in on_hosts:
             on_hosts[owners] = list(_by_host(owners, hosts).values())
+        for device in owners:
+            held[device] += num_bytes
         least = nsmallest(2, (min(own, key=load.__getitem__) for own in on_hosts[owners]), key=load.__getitem__)
         for device in least:
             load[device] += num_bytes
@@ -81,6 +88,7 @@ def second_owners(plan: Plan, graph: ModelGraph, shardings: ParameterShardings, 
         tuple({name: tuple(sorted(numbers)) for name, numbers in own.items()} for own in copied),
         tuple(map(frozenset, sent)),
         _targets(sorted(sources, key=lambda device: -sent_bytes[device]), sent_bytes, load, len(plan.devices), hosts),
+        tuple(held),
         tuple(load),
         tuple(sent_bytes),
     )
@@ -89,10 +97,14 @@ def second_owners(plan: Plan, graph: ModelGraph, shardings: ParameterShardings, 
 def _pieces(plan: Plan, graph: ModelGraph, shardings: ParameterShardings) -> Iterator[tuple[int, str, int, tuple[int, ...]]]:
     """Bytes, name, number and owners of each piece of the state."""
     for name in shardings.parameters:
-        state = plan.state_of(name)
-        per_element = DTYPE_BYTES[state.kept.dtype] * (1 + (0 if state.gradient is None else state.num_optimizer_tensors))
+        per_element = element_bytes(plan.state_of(name))
         for number, piece in enumerate(shardings.kept(name).pieces):
             yield shardings.num_elements(graph, name, piece.region) * per_element, name, number, piece.owners
+
+
+def element_bytes(state: ParameterState) -> int:
+    """Of an element of a parameter or buffer, with what the optimizer keeps for it."""
+    return DTYPE_BYTES[state.kept.dtype] * (1 + (0 if state.gradient is None else state.num_optimizer_tensors))
 
 
 def _by_host(devices: Sequence[int], hosts: Sequence[str]) -> dict[str, list[int]]:

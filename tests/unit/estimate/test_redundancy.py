@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -10,8 +11,9 @@ from tests.unit.planning.graphs import chain, cluster
 from whale.config import Config
 from whale.errors import PlanError
 from whale.estimate import Costs, Faults, StepEstimate, estimate, with_copies
-from whale.ir.cluster import Cluster
+from whale.ir.cluster import Cluster, Link
 from whale.planning import make_plan
+from whale.search import search
 
 STAGES = {"planning.search": "off", "pipeline.num_stages": 2, "memory.redundancy": 1}
 LAYER_BYTES = 3 * 4 * 64 * 64
@@ -26,11 +28,28 @@ def estimated(hosts: Cluster, **settings: object) -> StepEstimate:
 def test_a_stage_without_replica_is_sent_to_the_other_host() -> None:
     hosts = cluster((1e9,), (1e9,))
     found = estimated(hosts).redundancy
-    assert found is not None and dict(found.host_bytes) == dict.fromkeys(("h0", "h1"), 2 * (2 + 2) * LAYER_BYTES)
+    assert found is not None and found.host_bytes == tuple((host, 8 * LAYER_BYTES, 10 * LAYER_BYTES) for host in ("h0", "h1"))
     link = hosts.link("h0/0", "h1/0")
     assert found.survives == "host" and found.link.endswith(("out", "in")) and found.sent_bytes == ("h0/0", 2 * LAYER_BYTES)
     assert found.seconds == pytest.approx(link.seconds(2 * LAYER_BYTES) + 2 * 2 * LAYER_BYTES / 5e11)
     assert "survives the loss of any one host: copies after each step take" in str(found)
+    plain = estimated(hosts, **{"memory.redundancy": 0})
+    for every in (1, 4):
+        step = estimated(hosts, **{"memory.redundancy_steps": every})
+        assert step.step_seconds == pytest.approx(plain.step_seconds + found.seconds / every)
+        assert step.training_seconds == pytest.approx(plain.step_seconds) and step.idle(step.straggler) == plain.idle(plain.straggler)
+
+
+def test_the_search_weighs_copies() -> None:
+    """Over a slow network a pipeline across hosts takes least, but each host then has what no other has."""
+    graph, hosts = chain(8, width=64), replace(cluster((1e10, 1e10), (1e10, 1e10)), network=Link(1e8, 1e-5))
+    found = [search(graph, hosts, Config({"memory.redundancy": number}), rows=64, effort=8) for number in (0, 1)]
+    plain, copied = (each.step.redundancy for each in found)
+    assert plain is None and copied is not None and found[0].strategy != found[1].strategy
+    there = estimate(found[0].plan, graph, hosts, Costs.of(Config({"memory.redundancy": 1})))
+    assert there.redundancy is not None and there.redundancy.link and not copied.link
+    assert found[0].step.step_seconds == there.training_seconds < found[1].step.training_seconds
+    assert found[1].value == found[1].step.step_seconds < 0.9 * there.step_seconds
 
 
 def test_a_card_is_shared_and_replicas_on_two_hosts_send_nothing() -> None:
@@ -46,13 +65,14 @@ def test_a_card_is_shared_and_replicas_on_two_hosts_send_nothing() -> None:
     assert estimated(hosts, **{"memory.redundancy": 0}).redundancy is None
     whole = estimated(hosts, **{"pipeline.num_stages": None}).redundancy
     assert whole is not None and whole.link == "" and "nothing is sent" in str(whole)
-    assert sum(num_bytes for _, num_bytes in whole.host_bytes) == 2 * 2 * 4 * LAYER_BYTES
+    assert sum(num_bytes for _, num_bytes, _ in whole.host_bytes) == 2 * 2 * 4 * LAYER_BYTES
 
 
 def test_hosts_have_room_for_copies() -> None:
     small = cluster((1e9,), (1e9,))
     small = replace(small, hosts=tuple(replace(host, memory=LAYER_BYTES) for host in small.hosts))
-    with pytest.raises(PlanError, match=r"out of memory on host h0: the plan needs 384.00 KiB, 48.00 KiB usable"):
+    says = "needs 864.00 KiB (copies of the state: 384.00 KiB; what is left of it at a fault: 480.00 KiB), 48.00 KiB usable"
+    with pytest.raises(PlanError, match=re.escape(f"out of memory on host h0: the plan {says}")):
         make_plan(chain(4, width=64), small, Config(STAGES), rows=8)
 
 

@@ -60,7 +60,9 @@ def test_more_devices_and_faster_links_never_make_it_worse() -> None:
     assert about(found, "devices")[0].says.startswith("use ")
     (memory,) = about(found, "memory")
     assert memory.value is not None and memory.beside is not None and memory.value < memory.beside
-    assert about(found, "redundancy")[0].says.startswith("memory.redundancy: 1 survives the loss of any one host: copies after each step")
+    (copies,) = about(found, "redundancy")
+    assert copies.says.startswith("memory.redundancy: 1 survives the loss of any one host: copies after each step")
+    assert copies.value is not None and found.found is not None and copies.value > found.found.value == copies.beside
 
 
 def test_a_search_that_starts_from_a_good_plan_is_never_worse_on_more_devices() -> None:

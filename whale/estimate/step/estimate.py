@@ -57,10 +57,11 @@ def estimate_with(prices: Prices, plan: Plan) -> StepEstimate:
     assert not found.stuck, f"a verified schedule ends: {program.computations[found.stuck[0].worker][found.stuck[0].task]}"
     carried = _Carried(gathered, program, found)
     devices = tuple(_device(numbers, gathered, program, found, carried) for numbers in _at_the_same_times(gathered, program, found))
-    seconds = max((times[-1][1] for times in found.tasks if times), default=0.0)
+    copies = _redundancy(prices, plan)
+    seconds = max((times[-1][1] for times in found.tasks if times), default=0.0) + (copies.step_seconds if copies is not None else 0.0)
     spans = tuple(tuple(span for span in each.compute if span.action.kind in COMPUTE) for each in devices)
     links = tuple(_links(gathered, program, seconds))
-    return StepEstimate(seconds, devices, links, bubble_rate(Timeline(spans)), _redundancy(prices, plan))
+    return StepEstimate(seconds, devices, links, bubble_rate(Timeline(spans)), copies)
 
 
 def _redundancy(prices: Prices, plan: Plan) -> Redundancy | None:

@@ -75,7 +75,7 @@ def with_copies(faults: Faults, step: StepEstimate) -> Goodput | None:
     """
     if step.redundancy is None:
         return None
-    return replace(faults, save_seconds=step.redundancy.seconds).goodput(step.redundancy.every * step.step_seconds)
+    return replace(faults, save_seconds=0.0).goodput(step.redundancy.every * step.step_seconds)  # steps have the copying in them
 
 
 def faults_of(step: StepEstimate, cluster: Cluster, per_device_day: float, restart_seconds: float) -> Faults:

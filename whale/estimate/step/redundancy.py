@@ -1,4 +1,9 @@
-"""Cost of the copies of `memory.redundancy` besides the step: host memory, and seconds in which nothing is computed."""
+"""Cost of the copies of `memory.redundancy`: host memory, and seconds of a step.
+
+    step | own copies | those that are sent | compared | step | ...        each waits for the slowest rank
+
+No rank computes meanwhile. Updated weights in flight (`communication.defer_weights`) may share links with the copies, which is not counted.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +14,7 @@ from whale.estimate.costs.compute import copy_seconds
 from whale.estimate.prices.prices import Prices
 from whale.ir.plan import Plan
 from whale.sharding.parameters import parameter_shardings
-from whale.sharding.second_owners import SecondOwners, second_owners
+from whale.sharding.second_owners import SecondOwners, element_bytes, second_owners
 from whale.units import format_bytes, format_seconds
 
 
@@ -19,19 +24,26 @@ class Redundancy:
 
     survives: str  # what may be lost: ``host``, or ``device`` where there is one host
     every: int  # steps from one copying to the next
-    seconds: float  # that a copying takes, and to hold the state to it as the next step begins
+    seconds: float  # of a copying: to copy, to send, and to compare the state with the copies as the next step begins
     link: str  # the side of a link that is busy longest; empty where nothing is sent
     sent_bytes: tuple[str, int]  # of a copying, by the device that sends most, and its name
-    host_bytes: tuple[tuple[str, int], ...]  # by host, the memory that copies take
+    host_bytes: tuple[tuple[str, int, int], ...]  # by host, the memory that copies take, and what a fault leaves there besides
+
+    @property
+    def step_seconds(self) -> float:
+        """Of the mean step."""
+        return self.seconds / self.every
 
     def __str__(self) -> str:
-        host, most = max(self.host_bytes, key=lambda each: each[1])
-        when = "each step" if self.every == 1 else f"each {self.every} steps"
+        host, most, left = max(self.host_bytes, key=lambda each: each[1])
+        when, mean = (
+            ("each step", "") if self.every == 1 else (f"each {self.every} steps", f", {format_seconds(self.step_seconds)} of a step")
+        )
         device, num_bytes = self.sent_bytes
         sent = f"{device} sends {format_bytes(num_bytes)}, {self.link} is busy longest" if self.link else "nothing is sent"
         return (
-            f"survives the loss of any one {self.survives}: copies after {when} take {format_seconds(self.seconds)} ({sent}), and "
-            f"{format_bytes(most)} of the memory of {host}"
+            f"survives the loss of any one {self.survives}: copies after {when} take {format_seconds(self.seconds)}{mean} ({sent}), "
+            f"and {format_bytes(most)} of the memory of {host}, {format_bytes(left)} more at a fault"
         )
 
 
@@ -50,9 +62,10 @@ def redundancy_of(plan: Plan, prices: Prices, every: int) -> Redundancy | None:
         return None
     shardings = parameter_shardings(plan, prices.graph, prices.axes if plan.is_sharded else None)
     found = second_owners(plan, prices.graph, shardings, hosts)
-    memory: dict[str, int] = {}
+    memory, left = dict.fromkeys(hosts, 0), dict.fromkeys(hosts, 0)
     for device, host in enumerate(hosts):
-        memory[host] = memory.get(host, 0) + found.host_bytes(device)
+        memory[host] += found.host_bytes(device)
+        left[host] += found.fault_bytes(device)
     own = [copy_seconds(cluster.by_name[name], found.copied_bytes[device]) for device, name in enumerate(devices)]
     busy = dict[str, float]()
     for side, seconds in _sides(found, devices, prices):
@@ -65,8 +78,18 @@ def redundancy_of(plan: Plan, prices: Prices, every: int) -> Redundancy | None:
         2 * max(own) + busy.get(link, 0.0),
         link,
         (devices[first], found.sent_bytes[first]),
-        tuple(memory.items()),
+        tuple((host, memory[host], left[host]) for host in memory),
     )
+
+
+def sending_seconds(prices: Prices) -> float:
+    """Of the mean step, if each device of a host sent all of the state to another host; 0 where no copies are made."""
+    cluster, every = prices.cluster, prices.costs.copies_every
+    if not every or cluster.network is None:
+        return 0.0
+    num_bytes = sum(each.spec.num_elements * element_bytes(prices.state_of[each.name]) for each in prices.graph.parameters)
+    slowest = min([cluster.network.bandwidth, *(host.card / len(host.devices) for host in cluster.hosts if host.card is not None)])
+    return num_bytes / slowest / every
 
 
 def _sides(found: SecondOwners, devices: list[str], prices: Prices) -> Iterator[tuple[str, float]]:

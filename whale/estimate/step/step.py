@@ -120,10 +120,6 @@ class DeviceEstimate:
         """Seconds of computing."""
         return sum(span.end - span.start for span in self.compute) - sum(wait.end - wait.start for wait in self.waits)
 
-    def idle(self, step_seconds: float) -> float:
-        """Seconds in which it neither computes nor waits for something in flight."""
-        return max(0.0, step_seconds - self.busy - self.exposed)
-
 
 @dataclass(frozen=True, slots=True)
 class LinkUse:
@@ -139,11 +135,11 @@ class LinkUse:
 class StepEstimate:
     """The estimate of one step of a plan."""
 
-    step_seconds: float  # from the first forward pass to the end of the optimizer's step on the last device
+    step_seconds: float  # from the first forward pass to the end of the optimizer's step on the last device, and of redundant copies
     devices: tuple[DeviceEstimate, ...]  # grouped by what they do; each device of the plan is in one group
-    links: tuple[LinkUse, ...]  # by use
+    links: tuple[LinkUse, ...]  # by use, without redundant copies
     bubble_rate: float  # idle share of the rank with the longest span of computations
-    redundancy: Redundancy | None = None  # cost of redundant copies besides the step; None without
+    redundancy: Redundancy | None = None  # cost of redundant copies; None without
 
     @cached_property
     def _of(self) -> dict[str, DeviceEstimate]:
@@ -151,6 +147,15 @@ class StepEstimate:
 
     def of(self, device: str) -> DeviceEstimate:
         return self._of[device]
+
+    @property
+    def training_seconds(self) -> float:
+        """Of the step, without copies of the state."""
+        return self.step_seconds - (0.0 if self.redundancy is None else self.redundancy.step_seconds)
+
+    def idle(self, each: DeviceEstimate) -> float:
+        """Seconds in which devices neither compute, nor wait for what is on its way, nor copy the state."""
+        return max(0.0, self.training_seconds - each.busy - each.exposed)
 
     def own_seconds(self, devices: Iterable[str]) -> tuple[float, ...]:
         """Per device, seconds of its own computing."""
@@ -168,7 +173,7 @@ class StepEstimate:
         slow = self.straggler
         yield (
             f"step {format_seconds(self.step_seconds)}: {slow.name} computes longest, {format_seconds(slow.busy)}, "
-            f"waits {format_seconds(slow.exposed)} for communication and {format_seconds(slow.idle(self.step_seconds))} for other devices; "
+            f"waits {format_seconds(slow.exposed)} for communication and {format_seconds(self.idle(slow))} for other devices; "
             f"bubble rate {self.bubble_rate:.3f}"
         )
         for each in self.devices:

@@ -312,18 +312,21 @@ def memory_faults(step: StepEstimate, cluster: Cluster) -> Iterator[WhaleError]:
 
 
 def host_faults(step: StepEstimate, cluster: Cluster) -> Iterator[OutOfMemory]:
-    known, needed = {host.name: host.memory for host in cluster.hosts}, dict[str, float]()
+    known, needed, copies = {host.name: host.memory for host in cluster.hosts}, dict[str, float](), step.redundancy
+    parts: dict[str, str] = {}
     for each in step.devices:
         for device in each.devices:
             host = cluster.by_name[device].host
             needed[host] = needed.get(host, 0.0) + each.on_host
-    for host, copied in step.redundancy.host_bytes if step.redundancy is not None else ():
-        needed[host] = needed.get(host, 0.0) + copied
+    for host, copied, left in copies.host_bytes if copies is not None else ():
+        needed[host] = needed.get(host, 0.0) + copied + left
+        parts[host] = f" (copies of the state: {format_bytes(copied)}; what is left of it at a fault: {format_bytes(left)})"
     for name, num_bytes in needed.items():
         memory = known[name]
         if memory is not None and num_bytes > memory:
             yield OutOfMemory(
-                f"out of memory on host {name}: the plan needs {format_bytes(round(num_bytes))}, {format_bytes(memory)} usable",
+                f"out of memory on host {name}: the plan needs {format_bytes(round(num_bytes))}{parts.get(name, '')}, "
+                f"{format_bytes(memory)} usable",
                 hint="set memory.offload: none, memory.redundancy: 0, use fewer devices of this host, or state the host's memory in the "
                 "cluster file",
             )
