@@ -35,8 +35,10 @@ def train(rank: int, num_ranks: int, folder: str, options: dict[str, Any], confi
             self.layers[2].bias.requires_grad_(False)
 
         def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> dict[str, Tensor]:
-            loss = F.cross_entropy(self.layers(batch["x"]), batch["y"])
+            output = self.layers(batch["x"])
+            loss = F.cross_entropy(output, batch["y"])
             self.log("loss", loss.detach(), on_step=True, on_epoch=True)
+            self.log("correct", (output.argmax(1) == batch["y"]).float().mean())
             return {"loss": loss}
 
         def validation_step(self, batch: dict[str, Tensor]) -> None:

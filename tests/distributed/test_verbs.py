@@ -81,7 +81,15 @@ def build(description: Description, activation: str, seed: int, num_rows: int) -
     torch.manual_seed(seed)
     model, loss = WithMore(description).double(), make_loss(description)
     activate(model, activation)
-    return model, make_batch(description, num_rows, seed), lambda output, batch: loss(output["out"], batch)
+    return model, make_batch(description, num_rows, seed), lambda output, batch: with_metrics(loss(output["out"], batch), output)
+
+
+def with_metrics(loss: Any, output: Mapping[str, Any]) -> dict[str, Any]:
+    """A loss with a mean, a count, one over the other, and something that has a gradient."""
+    first = output["side"].argmax(-1) == 0
+    chosen = output["total"] * first
+    share = chosen.sum() / first.sum().clamp(min=1)
+    return {"loss": loss, "mean": first.double().mean(), "count": first.sum(), "share": share, "square": chosen.square().mean()}
 
 
 def activate(model: nn.Module, name: str) -> None:
@@ -156,10 +164,10 @@ def run(rank: int, num_ranks: int, course: Course, expected: list[Found], folder
     for number, (verb, value) in enumerate(course.verbs):
         given: Mapping[str, Any] = {}
         if verb == "step":
-            given = {"loss": engine.step(course.batch(number)).double()}
+            given = {"loss": engine.step(course.batch(number)).double(), **engine.metrics}
         elif verb == "evaluate":
             loss, output = engine.evaluate(course.batch(number), outputs=True)
-            given = {"loss": loss.double(), **flat(output)}
+            given = {"loss": loss.double(), **engine.metrics, **flat(output)}
         elif verb == "predict":
             given = flat(engine.predict(course.batch(number)))
             own, rows = engine.predict(course.batch(number), gather=False)
@@ -188,6 +196,16 @@ def run(rank: int, num_ranks: int, course: Course, expected: list[Found], folder
     return found
 
 
+def noted_loss(loss: Any, results: dict[str, Any], output: Any, batch: Any) -> Any:
+    """The loss alone; all that is returned with it goes into `results`."""
+    results.update(loss(output, batch))
+    return results["loss"]
+
+
+def metrics_of(results: Mapping[str, Any]) -> Found:
+    return {name: value.detach().double() for name, value in results.items() if name != "loss"}
+
+
 def run_plainly(course: Course) -> list[Found]:
     """The same in one process, without Whale."""
     model, _, loss = build(course.description, course.activation, course.seed, course.NUM_ROWS)
@@ -197,15 +215,17 @@ def run_plainly(course: Course) -> list[Found]:
         if verb == "step":
             batch = course.batch(number)
             optimizer.zero_grad()
-            result = reference.loss_value(loss(reference.call(model, batch), batch))
+            results = loss(reference.call(model, batch), batch)
+            result = reference.loss_value(results["loss"])
             result.backward()
             optimizer.step()
-            given = {"loss": result.detach()}
+            given = {"loss": result.detach(), **metrics_of(results)}
         elif verb in ("evaluate", "predict"):
-            evaluation, prediction = reference.evaluate(model, loss, course.batch(number))
+            results: dict[str, Any] = {}
+            evaluation, prediction = reference.evaluate(model, partial(noted_loss, loss, results), course.batch(number))
             given = flat(prediction)
             if verb == "evaluate":
-                given["loss"] = torch.tensor(evaluation, dtype=torch.float64)
+                given |= {"loss": torch.tensor(evaluation, dtype=torch.float64), **metrics_of(results)}
             model.train()
         elif verb == "gradients":
             given = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}

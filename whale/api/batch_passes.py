@@ -50,6 +50,11 @@ class ForwardPass:
         return self.step.account.loss(self.runtime.totals(self.step))
 
     @property
+    def metrics(self) -> dict[str, torch.Tensor]:
+        """Of the global batch; all ranks ask for them."""
+        return self.step.account.metrics(self.runtime.totals(self.step))
+
+    @property
     def output(self) -> Any:
         """Of the model, for the whole batch; all ranks ask for it."""
         return self.captured.program.output(self._brought(gather_outputs), self._loss)

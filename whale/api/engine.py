@@ -87,6 +87,7 @@ class Engine:
         self._data = DataPosition(state)
         self._saving: Saving | None = None
         self._accumulated: Accumulated | None = None
+        self._metrics: Mapping[str, torch.Tensor] = {}
         world, train, trains = runtime.roster.world, modes.train, opening.optimizer is not None
         tensors, is_first = train.program.tensors, world.rank == 0
         self._guards = Guards(modes.model, train.graph, tensors, world.device, trains=trains, warns=is_first)
@@ -253,11 +254,9 @@ class Engine:
             self._tracing.begin()
         self._log.begin(self.state.optimizer)
         name, _, view = self._passes.view("train", batch, call)
-        if call == "step":
-            loss = train_step(self.runtime, self.state, view, name, self._accumulated)
-            self._accumulated = None
-        else:
-            loss, self._accumulated = forward_backward(self.runtime, self.state, view, name, self._accumulated)
+        run = train_step if call == "step" else forward_backward
+        loss, accumulated = run(self.runtime, self.state, view, name, self._accumulated)
+        self._accumulated, self._metrics = None if call == "step" else accumulated, accumulated.metrics
         self._guards.trained()
         self._log.add(view)
         if call == "step":
@@ -268,7 +267,7 @@ class Engine:
     def _stepped(self, loss: torch.Tensor, num_rows: int) -> None:
         self._keeping.end_step()
         clipping = self.runtime.clipping
-        self._log.end(self.state.step_number, loss, None if clipping is None else clipping.last)
+        self._log.end(self.state.step_number, loss, None if clipping is None else clipping.last, self._metrics)
         if self._tracing is not None:
             self._tracing.end(self.state.step_number, num_rows)
         if self._adapting is not None and self._adapting.hear(self.state.step_number, self.runtime.take_busy()):
@@ -292,6 +291,15 @@ class Engine:
                 hint="call engine.update() first",
             )
 
+    @property
+    def metrics(self) -> dict[str, torch.Tensor]:
+        """What the loss function returned with the loss, by name, of the last `step`, `forward_backward` or `evaluate`.
+
+        Of the global batch, without a gradient: 0-dim float64 tensors on this rank's device, equal on all ranks. Empty where `loss`
+        returned a loss alone and not ``{"loss": loss, "accuracy": accuracy}``.
+        """
+        return dict(self._metrics)
+
     @all_ranks
     def evaluate(self, batch: Any, *, averaged: bool = False, outputs: bool = False) -> Any:
         """The loss of a global batch in evaluation mode, equal on all ranks; nothing is trained.
@@ -307,6 +315,7 @@ class Engine:
         with self._weights("evaluate(averaged=True)" if averaged else "evaluate"):
             done = self._passes.forward("eval_predict" if outputs else "eval", batch)
             found = (step_loss(done.loss), done.output) if outputs else step_loss(done.loss)
+            self._metrics = done.metrics
         self._rest()
         return found
 

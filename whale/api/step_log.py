@@ -11,7 +11,7 @@ import resource
 import sys
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TextIO
@@ -42,6 +42,7 @@ class StepFigures:
         learning_rates: of the parameter groups, as this step used them, each value once.
         gradient_norm: before clipping; None where it is not worked out.
         peak_bytes: of rank 0: memory of its GPU that tensors have taken at most; on the CPU the resident memory of the process.
+        metrics: what the loss function returned with the loss, of the last batch; None where it is not finite.
     """
 
     step: int
@@ -52,14 +53,16 @@ class StepFigures:
     learning_rates: tuple[float, ...]
     gradient_norm: float | None
     peak_bytes: int
+    metrics: Mapping[str, float | None] = field(default_factory=dict)
 
     @property
     def json(self) -> str:
         """One line; what is not known is left out."""
-        return json.dumps({name: value for name, value in asdict(self).items() if name == "loss" or value not in (None, ())})
+        return json.dumps({name: value for name, value in asdict(self).items() if name == "loss" or value not in (None, (), {})})
 
     def __str__(self) -> str:
         words = [f"step {self.step}", f"loss {'not finite' if self.loss is None else f'{self.loss:.4g}'}"]
+        words += [f"{name} {'not finite' if value is None else f'{value:.4g}'}" for name, value in self.metrics.items()]
         words.append(f"{format_count(self.samples_per_second)} samples/s")
         words += [f"{format_count(self.tokens_per_second)} tokens/s"] if self.tokens_per_second is not None else []
         words += [f"norm {self.gradient_norm:.3g}"] if self.gradient_norm is not None else []
@@ -96,7 +99,7 @@ class StepLog:
     _file: TextIO | None = None
     _counted: _Counted | None = None
     _ended: float | None = None
-    _copied: deque[tuple[StepFigures, HostCopy, HostCopy | None]] = field(default_factory=deque)
+    _copied: deque[tuple[StepFigures, HostCopy, HostCopy | None, dict[str, HostCopy]]] = field(default_factory=deque)
     _printed: float = -math.inf
     _told: StepFigures | None = None
 
@@ -142,13 +145,14 @@ class StepLog:
             self._counted.num_rows += view.num_rows
             self._counted.num_tokens += _num_tokens(view)
 
-    def end(self, step_number: int, loss: torch.Tensor, norm: torch.Tensor | None) -> None:
+    def end(self, step_number: int, loss: torch.Tensor, norm: torch.Tensor | None, metrics: Mapping[str, torch.Tensor]) -> None:
         """After a step.
 
         Args:
             step_number: steps done.
             loss: 0-dim.
             norm: of the gradients, 0-dim; None where it is not worked out.
+            metrics: 0-dim, by name.
         """
         counted, self._counted, now = self._counted, None, time.perf_counter()
         if counted is None:
@@ -157,13 +161,16 @@ class StepLog:
         tokens = counted.num_tokens / seconds if counted.num_tokens else None
         rates, num_bytes = counted.learning_rates, _peak_bytes(self.world.device)
         figures = StepFigures(step_number, None, seconds, counted.num_rows / seconds, tokens, rates, None, num_bytes)
-        self._copied.append((figures, HostCopy.of(loss), None if norm is None else HostCopy.of(norm)))
+        others = {name: HostCopy.of(value) for name, value in metrics.items()}
+        self._copied.append((figures, HostCopy.of(loss), None if norm is None else HostCopy.of(norm), others))
         self._read(NUM_STEPS_AHEAD if loss.device.type == "cuda" else 0)
 
     def _read(self, num_left: int) -> None:
         while len(self._copied) > num_left:
-            figures, loss, norm = self._copied.popleft()
-            self.last = replace(figures, loss=_finite(loss.read()), gradient_norm=None if norm is None else _finite(norm.read()))
+            figures, loss, norm, others = self._copied.popleft()
+            found = None if norm is None else _finite(norm.read())
+            metrics = {name: _finite(value.read()) for name, value in others.items()}
+            self.last = replace(figures, loss=_finite(loss.read()), gradient_norm=found, metrics=metrics)
             if self._file is not None:
                 print(self.last.json, file=self._file, flush=True)
             if self.shows and time.monotonic() - self._printed >= LINE_SECONDS:

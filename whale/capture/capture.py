@@ -45,7 +45,7 @@ from whale.errors import CaptureError, WhaleError, first_few, raise_faults
 from whale.ir.graph import LossTerm, ModelGraph, Op, Parameter
 from whale.ir.precision import Precision
 from whale.ir.scope import Scope
-from whale.ir.writes import written_buffers
+from whale.ir.writes import with_reached_gradients, written_buffers
 
 
 def capture(
@@ -160,11 +160,11 @@ def _build(
     terms: list[TermNodes] = []
     num_of_loss = first.found.num_of_loss
     if num_of_loss:
-        terms = _split(flat, num_of_loss, knows_rows)
+        terms = _split(flat, num_of_loss, first.found.metrics, knows_rows)
         if second is not None:
-            _split(second, num_of_loss, knows_rows)
+            _split(second, num_of_loss, first.found.metrics, knows_rows)
             mark_factors(flat.graph, second.graph, first.rows)
-    outputs = _as_ops(flat, flat.results[num_of_loss:])
+    outputs = _as_ops(flat, flat.results[num_of_loss + len(first.found.metrics) :])
     returned = [node for term in terms for node in (term.sum, term.weight) if node is not None]
     flat.graph.output((*returned, *outputs))
     drop_needless_detaches(flat.graph)
@@ -185,6 +185,7 @@ def _build(
         dynamic=first.dynamic,
         warnings=(*_warnings(first), *flat.warnings),
     )
+    graph = with_reached_gradients(graph) if mode == "train" else graph
     changed = {each.name for each in held.parameters if each.trainable} | written_buffers(graph).keys()
     check_memory(held, changed)
     _check_constants(flat, held, changed)
@@ -231,17 +232,23 @@ def _as_ops(flat: Flat, results: Sequence[Any]) -> list[Any]:
     return found
 
 
-def _split(flat: Flat, num_of_loss: int, knows_rows: bool) -> list[TermNodes]:
-    """The terms of the loss, the first `num_of_loss` results. Without `knows_rows` a constant may be a multiple of the number of rows."""
+def _split(flat: Flat, num_of_loss: int, metrics: Sequence[str], knows_rows: bool) -> list[TermNodes]:
+    """The terms of the loss, the first `num_of_loss` results, and of the metrics after it.
+
+    Without `knows_rows` a constant may be a multiple of the number of rows.
+    """
     total, weight = (*flat.results[:num_of_loss], None)[:2]
-    if not isinstance(total, fx.Node):
-        raise CaptureError("the loss is a constant: it does not depend on the model or the batch")
+    scalars = dict(zip(metrics, flat.results[num_of_loss:], strict=False))
+    for name, node in {"the loss": total, **{f"metric {name!r}": node for name, node in scalars.items()}}.items():
+        if not isinstance(node, fx.Node):
+            raise CaptureError(f"{name} is a constant: it does not depend on the model or the batch")
+    number = float(weight) if isinstance(weight, (int, float)) else None
     rows = flat.rows if knows_rows else None
-    if isinstance(weight, (int, float)):
-        terms = split_loss(flat.graph, total, None, rows=rows, row_factors=flat.sizes.factors)
-        return _over_constant(flat, terms, total, float(weight), knows_rows)
-    assert weight is None or isinstance(weight, fx.Node)
-    return split_loss(flat.graph, total, weight, rows=rows, row_factors=flat.sizes.factors)
+    terms = split_loss(flat.graph, total, None if number is not None else weight, scalars, rows=rows, row_factors=flat.sizes.factors)
+    if number is None:
+        return terms
+    own = [term for term in terms if not term.metric]
+    return [*_over_constant(flat, own, total, number, knows_rows), *(term for term in terms if term.metric)]
 
 
 def _over_constant(flat: Flat, terms: list[TermNodes], total: fx.Node, weight: float, knows_rows: bool) -> list[TermNodes]:
@@ -276,6 +283,7 @@ def _loss_terms(flat: Flat, terms: list[TermNodes], ops: tuple[Op, ...]) -> tupl
                 term.offset,
                 term.minimum,
                 term.reason,
+                term.metric,
             )
         )
     return tuple(found)

@@ -4,7 +4,8 @@ Lightning                            here
 one process, global batches          every rank, the same global batches; the engine takes its own rows of each
 training_step, loss.backward()       engine.forward_backward; training_step is captured as the model's forward
 optimizer.step()                     the user's optimizer holds settings for the engine's own, which engine.update steps
-validation_step, self.log            engine.evaluate, which gives each value that the captured hook logs as it gives a loss
+self.log in a step hook              engine.metrics: what the captured hook logs is returned with the loss
+validation_step                      engine.evaluate
 x.ckpt                               Lightning's own file, with whole weights; beside it ``x.ckpt.whale/``, which any plan reads
 """
 
@@ -36,7 +37,7 @@ from whale.errors import CaptureError, CheckpointError, ConfigError
 from whale.ir.cluster import Cluster
 from whale.ir.plan import Plan
 
-_PREFIX = "module."
+_PREFIX, _LOGGED = "module.", "logged "
 _HOOKS = ("training_step", "validation_step", "test_step", "predict_step")
 _OPTIONS = tuple(inspect.signature(LightningModule.log).parameters)[3:]  # behind self, name and value
 
@@ -148,7 +149,7 @@ class WhaleStrategy(Strategy):  # type: ignore[misc]
     def training_step(self, batch: Any, *others: Any) -> Tensor:
         engine = self.engine if self.engine is not None else self._open(batch)
         loss = self._plain(engine.forward_backward({"training_step": batch}))
-        self._log("training_step", dict.fromkeys(self._seen.options["training_step"], loss))
+        self._log("training_step", loss)
         return loss
 
     def backward(self, closure_loss: Tensor, optimizer: Any, *arguments: Any, **options: Any) -> Tensor:
@@ -182,26 +183,24 @@ class WhaleStrategy(Strategy):  # type: ignore[misc]
         return self.engine.predict({"predict_step": batch})
 
     def _evaluate(self, hook: str, batch: Any, *others: Any) -> Any:
-        """Logs what a hook logs, each value of a pass of its own, as a loss is; before the first step as in one process, on every rank."""
+        """Logs what a hook logs; before the first step as in one process, on every rank."""
         if self.engine is None:
             return getattr(super(), hook)(batch, *others)
         if len(others) > 1:
             raise ConfigError(f"WhaleStrategy does not support several data loaders in {hook} (dataloader_idx={others[1]})")
-        values, count = [self._value(hook, batch, 0)], len(self._seen.options[hook])
-        values += [self._value(hook, batch, number) for number in range(1, count)]
-        found = dict(zip(self._seen.options[hook], values, strict=True))
-        self._log(hook, found)
+        found = self._log(hook, self._plain(self.engine.evaluate({hook: batch, "logged": {}})))
         returned = self._seen.returned[hook]
         return found.get(returned) if isinstance(returned, str) else returned and self.engine.predict({hook: batch})
 
-    def _value(self, hook: str, batch: Any, number: int) -> Tensor:
-        assert self.engine is not None, "it is asked for"
-        return self._plain(self.engine.evaluate({hook: batch, "logged": {str(number): None}}))
-
-    def _log(self, hook: str, values: Mapping[str, Tensor]) -> None:
-        for name, value in values.items():
+    def _log(self, hook: str, loss: Tensor) -> dict[str, Tensor]:
+        """Logs, and returns, what the captured hook logs: values of its last pass, which are metrics or the loss."""
+        assert self.engine is not None, "it has run"
+        metrics = self.engine.metrics
+        found = {name: self._plain(metrics.get(_LOGGED + name, loss)) for name in self._seen.options[hook]}
+        for name, value in found.items():
             how = {**self._seen.options[hook][name], "sync_dist": True}  # it is that of all ranks
             self.lightning_module.log(name, value, **how)
+        return found
 
     def _plain(self, value: Tensor) -> Tensor:
         return value.as_subclass(Tensor).to(self.root_device, torch.float32)
@@ -301,7 +300,7 @@ class CapturedHooks(nn.Module):
         predict_step: Any = None,
         logged: Mapping[str, None] | None = None,
     ) -> Any:
-        """What a hook returns; for the training its loss; where `logged` has a number, that of the values that are logged."""
+        """What a hook returns; for the training, or where `logged` is given, its loss with what it logs."""
         given = zip(_HOOKS, (training_step, validation_step, test_step, predict_step), strict=True)
         hook, batch = next((name, value) for name, value in given if value is not None)
         values: dict[str, Any] = {}
@@ -318,17 +317,15 @@ class CapturedHooks(nn.Module):
         assert seen is not None, "the strategy has it"
         seen.options[hook] = options
         seen.returned[hook] = next((name for name, value in values.items() if _is_same(value, loss)), loss is not None)
-        if hook == "training_step" and (odd := [name for name, value in values.items() if not _is_same(value, loss)]):
-            raise CaptureError(
-                f"WhaleStrategy does not support training_step logging other values than its loss ({', '.join(odd)})",
-                hint="log what else you want to see in validation_step",
-            )
-        if logged is None:
-            return loss
-        if not values:
-            hint = "outputs are what predict_step returns"
-            raise CaptureError(f"{hook} logs nothing, so WhaleStrategy has nothing to evaluate", hint=hint)
-        return list(values.values())[int(next(iter(logged)))]
+        if hook != "training_step":
+            if logged is None:
+                return found
+            if not values:
+                hint = "outputs are what predict_step returns"
+                raise CaptureError(f"{hook} logs nothing, so WhaleStrategy has nothing to evaluate", hint=hint)
+            first = next(iter(values.values()))
+            loss = first if first.is_floating_point() else first.float()
+        return {"loss": loss, **{_LOGGED + name: value for name, value in values.items() if not _is_same(value, loss)}}
 
     @contextmanager
     def _logging(self, hook: str, values: dict[str, Any]) -> Iterator[dict[str, dict[str, Any]]]:

@@ -177,7 +177,7 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True)
 class LossTerm:
-    """One term of the loss: ``coefficient x (sum of its sums over the batch) / max(sum of its weights + offset, minimum)``."""
+    """One term of the loss or a metric: ``coefficient x (sum of its sums over the batch) / max(sum of weights + offset, minimum)``."""
 
     coefficient: float
     sum: str  # op of this piece's sum (a scalar tensor)
@@ -189,6 +189,7 @@ class LossTerm:
     minimum: float | None = None  # least divisor of the whole batch; None for no bound
     # why the term is no sum over samples (a plan that divides rows then weighs it by rows, with a warning); "" if it is one
     reason: str = ""
+    metric: str = ""  # the metric that it is a term of; "" for the loss
 
     @property
     def exact(self) -> bool:
@@ -203,7 +204,7 @@ class ModelGraph:
     ops: tuple[Op, ...]  # in execution order, which matters: the graph may hold in-place ops
     parameters: tuple[Parameter, ...]  # every parameter and buffer, tied names merged
     num_rows: int  # rows of the example batch
-    loss: tuple[LossTerm, ...] = ()  # the terms of the loss; empty if the graph returns outputs only
+    loss: tuple[LossTerm, ...] = ()  # the terms of the loss, then those of metrics; empty if the graph returns outputs only
     outputs: tuple[str, ...] = ()  # ops whose values the graph returns besides the loss terms (for ``predict`` and ``eval_predict``)
     mode: Literal["train", "eval", "predict", "eval_predict"] = "train"
     dynamic: bool = True  # whether one capture serves any number of rows
@@ -296,6 +297,6 @@ class ModelGraph:
             sparse = f", gradient of {counted(parameter.num_lookups, 'row')}" if parameter.num_lookups else ""
             lines.append(f"  {parameter.kind} {parameter.name}{ties}: {parameter.spec}{frozen}{read_as}{sparse}")
         lines += [f"  {op}" for op in self.ops]
-        lines += [f"  loss {t.coefficient:g} * %{t.sum}" + (f" / %{t.weight}" if t.weight else "") for t in self.loss]
+        lines += [f"  {t.metric or 'loss'} {t.coefficient:g} * %{t.sum}" + (f" / %{t.weight}" if t.weight else "") for t in self.loss]
         lines += [f"  output %{name}" for name in self.outputs]
         return "\n".join(lines)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import Any, Protocol, TypeVar
 
@@ -163,18 +164,30 @@ class MemoryWrites:
 
 def reached_parameters(model: ModelGraph) -> frozenset[str]:
     """Names of the trainable parameters that some loss term depends on through differentiable ops."""
+    parameters = (model.parameter_by_name[op.target] for op in map(model.by_name.__getitem__, _reached(model)) if op.kind == "parameter")
+    return frozenset(each.name for each in parameters if each.trainable)
+
+
+def with_reached_gradients(model: ModelGraph) -> ModelGraph:
+    """The graph in which only ops that some loss term depends on through differentiable ops require a gradient.
+
+    Others, whose results are detached in the end, would be sent gradients of zero between stages. A parameter with a gradient of zero is
+    stepped, by weight decay for one; a parameter without a gradient is not.
+    """
+    reached = _reached(model)
+    ops = (replace(op, requires_grad=op.requires_grad and (op.kind != "call" or op.name in reached)) for op in model.ops)
+    return replace(model, ops=tuple(ops))
+
+
+def _reached(model: ModelGraph) -> set[str]:
+    """Ops that some loss term depends on through differentiable ops."""
     reads = Reads(model, differentiable=True)
     pending = [name for term in model.loss for name in reads.at_end(term.sum)]
-    seen: set[str] = set()
     found: set[str] = set()
     while pending:
         name = pending.pop()
-        op = model.by_name[name]
-        if name in seen:
-            continue
-        seen.add(name)
-        if op.kind == "parameter" and model.parameter_by_name[op.target].trainable:
-            found.add(model.parameter_by_name[op.target].name)
-        elif op.kind == "call" and op.requires_grad:
-            pending += reads.of(name)
-    return frozenset(found)
+        if name not in found:
+            found.add(name)
+            op = model.by_name[name]
+            pending += reads.of(name) if op.kind == "call" and op.requires_grad else ()
+    return found

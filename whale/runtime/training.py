@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -27,15 +28,16 @@ class Accumulated:
     buffers: KeptBuffers  # the model's, as they were before the first pass
     num_batches: int
     num_rows: int  # of the last global batch
+    metrics: Mapping[str, torch.Tensor]  # of the last global batch
 
 
 def train_step(
     runtime: Runtime, state: EngineState, batch: BatchView, mode: str = "train", before: Accumulated | None = None
-) -> torch.Tensor:
-    """`forward_backward` on one global batch, and `update`; returns the loss of that batch."""
+) -> tuple[torch.Tensor, Accumulated]:
+    """`forward_backward` on one global batch, and `update`; returns what the first does."""
     loss, accumulated = forward_backward(runtime, state, batch, mode, before, call="step")
     update(runtime, state, accumulated)
-    return loss
+    return loss, accumulated
 
 
 def forward_backward(
@@ -74,7 +76,7 @@ def forward_backward(
         )
         if step.account.needs_correction:
             scale(step.account.correction(runtime.totals(step)), state.kept.values())
-        loss = step.account.loss(runtime.totals(step))
+        loss, metrics = step.account.loss(runtime.totals(step)), step.account.metrics(runtime.totals(step))
         if not runtime.leaves_out_steps(state):
             with runtime.status.reporting():
                 runtime.losses.look(state.step_number, step.account, loss)
@@ -89,8 +91,8 @@ def forward_backward(
     state.add_gradients(earlier)
     state.has_moved_statistics = True
     if before is None:
-        return loss, Accumulated(loss, step.account, buffers, 1, batch.num_rows)
-    return loss, Accumulated(before.loss + loss, step.account, before.buffers, before.num_batches + 1, batch.num_rows)
+        return loss, Accumulated(loss, step.account, buffers, 1, batch.num_rows, metrics)
+    return loss, Accumulated(before.loss + loss, step.account, before.buffers, before.num_batches + 1, batch.num_rows, metrics)
 
 
 def update(runtime: Runtime, state: EngineState, accumulated: Accumulated, factor: float = 1.0) -> torch.Tensor:

@@ -99,7 +99,7 @@ def calls_of_a_step(num_ranks: int, monkeypatch: pytest.MonkeyPatch) -> int:
         runtime = Runtime(roster=roster, schedules=schedules_of(plan), holdings=holdings, captured=mode, state=state, config=config)
 
         def step() -> Tensor:
-            return train_step(runtime, state, view_of(mode.program.batch, batch))
+            return train_step(runtime, state, view_of(mode.program.batch, batch))[0]
 
         try:
             for _ in range(3):  # the next looks at no weights

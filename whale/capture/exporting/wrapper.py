@@ -31,6 +31,7 @@ _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_O
 class Findings:
     outputs: OutputStructure | None = None  # structure of the model's output, in modes ``predict`` and ``eval_predict``
     num_of_loss: int = 0  # results that are the loss: 2 for a sum and a weight, else 1; 0 if none is returned. They come first.
+    metrics: tuple[str, ...] = ()  # names of the results that come next
     own_loss: int | None = None  # the index of the output tensor that is that loss; None if none is
     weight: float | None = None  # constant weight of a (sum, weight) pair; it is no result
     handed_on: tuple[str, ...] = ()  # plain attributes that `forward` leaves to its next call
@@ -85,12 +86,14 @@ class Wrapper(nn.Module):
             if self._mode == "predict" and (loss is not None or not _has_loss(output)):
                 return tuple(outputs)
         value = _own_loss(output) if loss is None else loss(output, batch)
+        value, metrics = _without_metrics(value, line_of_function(loss))
+        self.found.metrics = tuple(metrics)
         self.found.own_loss = next((place for place, tensor in enumerate(outputs) if tensor is value), None)
         total, weight = _checked_loss(value, line_of_function(loss))
         self.found.weight = weight if isinstance(weight, float) else None
         results = (total,) if weight is None or isinstance(weight, float) else (total, weight)
         self.found.num_of_loss = 1 if weight is None else 2
-        return (*results, *(tensor for tensor in outputs if tensor is not value))
+        return (*results, *metrics.values(), *(tensor for tensor in outputs if tensor is not value))
 
 
 def _keep_written(module: nn.Module, name: str, held: Tensor) -> None:
@@ -172,6 +175,27 @@ def _own_loss(output: Any) -> Any:
             hint="pass loss=function(output, batch), or put the labels into the batch",
         )
     return found
+
+
+def _without_metrics(value: Any, where: SourceLine | None) -> tuple[Any, dict[str, Tensor]]:
+    """The loss, and what a mapping has beside its ``"loss"``: scalars by name, without a gradient."""
+    if not isinstance(value, Mapping):
+        return value, {}
+    if "loss" not in value:
+        raise CaptureError(
+            f'the loss is a mapping without "loss": it has {", ".join(map(str, value)) or "nothing"}',
+            where=where,
+            hint='return {"loss": loss, "accuracy": accuracy}: "loss" is trained on, the others are engine.metrics',
+        )
+    metrics = {name: metric for name, metric in value.items() if name != "loss"}
+    for name, metric in metrics.items():
+        if not isinstance(name, str) or not isinstance(metric, Tensor) or metric.dim():
+            raise CaptureError(
+                f"metric {name!r} that is returned with the loss is {_describe(metric)}, not a scalar tensor",
+                where=where,
+                hint="reduce it over the batch with .mean() or .sum(); engine.predict returns values per row",
+            )
+    return value["loss"], {name: (m if m.is_floating_point() else m.float()).detach() for name, m in metrics.items()}
 
 
 def _checked_loss(value: Any, where: SourceLine | None) -> tuple[Tensor, Tensor | torch.SymInt | float | None]:

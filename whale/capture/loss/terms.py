@@ -16,9 +16,11 @@ from __future__ import annotations
 
 import operator
 from bisect import bisect_right
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from fractions import Fraction
+from types import MappingProxyType
+from typing import cast
 
 import torch
 from torch.fx import Graph, Node
@@ -41,10 +43,19 @@ class TermNodes:
     reason: str
     offset: float = 0.0  # added to the whole batch's weight
     minimum: float | None = None  # least divisor of the whole batch
+    metric: str = ""  # the metric that it is a term of; "" for the loss
 
 
-def split_loss(graph: Graph, loss: Node, weight: Node | None, *, rows: Node | None, row_factors: RowFactors) -> list[TermNodes]:
-    """Splits a loss into terms and adds the ops for their sums and weights to the graph.
+def split_loss(
+    graph: Graph,
+    loss: Node,
+    weight: Node | None,
+    metrics: Mapping[str, Node] = MappingProxyType({}),
+    *,
+    rows: Node | None,
+    row_factors: RowFactors,
+) -> list[TermNodes]:
+    """Splits a loss, and metrics of the same pass, into terms and adds the ops for their sums and weights to the graph.
 
     The ops of the loss itself stay; those that no term reads are dead afterwards.
 
@@ -52,15 +63,19 @@ def split_loss(graph: Graph, loss: Node, weight: Node | None, *, rows: Node | No
         graph: flat ATen graph; every node has its example value in ``meta["val"]``.
         loss: the scalar loss, or the sum of a (sum, weight) pair.
         weight: the weight of such a pair.
+        metrics: scalars by name.
         rows: the placeholder that holds the number of rows; None in a capture for one number of rows.
         row_factors: as for `BatchFacts`; None for what is no tensor.
     """
     reads = LossReads(graph)
     loss, weight = reads.settle(loss), None if weight is None else reads.settle(weight)
+    scalars = {name: reads.settle(node) for name, node in metrics.items()}
     facts = BatchFacts(graph, rows, row_factors)
     walk = LossWalk(facts, rows, reads.settled)
     parts = walk.parts(loss) if weight is None else walk.pair(loss, weight)
     terms = [_emit(part, graph, rows, facts.num_rows) for part in parts]
+    for name, node in scalars.items():
+        terms += [replace(_emit(part, graph, rows, facts.num_rows), metric=name) for part in walk.parts(node)]
     for node in walk.passed:
         _take_out_of_place(node)
     return terms
@@ -84,9 +99,12 @@ def _count(build: NodeBuilder, per_row: Fraction, rows: Node | int) -> Node:
 
 
 def _take_out_of_place(node: Node) -> None:
-    """Makes an in-place op of the split loss functional: what it would overwrite is now the sum of a term."""
+    """Makes an in-place op of the split loss functional: what it would overwrite is now the sum of a term. Later reads get its result."""
     target = node.target
     if isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable:
+        written = cast(Node, node.args[0])
+        for reader in [each for each in written.users if each > node]:
+            reader.replace_input_with(written, node)
         packet = getattr(torch.ops.aten, target.overloadpacket.__name__.rstrip("_"))
         node.target = getattr(packet, target._overloadname)
 

@@ -158,7 +158,7 @@ def state_faults(plan: Plan, graph: ModelGraph) -> Iterator[PlanError]:
         yield PlanError(
             f"state is shared out by weights {list(plan.keeper_shares)} over {len(plan.devices)} ranks; each needs a weight of at least 1"
         )
-    corrected = [term for term in graph.loss if term.weight is not None and not term.weight_from_inputs]
+    corrected = [term for term in graph.loss if term.weight is not None and not term.weight_from_inputs and not term.metric]
     if corrected and any(state.feeds_back for state in plan.parameter_states):
         yield PlanError(
             "gradient.error_feedback does not work with this loss: its weight depends on the parameters, so gradients of two steps have "

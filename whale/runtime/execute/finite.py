@@ -91,8 +91,7 @@ class LossWatch:
 
     def ranks_of(self, account: LossAccount) -> str:
         """The ranks whose own part of the loss is not finite, for a message. A collective of the world."""
-        own = bool(account.vector().isfinite().all())
-        ranks = [rank for rank, is_finite in enumerate(self._world.gather_objects(own)) if not is_finite]
+        ranks = [rank for rank, is_finite in enumerate(self._world.gather_objects(account.is_finite)) if not is_finite]
         return f"on {listed('rank', ranks)}" if ranks else "on no rank by itself, in their sum"
 
     def _check(self, step_number: int, account: LossAccount, loss: float, kept: str) -> None:

@@ -62,7 +62,7 @@ def weight_program(model: ModelGraph, graph: torch.fx.Graph, device: torch.devic
         if term.weight is None:
             continue
         if not term.weight_from_inputs:
-            if len(model.loss) > 1:
+            if not term.metric and sum(not each.metric for each in model.loss) > 1:
                 raise CaptureError(
                     "the weight of a loss term depends on the parameters, which a loss of several terms does not support",
                     where=term.where,
@@ -70,7 +70,7 @@ def weight_program(model: ModelGraph, graph: torch.fx.Graph, device: torch.devic
                 )
         elif not model.by_name[term.weight].outputs:
             by_rows.append(index)
-        else:
+        elif not term.metric:  # no gradient waits for the weight of a metric
             measured.append(index)
 
     def computing(index: int, device: torch.device) -> StageProgram:
@@ -170,20 +170,38 @@ class LossAccount:
         """The global loss from the sum of all ranks' vectors."""
         if not self.terms:
             return torch.zeros((), dtype=torch.float64, device=self._device)
-        shares = [vector[index] * term.coefficient / self._weight(index, vector) for index, term in enumerate(self.terms)]
-        return reduce(add, shares)
+        return self._total(vector, "")
+
+    def metrics(self, vector: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The metrics of the global batch, likewise."""
+        return {name: self._total(vector, name) for name in dict.fromkeys(term.metric for term in self.terms) if name}
+
+    def _total(self, vector: torch.Tensor, metric: str) -> torch.Tensor:
+        own = [(index, term) for index, term in enumerate(self.terms) if term.metric == metric]
+        return reduce(add, (vector[index] * term.coefficient / self._weight(index, vector) for index, term in own))
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether all that this rank adds to the loss is finite; waits for the device."""
+        own = [index for index, term in enumerate(self.terms) if not term.metric]
+        return bool(self.vector().view(2, -1)[:, own].isfinite().all())
 
     @property
     def needs_correction(self) -> bool:
         """Whether gradients are scaled, or some weight is known only after the forward pass."""
-        return self._scale != 1.0 or any(term.weight is not None and not term.weight_from_inputs for term in self.terms)
+        return self._scale != 1.0 or self._late is not None
 
     def correction(self, vector: torch.Tensor) -> torch.Tensor:
         """The factor on the gradients."""
-        index = next((i for i, term in enumerate(self.terms) if term.weight is not None and not term.weight_from_inputs), None)
-        if index is None:
+        if self._late is None:
             return vector.new_full((), 1 / self._scale)
-        return self._num_rows / self._scale / whole_divisor(self.terms[index], vector[len(self.terms) + index])
+        return self._num_rows / self._scale / whole_divisor(self.terms[self._late], vector[len(self.terms) + self._late])
+
+    @property
+    def _late(self) -> int | None:
+        """The term of the loss whose weight is known only after the forward pass."""
+        late = (i for i, term in enumerate(self.terms) if term.weight is not None and not term.weight_from_inputs and not term.metric)
+        return next(late, None)
 
     def _weight(self, index: int, vector: torch.Tensor) -> float | torch.Tensor:
         if self.terms[index].weight is None:
