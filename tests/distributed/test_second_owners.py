@@ -139,8 +139,8 @@ def check_bytes(engine: Engine, loss: Loss, rank: int) -> None:
     own = order.index(rank)
     copied = NUM_STEPS_KEPT * size_of(keeping.copies.steps[0].pieces)  # others may be from before the optimizer's first step
     assert copied == found.host_bytes(own)
-    assert size_of(engine._held(None, {}, {name: duty.chosen[name] for name in duty.sent})[0]) == found.sent_bytes[own]
-    assert copied + size_of(engine._held(None, {})[0]) == found.fault_bytes(own)
+    assert size_of(keeping.held(None, {}, {name: duty.chosen[name] for name in duty.sent})[0]) == found.sent_bytes[own]
+    assert copied + size_of(keeping.held(None, {})[0]) == found.fault_bytes(own)
 
 
 def size_of(pieces: Sequence[Piece]) -> int:
