@@ -47,7 +47,7 @@ class _MixingSearch:
         deciding = [op.name for op in graph.ops if "decides" in op.tags]
         self._needed = Reads(graph).ancestors([*results, *graph.outputs, *deciding] or graph.by_name)
         chains = {name for term in graph.loss for name in self._chain(term)}
-        chains |= {name for decision in deciding for name in told_by_parts(graph, decision, self._combined)}
+        chains |= {name for decision in deciding for name in decided_by_parts(graph, decision, self._combined)}
         self._added_up = {name for name in chains if all(user in chains for user in graph.users[name])}
 
     def found(self) -> Iterator[Mixing]:
@@ -138,7 +138,7 @@ _RISING = _MOVES | {"gt", "ge", "greater", "greater_equal", "add", "sub"}
 _FALLING = frozenset(("lt", "le", "less", "less_equal", "logical_not", "bitwise_not", "neg", "negative"))
 
 
-def told_by_parts(graph: ModelGraph, condition: str, combined: Callable[[str], str | None]) -> set[str]:
+def decided_by_parts(graph: ModelGraph, condition: str, combined: Callable[[str], str | None]) -> set[str]:
     """The ops from rows to a condition; none if parts of a batch cannot decide it.
 
     Args:

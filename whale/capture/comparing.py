@@ -50,7 +50,7 @@ def _of_ops(then: tuple[ModelGraph, CapturedProgram], now: tuple[ModelGraph, Cap
         if op is None or other is None:
             yield Difference(f"{other or 'nothing'}, captured: {op or 'nothing'}", (other or op).where)
         elif _form(op) != _form(other):
-            yield Difference(_told(op, other), other.where)
+            yield Difference(_described(op, other), other.where)
         elif op.kind == "constant" and not are_same(program.tensors[op.name], other_program.tensors[other.name]):
             yield Difference(f"%{op.name} is another tensor", other.where or _reader(other_graph, op.name))
         elif functions.get(op.name) != other_functions.get(other.name):
@@ -67,7 +67,7 @@ def _form(op: Op) -> str:
     return repr((op.name, op.kind, op.target, op.args, op.kwargs, op.outputs, op.requires_grad))  # in which a NaN equals itself
 
 
-def _told(op: Op, other: Op) -> str:
+def _described(op: Op, other: Op) -> str:
     if (op.name, op.target, len(op.args)) == (other.name, other.target, len(other.args)):
         pairs = zip(_constants((op.args, _values(op))), _constants((other.args, _values(other))), strict=False)
         for mine, theirs in pairs:

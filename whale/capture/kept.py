@@ -62,7 +62,7 @@ def folder_of(setting: str | None) -> Path | None:
     return Path(os.path.expanduser(setting)) if setting is not None else Path(cache) / "whale"
 
 
-class _Untold(Exception):
+class _NotComparable(Exception):
     """A value has no contents that can be compared with those in the next process."""
 
 
@@ -79,7 +79,7 @@ class KeptCapture:
     def of(folder: Path, near: NearValues, loss: object, structure: BatchStructure, *arguments: object) -> KeptCapture | None:
         """The place; None for a model with too many values that cannot be compared."""
         try:
-            key = _digest(_told_before(near, loss, structure, arguments))
+            key = _digest(_key_lines(near, loss, structure, arguments))
         except Exception:  # whatever the user's own objects raise: not comparable
             return None
         return KeptCapture(folder, near, structure, key)
@@ -170,8 +170,8 @@ class KeptCapture:
         if path.startswith(VARIABLE):
             return repr(os.environ.get(path.removeprefix(VARIABLE)))
         try:
-            return _told(self.near.places[path].read() if path in self.near.places else MISSING, self.near)
-        except _Untold:
+            return _comparable(self.near.places[path].read() if path in self.near.places else MISSING, self.near)
+        except _NotComparable:
             modules = [name for name in accumulate(path.split("."), "{}.{}".format) if name in sys.modules]
             if modules and is_of_a_library(str(getattr(sys.modules[modules[-1]], "__file__", ""))):
                 return ""  # of an installed class, which keeps what its own files make
@@ -189,15 +189,15 @@ def _digest(lines: Iterable[str]) -> str:
     return hashlib.sha256("\n".join(lines).encode(errors="surrogateescape")).hexdigest()[:32]
 
 
-def _told_before(near: NearValues, loss: object, structure: BatchStructure, arguments: tuple[object, ...]) -> Iterable[str]:
+def _key_lines(near: NearValues, loss: object, structure: BatchStructure, arguments: tuple[object, ...]) -> Iterable[str]:
     """What is known of a capture before it is made, one item per line."""
     if near.generators:
-        raise _Untold  # the state of a generator is unknown
+        raise _NotComparable  # the state of a generator is unknown
     yield repr(_stamps([__file__]))
     yield repr((torch.__version__, sys.version, platform.machine(), sys.argv, os.getcwd(), torch.get_default_dtype(), default_scope()))
     yield repr([(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")])
     yield repr((structure, arguments))
-    yield _told(loss, near)
+    yield _comparable(loss, near)
     names: dict[int, str] = {}
     for path, module in near.model.named_modules(remove_duplicate=False):
         kind = type(module)
@@ -222,8 +222,8 @@ def _of_names(near: NearValues, functions: list[FunctionType]) -> Iterable[str]:
             if not is_of_a_library(getattr(module, "__file__", None) or sys.executable):
                 held |= {f"{module.__name__}.{name}": vars(module)[name] for name in names if name in vars(module)}
         for name, value in held.items():
-            with contextlib.suppress(_Untold):
-                yield f"{name} = {_told(value, near)}"
+            with contextlib.suppress(_NotComparable):
+                yield f"{name} = {_comparable(value, near)}"
             if isinstance(value, FunctionType) and value not in seen and not is_of_a_library(value.__code__.co_filename):
                 seen.add(value)
                 pending.append(value)
@@ -234,7 +234,7 @@ def _file_of(function: FunctionType) -> str:
     file = function.__code__.co_filename
     found = file if os.path.isfile(file) else getattr(sys.modules.get(function.__module__), "__file__", None)
     if found is None:
-        raise _Untold  # it was typed in
+        raise _NotComparable  # it was typed in
     return str(found)
 
 
@@ -242,15 +242,15 @@ def _form(tensor: Tensor) -> tuple[object, ...]:
     return type(tensor).__name__, tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device.type, tensor.requires_grad
 
 
-def _told(value: Any, near: NearValues, depth: int = 0, left: list[int] | None = None) -> str:
-    """A value by its contents, equal in each process; `_Untold` if they are not plain, or too many."""
+def _comparable(value: Any, near: NearValues, depth: int = 0, left: list[int] | None = None) -> str:
+    """A value by its contents, equal in each process; `_NotComparable` if they are not plain, or too many."""
     left = [_MOST_VALUES] if left is None else left
     left[0] -= 1
-    inside = partial(_told, near=near, depth=depth + 1, left=left)
+    inside = partial(_comparable, near=near, depth=depth + 1, left=left)
     kind = type(value)
     named = f"{kind.__module__}.{kind.__qualname__}"
     if depth > _DEEPEST or left[0] < 0:
-        raise _Untold
+        raise _NotComparable
     if isinstance(value, Enum):
         return f"{named}.{value.name}"
     if value is MISSING or isinstance(value, PurePath):
@@ -284,18 +284,18 @@ def _told(value: Any, near: NearValues, depth: int = 0, left: list[int] | None =
         return named  # what it keeps are places, too
     if hasattr(value, "__dict__") and not isinstance(value, nn.Module):
         return f"{named} {inside(vars(value))}"
-    raise _Untold
+    raise _NotComparable
 
 
 def _contents(tensor: Tensor) -> str:
     if type(tensor) is not Tensor or tensor.is_meta or tensor.layout is not torch.strided:
-        raise _Untold
+        raise _NotComparable
     return _digest_of(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
 
 
 def _digest_of(array: Any) -> str:
     if array.nbytes > _MOST_BYTES_OF_VALUE:
-        raise _Untold
+        raise _NotComparable
     return hashlib.sha256(array.tobytes()).hexdigest()
 
 
@@ -314,14 +314,14 @@ def _start() -> float:
 
 
 def _stamps(paths: Iterable[str], before: float | None = None) -> dict[str, object]:
-    """What changes when files change: contents of the user's own, size and time of libraries. A file newer than `before` is `_Untold`."""
+    """What changes when files change: contents of the user's own, size and time of libraries. `_NotComparable`: newer than `before`."""
     found: dict[str, object] = {}
     for path in paths:
         if is_of_a_library(path):
             state = os.stat(path)
             found[path] = state.st_size, state.st_mtime_ns
         elif before is not None and os.stat(path).st_mtime > before:
-            raise _Untold
+            raise _NotComparable
         else:
             found[path] = hashlib.sha256(Path(path).read_bytes()).digest()
     return found
@@ -339,7 +339,7 @@ def _make_room(folder: Path) -> None:
 
 
 @dataclass(frozen=True)
-class _Of:
+class _NodeRef:
     """A reference to the result of a node."""
 
     name: str
@@ -350,7 +350,7 @@ _Node = tuple[str, str, Any, Any, Any, torch.dtype | None]
 
 def _nodes_of(graph: fx.Graph) -> list[_Node]:
     def plain(argument: Any) -> Any:
-        return map_aggregate(argument, lambda each: _Of(each.name) if isinstance(each, fx.Node) else each)  # type: ignore[arg-type, return-value]
+        return map_aggregate(argument, lambda each: _NodeRef(each.name) if isinstance(each, fx.Node) else each)  # type: ignore[arg-type, return-value]
 
     return [(node.op, node.name, node.target, plain(node.args), plain(node.kwargs), _type_of(node)) for node in graph.nodes]
 
@@ -364,7 +364,7 @@ def _graph_of(nodes: Iterable[_Node]) -> fx.Graph:
     graph, made = fx.Graph(), dict[str, fx.Node]()
 
     def with_nodes(argument: Any) -> Any:
-        return map_aggregate(argument, lambda each: made[each.name] if isinstance(each, _Of) else each)
+        return map_aggregate(argument, lambda each: made[each.name] if isinstance(each, _NodeRef) else each)
 
     for op, name, target, args, kwargs, dtype in nodes:
         node = graph.create_node(op, target, with_nodes(args), with_nodes(kwargs), name)
@@ -386,7 +386,7 @@ class _Pickler(pickle.Pickler):
         if isinstance(value, torch._ops.OpOverload):
             return _operator, (value._schema.name, value._overloadname)
         if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
-            raise _Untold
+            raise _NotComparable
         return NotImplemented
 
 

@@ -16,18 +16,18 @@ from whale.ir.serialization import read_value
 
 def signature(op: Op, graph: ModelGraph) -> str:
     """What determines the time of an op: its operator, its arguments with tensors as their shapes, and which of those have a gradient."""
-    arguments = [_told(argument, graph) for argument in op.args] + [f"{key}={_told(value, graph)}" for key, value in op.kwargs]
+    arguments = [_described(argument, graph) for argument in op.args] + [f"{key}={_described(value, graph)}" for key, value in op.kwargs]
     made = ", ".join(map(str, op.outputs)) or "int"
     return f"{op.target}({', '.join(arguments)}) -> {made}{' with gradient' if op.requires_grad else ''}"
 
 
-def _told(argument: Argument, graph: ModelGraph) -> str:
+def _described(argument: Argument, graph: ModelGraph) -> str:
     if isinstance(argument, Ref):
         source = graph.by_name[argument.op]
         specs = ", ".join(map(str, source.outputs)) or "int"
         return f"{specs}{' with gradient' if source.requires_grad else ''}"
     if isinstance(argument, tuple):
-        return f"[{', '.join(_told(item, graph) for item in argument)}]"
+        return f"[{', '.join(_described(item, graph) for item in argument)}]"
     return str(argument)
 
 
@@ -76,8 +76,8 @@ class Profile:
     @property
     def warnings(self) -> tuple[str, ...]:
         lost = ", ".join(kind.machine for kind in self.kinds if kind.forward and not kind.backward)
-        untold = f"the backward pass was lost in noise ({lost}), and its ops keep the times of each alone: measure again" if lost else ""
-        return tuple(filter(None, [noise(figure for kind in self.kinds for figure in (*kind.forward, *kind.backward)), untold]))
+        lost_pass = f"the backward pass was lost in noise ({lost}), and its ops keep the times of each alone: measure again" if lost else ""
+        return tuple(filter(None, [noise(figure for kind in self.kinds for figure in (*kind.forward, *kind.backward)), lost_pass]))
 
 
 def read_profile(path: str | Path) -> Profile:

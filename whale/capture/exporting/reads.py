@@ -124,29 +124,29 @@ class ReadAnswers:
             stack = _stack()
             known = self._checks.get(stack)
             self._path.append(ReadAnswer(False, user_line(), stack) if known is None else known)
-        way = self._path[self._num_read]
-        if way.value is not None:
+        answer = self._path[self._num_read]
+        if answer.value is not None:
             truth = condition if condition.dtype == torch.bool else condition.ne(0)
             torch.ops.aten._assert_async.msg(truth, f"{_MARK}{self._num_read}")
         self._num_read += 1
         self._num_ops = 0
-        return way.value
+        return answer.value
 
     def find(self, attempt: Callable[[], T | Exception]) -> tuple[T | Exception, tuple[ReadAnswer, ...]]:
         """Traces (`attempt`) until each read has the value that can be captured, if only one can; the trace or error, and the answers."""
         result = self._search(attempt, [])
-        ways, number = list(self._path), 0
-        while not isinstance(result, Exception) and number < len(ways):
-            way = ways[number]
-            if way.value is not None and way.error is None:
-                other = self._search(attempt, [*ways[:number], replace(way, value=not way.value, error=_TRIED)])
+        answers, number = list(self._path), 0
+        while not isinstance(result, Exception) and number < len(answers):
+            answer = answers[number]
+            if answer.value is not None and answer.error is None:
+                other = self._search(attempt, [*answers[:number], replace(answer, value=not answer.value, error=_TRIED)])
                 if isinstance(other, Exception):
-                    ways[number] = self._settled(replace(way, error=other, at_once=self._at_once))
+                    answers[number] = self._settled(replace(answer, error=other, at_once=self._at_once))
                 else:  # both lead to the end
-                    result = self._search(attempt, [*ways[:number], replace(way, value=None)])
-                    ways = list(self._path)
+                    result = self._search(attempt, [*answers[:number], replace(answer, value=None)])
+                    answers = list(self._path)
             number += 1
-        return result, tuple(ways)
+        return result, tuple(answers)
 
     def _search(self, attempt: Callable[[], T | Exception], start: Sequence[ReadAnswer]) -> T | Exception:
         """The first trace that ends, of those whose reads start so; else the first error that is not a check's."""
@@ -174,17 +174,17 @@ class ReadAnswers:
     _at_once = False
     _found_at_once = False
 
-    def _settled(self, way: ReadAnswer) -> ReadAnswer:
+    def _settled(self, answer: ReadAnswer) -> ReadAnswer:
         """A check keeps its answer wherever the same code reads again, as in a loop over layers."""
-        if way.at_once:
-            self._checks[way.stack] = way
-        return way
+        if answer.at_once:
+            self._checks[answer.stack] = answer
+        return answer
 
 
 class _TruthReads(TorchFunctionMode):
-    def __init__(self, ways: ReadAnswers, is_known: Callable[[Tensor], bool]) -> None:
+    def __init__(self, answers: ReadAnswers, is_known: Callable[[Tensor], bool]) -> None:
         super().__init__()
-        self._ways, self._is_known = ways, is_known
+        self._answers, self._is_known = answers, is_known
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -192,27 +192,27 @@ class _TruthReads(TorchFunctionMode):
             read = args[0] if args else kwargs["input"]
             is_truth = func in _TRUTHS or (func == torch.Tensor.item and read.dtype == torch.bool)
             if is_truth and read.numel() == 1 and not self._is_known(read):
-                told = self._ways.read(read)
-                if told is not None:
-                    return told
-                with self._ways.unanswered():
+                answer = self._answers.read(read)
+                if answer is not None:
+                    return answer
+                with self._answers.unanswered():
                     return func(*args, **kwargs)
             if func in _NUMBERS and not self._is_known(read):
-                self._ways.last_number = user_line()
+                self._answers.last_number = user_line()
         return func(*args, **kwargs)
 
 
 _NUMBERS = (torch.Tensor.item, torch.Tensor.__int__, torch.Tensor.__float__, torch.Tensor.__index__, torch.Tensor.tolist)
 _TRUTHS = (torch.Tensor.__bool__, torch.is_nonzero, torch.Tensor.is_nonzero)
-_TRIED = CaptureError("this way is being tried")
+_TRIED = CaptureError("this answer is being tried")
 
 
-def way_of(node: fx.Node, ways: Sequence[ReadAnswer]) -> ReadAnswer | None:
+def answer_of(node: fx.Node, answers: Sequence[ReadAnswer]) -> ReadAnswer | None:
     """The read for which a node of a trace stands; None for other nodes."""
     if node.target is not torch.ops.aten._assert_async.msg:
         return None
     message = str(node.args[1])
-    return ways[int(message.removeprefix(_MARK))] if message.startswith(_MARK) else None
+    return answers[int(message.removeprefix(_MARK))] if message.startswith(_MARK) else None
 
 
 def _stack() -> _Stack:
@@ -320,19 +320,19 @@ class ReadNumbers(ShapeEnv):
         try:
             return super().evaluate_sym_node(sym_node, size_oblivious, fallback_value)
         except GuardOnDataDependentSymNode:
-            told = self._told(sym_node.expr)
-            if told is None:
+            answer = self._answer(sym_node.expr)
+            if answer is None:
                 raise
-            return sympy.true if told else sympy.false
+            return sympy.true if answer else sympy.false
 
     def guard_or_defer_runtime_assert(  # type: ignore[override]  # torch's is cached, and typed so
         self, orig_expr: Any, msg: str, fx_node: torch.fx.Node | None = None
     ) -> bool:
-        if self._told(orig_expr) is False:
+        if self._answer(orig_expr) is False:
             raise RuntimeError("a check of the model's fails")
         return super().guard_or_defer_runtime_assert(orig_expr, msg, fx_node)
 
-    def _told(self, expression: sympy.Basic) -> bool | None:
+    def _answer(self, expression: sympy.Basic) -> bool | None:
         """The answer to a condition that the traced code itself asks; None for others."""
         is_condition = isinstance(expression, (Relational, BooleanFunction))
         if not is_condition or expression.free_symbols.isdisjoint(self._read) or get_proxy_mode() is None:

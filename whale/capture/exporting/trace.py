@@ -46,7 +46,7 @@ class Traced:
     found: Findings  # the output's structure, or the constant weight of the loss
     entered: tuple[Scope, ...]  # the scopes entered in `forward`, in order
     calls: tuple[FunctionCall, ...]  # of custom autograd functions, in order
-    ways: tuple[ReadAnswer, ...] = ()  # the answers to the reads of tensors, in order
+    answers: tuple[ReadAnswer, ...] = ()  # the answers to the reads of tensors, in order
     # per mark in place of a batch normalisation's momentum, the counter (`marked_averages`)
     counters: Mapping[float, str] = field(default_factory=dict)
 
@@ -66,7 +66,7 @@ def trace(
         return first, None
     fixed = first if static or isinstance(first, WhaleError) else export.attempt(structure.example_rows, dynamic=False)
     if not isinstance(fixed, Traced):
-        error = as_capture_error(fixed, export.ways.last_number)
+        error = as_capture_error(fixed, export.answers.last_number)
         raise error.with_traceback(None) from (None if error is fixed else fixed)
     double = export.attempt(2 * structure.example_rows, dynamic=False)
     return fixed, double if isinstance(double, Traced) else None
@@ -80,11 +80,11 @@ class _Export:
     mode: Mode
     access: AttributeAccess
     once: Once
-    ways: ReadAnswers = field(default_factory=ReadAnswers)
+    answers: ReadAnswers = field(default_factory=ReadAnswers)
 
     def attempt(self, rows: int, dynamic: bool) -> Traced | Exception:
-        found, ways = self.ways.find(partial(self._once, rows, dynamic))
-        return found if isinstance(found, Exception) else replace(found, ways=ways)
+        found, answers = self.answers.find(partial(self._once, rows, dynamic))
+        return found if isinstance(found, Exception) else replace(found, answers=answers)
 
     def _once(self, rows: int, dynamic: bool) -> Traced | Exception:
         try:
@@ -93,7 +93,7 @@ class _Export:
             return error
 
     def _run(self, rows: int, dynamic: bool) -> Traced:
-        numbers = ReadNumbers(self.ways.read)
+        numbers = ReadNumbers(self.answers.read)
         fake_mode = FakeTensorMode(
             shape_env=numbers,
             allow_non_fake_inputs=True,
@@ -106,7 +106,7 @@ class _Export:
         size = Dim("rows", min=2)
         shapes = tuple({0: size} if dynamic and leaf.has_rows else None for leaf in self.structure.inputs)
         with capturing() as scopes, collected() as calls, numbered(), marked_averages(self.model) as counters, over_whole_batch(self.model):
-            wrapper = Wrapper(self.model, self.loss, self.structure, self.mode, self.ways, numbers.note, self.access, self.once)
+            wrapper = Wrapper(self.model, self.loss, self.structure, self.mode, self.answers, numbers.note, self.access, self.once)
             with self.access.noted(), _surroundings(self.model, self.mode, fake, fake_mode):
                 exported = torch.export.export(wrapper, tuple(leaves), strict=False, dynamic_shapes=(shapes,))
         return Traced(exported, rows, dynamic, wrapper.found, tuple(scopes.entered), tuple(calls), counters=counters)

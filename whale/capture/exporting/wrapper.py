@@ -46,7 +46,7 @@ class Wrapper(nn.Module):
         loss: Loss | None,
         structure: BatchStructure,
         mode: Mode,
-        ways: ReadAnswers,
+        answers: ReadAnswers,
         read: Callable[[object, Tensor], None],
         access: AttributeAccess,
         once: Once,
@@ -57,7 +57,7 @@ class Wrapper(nn.Module):
         self._loss = (loss,)  # in a tuple, so that a loss that is a module is not registered
         self._structure = structure
         self._mode = mode
-        self._ways, self._read, self._access, self._once = ways, read, access, once
+        self._answers, self._read, self._access, self._once = answers, read, access, once
 
     def forward(self, *tensors: Tensor) -> tuple[Any, ...]:
         before = [(module, name, held) for module in self.model.modules() for name, held in module._buffers.items() if held is not None]
@@ -65,7 +65,7 @@ class Wrapper(nn.Module):
         with self._once.put_back():
             self._access.begin()
             try:
-                with KnownValues(self._ways.op, self._read) as known, self._ways.asked(known.knows):
+                with KnownValues(self._answers.op, self._read) as known, self._answers.asked(known.knows):
                     results = self._results(list(tensors))
                     for module, name, held in before:
                         _keep_written(module, name, held)

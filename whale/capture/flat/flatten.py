@@ -24,7 +24,7 @@ from torch.utils import _pytree as pytree
 
 from whale.capture.batch import BatchStructure
 from whale.capture.exporting.functions import CALL, LOSS_PER_ROW, write_loss
-from whale.capture.exporting.reads import ReadAnswer, held, way_of
+from whale.capture.exporting.reads import ReadAnswer, answer_of, held
 from whale.capture.exporting.refusals import INNER_HINT, read_type
 from whale.capture.exporting.trace import Traced
 from whale.capture.flat.aliasing import STRIDED, may_have_gradient, strided, written_arguments
@@ -99,7 +99,7 @@ class _Flattening:
         self, traced: Traced, structure: BatchStructure, held: TiedTensors, flat: Flat, device: str | None, autocast: Autocast | None
     ) -> None:
         self._device = device
-        self._exported, self._calls, self._ways, self._counters = traced.exported, traced.calls, traced.ways, traced.counters
+        self._exported, self._calls, self._answers, self._counters = traced.exported, traced.calls, traced.answers, traced.counters
         self._structure = structure
         self._held = held
         self._flat = flat
@@ -166,8 +166,8 @@ class _Flattening:
                 return tuple(map_arg(node.args[0], lambda inner: values[inner]))
             if node.op == "get_attr":
                 values[node] = getattr(module, str(node.target))
-            elif (way := way_of(node, self._ways)) is not None:
-                self._hold(node, way, values[node.args[0]])
+            elif (answer := answer_of(node, self._answers)) is not None:
+                self._hold(node, answer, values[node.args[0]])
             elif (dtype := read_type(node)) is not None:
                 _check_type(node, dtype, values[node.args[0]])
             elif node.op == "call_function" and node.target not in _CHECKS:
@@ -214,9 +214,9 @@ class _Flattening:
             made.meta = _kept(node) | {"val": value}
         return (*args[:_MOMENTUM], momentum, *args[_MOMENTUM + 1 :])
 
-    def _hold(self, node: fx.Node, way: ReadAnswer, condition: fx.Node) -> None:
+    def _hold(self, node: fx.Node, answer: ReadAnswer, condition: fx.Node) -> None:
         """Adds the check of every step that a condition has the value assumed in the trace."""
-        made = self._graph.call_function(held, (condition, way.value, way.other, str(way.where or "")))
+        made = self._graph.call_function(held, (condition, answer.value, answer.other, str(answer.where or "")))
         made.meta = _kept(node) | {"val": condition.meta["val"]}
 
     def _function(self, node: fx.Node, operands: Sequence[Any], number: int) -> fx.Node | tuple[fx.Node]:
