@@ -32,10 +32,9 @@ from whale.capture.exporting.wrapper import Loss, Mode, check_loss
 from whale.capture.flat.aliasing import ancestors, memory_roots, written_arguments
 from whale.capture.flat.autocast import Autocast, lift_casts
 from whale.capture.flat.flatten import Flat, flatten
-from whale.capture.flat.masks import drop_causal_masks
 from whale.capture.flat.ops import describe, with_scopes
+from whale.capture.flat.passes import drop_causal_masks, drop_needless_detaches, remove_dead_code, settle_writes
 from whale.capture.flat.sizes import TiedTensors, check_memory, holdings, lender, mark_factors
-from whale.capture.flat.writes import drop_needless_detaches, remove_dead_code, settle_writes
 from whale.capture.loss.terms import TermNodes, split_loss
 from whale.capture.program import CapturedProgram
 from whale.capture.scopes import default_scope, renumber
