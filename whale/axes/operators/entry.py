@@ -12,7 +12,7 @@ from functools import partial
 from string import ascii_lowercase, ascii_uppercase
 from typing import Any, Literal, Union
 
-from whale.axes.outcome import Dims, Reading, RuleMisfit, RuleOutcome, argument, numbers
+from whale.axes.outcome import Dims, Reading, RuleMisfit, RuleOutcome, argument, number, numbers
 from whale.ir.graph import Argument, Op
 
 Template = Callable[[Op, Reading], str]
@@ -70,6 +70,17 @@ def names(count: int, skip: int = 0) -> list[str]:
     if skip + count > len(letters):
         raise RuleMisfit(f"it has more than {len(letters)} dimensions")
     return list(letters[skip : skip + count])
+
+
+def letters_of(op: Op, reading: Reading, position: int = 1, default: int | None = None) -> tuple[list[str], int]:
+    """The letters of the first operand, and the number of the dimension that an argument names."""
+    letters = names(len(operand(op, reading)))
+    return letters, number(argument(op, position, "dim", default)) % len(letters)
+
+
+def put(letters: Sequence[str], dim: int, *terms: str) -> list[str]:
+    """The letters with these terms in place of one."""
+    return [*letters[:dim], *terms, *letters[dim + 1 :]]
 
 
 def write(operands: Iterable[tuple[str, Sequence[str]]], *results: Sequence[str]) -> str:

@@ -6,17 +6,15 @@ dimension it indexes is the identity there, so masks of the form ``mask[arange(b
 
 from __future__ import annotations
 
-from whale.axes.operators.entry import Family, Moves, Operator, Template, names, operand, write
+from whale.axes.operators.entry import Family, Moves, Operator, Template, letters_of, names, operand, put, write
 from whale.axes.outcome import Reading, RuleMisfit, argument, number
 from whale.ir.graph import Op, Ref
 
 
 def chosen_rows(op: Op, reading: Reading) -> str:
-    letters = names(len(operand(op, reading)))
-    dim = number(op.args[1]) % len(letters)
-    source = [f"({letter}:lookup)" if index == dim else letter for index, letter in enumerate(letters)]
-    result = ["_found" if index == dim else letter for index, letter in enumerate(letters)]
-    return write([("input", source), ("index", ["_found"] if operand(op, reading, 2) else [])], result)
+    letters, dim = letters_of(op, reading)
+    source = put(letters, dim, f"({letters[dim]}:lookup)")
+    return write([("input", source), ("index", ["_found"] if operand(op, reading, 2) else [])], put(letters, dim, "_found"))
 
 
 def gathering(dim: int, index: int) -> Template:
@@ -40,11 +38,9 @@ def gathering(dim: int, index: int) -> Template:
 
 def scattering(op: Op, reading: Reading) -> str:
     """``scatter`` and similar: one dimension of `self` is written at given positions; the others are kept if they match."""
-    source = operand(op, reading)
-    letters = names(len(source))
-    dim = number(op.args[1]) % len(letters)
-    whole = reading.shape(source)
-    terms = [letter + "!" if position == dim else letter for position, letter in enumerate(letters)]
+    letters, dim = letters_of(op, reading)
+    whole = reading.shape(operand(op, reading))
+    terms = put(letters, dim, f"{letters[dim]}!")
     operands = [("input", terms)]
     for name, position in (("index", 2), ("src", 3)):
         dims = reading.tensor(argument(op, position, name))
@@ -56,18 +52,15 @@ def scattering(op: Op, reading: Reading) -> str:
             continue
         if any(size != full for place, (size, full) in enumerate(zip(sizes, whole, strict=True)) if place != dim):
             raise RuleMisfit("it writes a part of the other dimensions")
-        operands.append((name, ["_written!" if place == dim else letter for place, letter in enumerate(letters)]))
+        operands.append((name, put(letters, dim, "_written!")))
     return write(operands, terms)
 
 
 def part_written(op: Op, reading: Reading) -> str:
     """``select_scatter``, ``slice_scatter``: a part of one dimension is replaced."""
-    letters = names(len(operand(op, reading)))
-    dim = number(argument(op, 2, "dim", 0)) % len(letters)
-    terms = [letter + "!" if position == dim else letter for position, letter in enumerate(letters)]
-    selected = "select" in op.target
-    source = [("_part!" if place == dim else letter) for place, letter in enumerate(letters) if not (selected and place == dim)]
-    return write([("input", terms), ("src", source)], terms)
+    letters, dim = letters_of(op, reading, 2, 0)
+    terms, part = put(letters, dim, f"{letters[dim]}!"), () if "select" in op.target else ("_part!",)
+    return write([("input", terms), ("src", put(letters, dim, *part))], terms)
 
 
 def embedding(op: Op, reading: Reading) -> str:

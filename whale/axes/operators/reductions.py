@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from whale.axes.operators.entry import Family, Moves, Operator, Template, along, chosen, names, operand, write
+from whale.axes.operators.entry import Family, Moves, Operator, Template, along, chosen, letters_of, names, operand, put, write
 from whale.axes.outcome import Dims, Reading, argument, number
 from whale.ir.graph import Op
 
@@ -40,9 +40,9 @@ def similarity(op: Op, reading: Reading) -> str:
     rank = max(len(dims) for dims in shapes)
     letters = names(rank)
     dim = number(argument(op, 2, "dim", 1)) % rank
-    terms = [letter + "!" if place == dim else letter for place, letter in enumerate(letters)]
+    terms = put(letters, dim, f"{letters[dim]}!")
     operands = [(name, terms[rank - len(dims) :]) for name, dims in zip(("x1", "x2"), shapes, strict=True)]
-    return write(operands, letters[:dim] + letters[dim + 1 :])
+    return write(operands, put(letters, dim))
 
 
 def distance(op: Op, reading: Reading) -> str:
@@ -56,9 +56,8 @@ def distance(op: Op, reading: Reading) -> str:
 
 def difference(op: Op, reading: Reading) -> str:
     """``diff``: neighbours along a dimension, which may first be lengthened at both ends."""
-    letters = names(len(operand(op, reading)))
-    dim = number(argument(op, 2, "dim", -1)) % len(letters)
-    shapes = {name: [f"{stem}!" if place == dim else letter for place, letter in enumerate(letters)] for name, stem in _DIFFERENCE.items()}
+    letters, dim = letters_of(op, reading, 2, -1)
+    shapes = {name: put(letters, dim, f"{stem}!") for name, stem in _DIFFERENCE.items()}
     result = shapes.pop("result")
     return write(shapes.items(), result)
 
@@ -150,10 +149,8 @@ def weight_norm(op: Op, reading: Reading) -> str:
 
 def halved(op: Op, reading: Reading) -> str:
     """``glu``: two halves of one dimension meet element by element: ``[a two*b] -> [a b]``."""
-    letters = names(len(operand(op, reading)))
-    dim = number(argument(op, 1, "dim", -1)) % len(letters)
-    source = [f"_two=2!*{letter}" if place == dim else letter for place, letter in enumerate(letters)]
-    return write([("input", source)], letters)
+    letters, dim = letters_of(op, reading, 1, -1)
+    return write([("input", put(letters, dim, f"_two=2!*{letters[dim]}"))], letters)
 
 
 NORMALISATIONS: Family = {

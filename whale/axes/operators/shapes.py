@@ -15,7 +15,7 @@ from collections.abc import Iterator
 
 from whale.axes.atoms import Clash, Dim
 from whale.axes.operators.concatenations import cat, slice_, split
-from whale.axes.operators.entry import Family, Moves, Template, names, operand, write
+from whale.axes.operators.entry import Family, Moves, Template, letters_of, names, operand, put, write
 from whale.axes.outcome import CLASHES, KEPT, Dims, Letter, Reading, RuleMisfit, RuleOutcome, argument, number, numbers, sizes_of
 from whale.ir.graph import Op
 
@@ -102,17 +102,9 @@ def stack(op: Op, reading: Reading) -> str:
 
 
 def unbind(op: Op, reading: Reading) -> str:
-    letters = names(len(operand(op, reading)))
-    dim = number(argument(op, 1, "dim", 0)) % len(letters)
-    rest = letters[:dim] + letters[dim + 1 :]
-    return write([("input", [*letters[:dim], letters[dim] + "!", *letters[dim + 1 :]])], *[rest] * len(op.outputs))
-
-
-def select(op: Op, reading: Reading) -> str:
-    letters = names(len(operand(op, reading)))
-    dim = number(argument(op, 1, "dim", 0)) % len(letters)
-    rest = letters[:dim] + letters[dim + 1 :]
-    return write([("input", [*letters[:dim], letters[dim] + "!", *letters[dim + 1 :]])], rest)
+    """``unbind``, ``select``: results for single positions of a dimension."""
+    letters, dim = letters_of(op, reading, 1, 0)
+    return write([("input", put(letters, dim, f"{letters[dim]}!"))], *[put(letters, dim)] * len(op.outputs))
 
 
 def padding(op: Op, reading: Reading) -> str:
@@ -131,11 +123,8 @@ def pixel_shuffle(op: Op, reading: Reading) -> str:
 
 def unfolding(op: Op, reading: Reading) -> str:
     """``unfold``: windows over one dimension."""
-    letters = names(len(operand(op, reading)))
-    dim = number(op.args[1]) % len(letters)
-    source = [letter + "!" if place == dim else letter for place, letter in enumerate(letters)]
-    result = ["_windows!" if place == dim else letter for place, letter in enumerate(letters)]
-    return write([("input", source)], [*result, "_window!"])
+    letters, dim = letters_of(op, reading)
+    return write([("input", put(letters, dim, f"{letters[dim]}!"))], [*put(letters, dim, "_windows!"), "_window!"])
 
 
 def grid(op: Op, reading: Reading) -> str:
@@ -223,9 +212,8 @@ SHAPES: Family = {
     "stack": Moves(stack),
     "meshgrid": Moves(grid),
     "split split_with_sizes unsafe_split unsafe_chunk chunk tensor_split": Moves(split, "shapes.split", gradient="put together"),
-    "unbind": Moves(unbind, gradient="put together"),
+    "unbind select": Moves(unbind, gradient="put together"),
     "slice narrow": Moves(slice_, "shapes.slice_", gradient="put together"),
-    "select": Moves(select, gradient="put together"),
     "pad constant_pad_nd": Moves(padding),
     "pixel_shuffle": Moves(pixel_shuffle, "shapes.pixel_shuffle"),
     "unfold": Moves(unfolding),
