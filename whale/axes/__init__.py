@@ -6,17 +6,6 @@ from whale.axes.operators import register_rule
 from whale.axes.values import Axes, Axis, Concatenation, Dimension, Mixing, OpAxes, Role, WholeReason, axes_of, show_dimension
 
 __all__ = [
-    "Axes",
-    "Axis",
-    "Concatenation",
-    "Dimension",
-    "Mixing",
-    "OpAxes",
-    "Role",
-    "WholeReason",
-    "axes_of",
-    "batch_axes",
-    "discover",
-    "register_rule",
-    "show_dimension",
-]
+    "Axes", "Axis", "Concatenation", "Dimension", "Mixing", "OpAxes", "Role", "WholeReason", "axes_of", "batch_axes", "discover",
+    "register_rule", "show_dimension",
+]  # fmt: skip

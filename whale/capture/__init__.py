@@ -6,19 +6,6 @@ from whale.capture.program import CapturedProgram, OutputStructure
 from whale.capture.scopes import Annotation, replicate, set_default_strategy, split, tag
 
 __all__ = [
-    "AS_LARGE_AS_THE_BATCH",
-    "Annotation",
-    "BatchDims",
-    "BatchStructure",
-    "CapturedProgram",
-    "Leaf",
-    "OutputStructure",
-    "capture",
-    "check_batch_dims",
-    "plain",
-    "replicate",
-    "set_default_strategy",
-    "split",
-    "tag",
-    "tensors_of",
-]
+    "AS_LARGE_AS_THE_BATCH", "Annotation", "BatchDims", "BatchStructure", "CapturedProgram", "Leaf", "OutputStructure", "capture",
+    "check_batch_dims", "plain", "replicate", "set_default_strategy", "split", "tag", "tensors_of",
+]  # fmt: skip

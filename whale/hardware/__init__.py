@@ -6,15 +6,6 @@ from whale.hardware.clusters import DeviceProfile, make_cluster, select
 from whale.hardware.precision import compute_type
 
 __all__ = [
-    "CPU",
-    "Catalogue",
-    "DeviceProfile",
-    "KnownDevice",
-    "catalogue",
-    "cluster_text",
-    "compute_type",
-    "load_cluster",
-    "make_cluster",
-    "parse_cluster",
-    "select",
-]
+    "CPU", "Catalogue", "DeviceProfile", "KnownDevice", "catalogue", "cluster_text", "compute_type", "load_cluster", "make_cluster",
+    "parse_cluster", "select",
+]  # fmt: skip
