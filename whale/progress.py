@@ -26,21 +26,21 @@ def progress(what: str, *, on_first: bool = True, first_seconds: float | None = 
     Yields:
         A function that takes notes on the work so far.
     """
-    teller = _Teller(what, FIRST_SECONDS if first_seconds is None else first_seconds)
+    reporter = _Reporter(what, FIRST_SECONDS if first_seconds is None else first_seconds)
     if not on_first:
-        yield teller.note
+        yield reporter.note
         return
-    thread = threading.Thread(target=teller.tell, name="whale progress", daemon=True)
+    thread = threading.Thread(target=reporter.report, name="whale progress", daemon=True)
     thread.start()
     try:
-        yield teller.note
+        yield reporter.note
     finally:
-        teller.done.set()
+        reporter.done.set()
         thread.join()
 
 
 @dataclass(eq=False)
-class _Teller:
+class _Reporter:
     what: str
     first_seconds: float
     seen: str = ""
@@ -49,7 +49,7 @@ class _Teller:
     def note(self, seen: str) -> None:
         self.seen = seen
 
-    def tell(self) -> None:
+    def report(self) -> None:
         """Prints a line each time, until the work is done."""
         start, pause = time.monotonic(), self.first_seconds
         while not self.done.wait(pause):

@@ -113,7 +113,7 @@ class BatchStructure:
         """The tensors of a batch by the names of their input ops. Raises BatchError if anything but the rows differs from the example."""
         found = self._by_path(batch)
         faults = [
-            fault for part in self.parts if (fault := _mismatch(part, found[part.path]) or _unlike(part, found[part.path])) is not None
+            fault for part in self.parts if (fault := _mismatch(part, found[part.path]) or _size_fault(part, found[part.path])) is not None
         ]
         raise_faults(faults)
         self._rows(found)
@@ -250,12 +250,12 @@ def _stated(path: Any, batch_dims: BatchDims) -> bool | None:
 def _example_rows(leaves: list[tuple[Any, Any]], stated: list[bool | None], least_rows: int) -> int:
     """The number of rows: that of the tensors stated to have rows, else the most frequent one among tensors with nothing stated."""
     tensors = [(path, leaf, own) for (path, leaf), own in zip(leaves, stated, strict=True) if isinstance(leaf, Tensor) and leaf.dim() > 0]
-    told = {pytree.keystr(path): leaf.shape[0] for path, leaf, own in tensors if own}
-    if len(set(told.values())) > 1:
-        listing = ", ".join(f"{path}: {size}" for path, size in told.items())
+    stated_sizes = {pytree.keystr(path): leaf.shape[0] for path, leaf, own in tensors if own}
+    if len(set(stated_sizes.values())) > 1:
+        listing = ", ".join(f"{path}: {size}" for path, size in stated_sizes.items())
         raise BatchError(f"tensors of the batch have different numbers of rows ({listing})")
     sizes = {pytree.keystr(path): leaf.shape[0] for path, leaf, own in tensors if own is None}
-    counts = Counter(told.values() or sizes.values()).most_common()
+    counts = Counter(stated_sizes.values() or sizes.values()).most_common()
     if not counts:
         raise BatchError("the batch has no tensor with rows: batch_dims= gives None for all")
     if len(counts) > 1 and counts[0][1] == counts[1][1]:
@@ -302,7 +302,7 @@ def _mismatch(part: Leaf, leaf: object) -> WhaleError | None:
     return None
 
 
-def _unlike(part: Leaf, leaf: Any) -> WhaleError | None:
+def _size_fault(part: Leaf, leaf: Any) -> WhaleError | None:
     """A fault if a tensor's sizes, except the rows, differ from the example's."""
     if part.name is None or part.sized_as(leaf) is part:
         return None

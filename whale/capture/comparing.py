@@ -21,7 +21,7 @@ from torch import Tensor, fx
 
 from whale.capture.exporting.functions import FunctionCall
 from whale.capture.flat.flatten import Flat
-from whale.capture.flat.sizes import READS_ROWS, are_alike
+from whale.capture.flat.sizes import READS_ROWS, have_same_ops
 from whale.capture.program import CapturedProgram
 from whale.ir.graph import Argument, LossTerm, ModelGraph, Op
 from whale.ir.scope import SourceLine
@@ -119,7 +119,7 @@ _Number = int | float
 
 def write_rows(flat: Flat, double: Flat) -> bool:
     """Replaces constants that grow with the rows by nodes, in both graphs; False if the graphs differ in ops, then unchanged."""
-    if not are_alike(flat.graph, double.graph):
+    if not have_same_ops(flat.graph, double.graph):
         return False
     mine, theirs = RowNumbers(flat), RowNumbers(double)
     for node, other in zip(list(flat.graph.nodes), list(double.graph.nodes), strict=True):

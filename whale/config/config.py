@@ -200,7 +200,7 @@ def _recipe(path: str | Path, faults: list[WhaleError]) -> list[Setting]:
             settings += _section(document, section, content)
         except ConfigError as fault:
             faults.append(fault)
-    return [_beside(path, setting) for setting in settings]
+    return [_relative_to(path, setting) for setting in settings]
 
 
 def _section(document: Document, section: str, content: object) -> Iterable[Setting]:
@@ -219,7 +219,7 @@ def _section(document: Document, section: str, content: object) -> Iterable[Sett
     return found
 
 
-def _beside(recipe: str | Path, setting: Setting) -> Setting:
+def _relative_to(recipe: str | Path, setting: Setting) -> Setting:
     """The setting, with a file that a recipe names relative to the recipe."""
     if setting.name not in ("cluster.file", "cluster.profile") or not isinstance(setting.value, str) or not setting.value:
         return setting

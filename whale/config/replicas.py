@@ -32,7 +32,7 @@ Place = Callable[..., object]  # the line of a value, by its path: number of the
 ALL, EVEN = "all", "even"
 
 # the keys of a replica whose stages are written in full
-_BESIDE_STAGES = (STAGES, MODEL, "rows", "recompute", "schedule", "num_micro_batch", "num_chunks", "group_size")
+_WITH_STAGES = (STAGES, MODEL, "rows", "recompute", "schedule", "num_micro_batch", "num_chunks", "group_size")
 
 RECOMPUTE = "recompute"
 
@@ -266,12 +266,12 @@ def _contradictions(block: ReplicaBlock, number: int, where: Place) -> Iterator[
             where=where(number, MODEL),
             hint=f"leave it out: without {STAGES} the planner cuts any model",
         )
-    beside = [name for name in block.as_data() if name not in _BESIDE_STAGES]
-    if block.stages and beside:
+    others = [name for name in block.as_data() if name not in _WITH_STAGES]
+    if block.stages and others:
         yield ConfigError(
-            f"{', '.join(beside)} cannot be given together with {STAGES}, which fix them (replica {number})",
-            where=where(number, beside[0]),
-            hint=f"keys that go with {STAGES}: {', '.join(_BESIDE_STAGES[1:])}",
+            f"{', '.join(others)} cannot be given together with {STAGES}, which fix them (replica {number})",
+            where=where(number, others[0]),
+            hint=f"keys that go with {STAGES}: {', '.join(_WITH_STAGES[1:])}",
         )
     if block.names and block.count != 1:
         count = ALL if block.count is None else block.count

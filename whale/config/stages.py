@@ -123,7 +123,7 @@ def _runs(value: object) -> tuple[OpRange, ...]:
     return tuple((run[0], run[-1]) for run in runs)
 
 
-def _again(value: object) -> tuple[OpRange, ...] | str:
+def _recomputed(value: object) -> tuple[OpRange, ...] | str:
     try:
         return FULL if value == FULL else _runs(value)
     except ValueError as error:
@@ -173,6 +173,6 @@ _READERS: Mapping[str, Callable[[Any], object]] = {
     "split": _width,
     "rows": _sizes,
     "cut": _cut,
-    "recompute": _again,
+    "recompute": _recomputed,
     "halves": _flag,
 }

@@ -74,11 +74,11 @@ def _hosts(entry: Entry) -> Iterator[Host]:
             names = [f"{name}{index}" for index in range(count)] if item.has("count") else [name]
         for twice in sorted(seen.intersection(names)):
             item.fault(f"two hosts are named {twice!r}", hint="hosts with 'count' are named by number: small0, small1")
-        yield from _alike(item, [host for host in names if host not in seen])
+        yield from _equal_hosts(item, [host for host in names if host not in seen])
         seen.update(names)
 
 
-def _alike(item: Entry, names: Iterable[str]) -> Iterator[Host]:
+def _equal_hosts(item: Entry, names: Iterable[str]) -> Iterator[Host]:
     """The hosts of one entry: the same devices and link under each name."""
     kinds = read_devices(item.below("devices", f"{item.name}: devices"))
     link = _inner_link(item, kinds)
@@ -324,8 +324,8 @@ def cluster_text(cluster: Cluster, comments: Iterable[str] = ()) -> str:
 def _host(host: Host) -> Iterator[str]:
     yield f"  - name: {_quoted(host.name)}"
     yield "    devices:"
-    for kind, alike in groupby(host.devices, key=lambda device: replace(device, name="", host="")):
-        yield f"      - {_device(kind, len(list(alike)))}"
+    for kind, same in groupby(host.devices, key=lambda device: replace(device, name="", host="")):
+        yield f"      - {_device(kind, len(list(same)))}"
     yield f"    link: {_link_text(host.link)}"
     if host.card is not None:
         yield f"    card: {format_quantity(host.card, 'B/s')}"
@@ -337,7 +337,7 @@ def _host(host: Host) -> Iterator[str]:
 
 def _device(kind: Device, count: int) -> str:
     flops = ", ".join(f"{dtype}: {format_quantity(peak, 'FLOP/s')}" for dtype, peak in kind.flops)
-    said = {
+    fields = {
         "model": _quoted(kind.model),
         "count": str(count),
         "memory": f"{kind.memory} B",
@@ -348,24 +348,24 @@ def _device(kind: Device, count: int) -> str:
         "host_seconds": format_quantity(kind.host_seconds, "s"),
     }
     if kind.host_link:
-        said["host_link"] = format_quantity(kind.host_link, "B/s")
-    said["half_width"] = f"{kind.half_width:.4g}"
+        fields["host_link"] = format_quantity(kind.host_link, "B/s")
+    fields["half_width"] = f"{kind.half_width:.4g}"
     if kind.kernel_start is not None:
-        said["kernel_start"] = format_quantity(kind.kernel_start, "s")
+        fields["kernel_start"] = format_quantity(kind.kernel_start, "s")
     if kind.price_per_hour is not None:
-        said["price_per_hour"] = f"{kind.price_per_hour:.6g}"
+        fields["price_per_hour"] = f"{kind.price_per_hour:.6g}"
     if kind.handling:
-        said["handling"] = _handling(kind.handling)
+        fields["handling"] = _handling(kind.handling)
     if kind.slowdown != 1:
-        said["slowdown"] = f"{kind.slowdown:.4g}"
-    return _mapping(said)
+        fields["slowdown"] = f"{kind.slowdown:.4g}"
+    return _mapping(fields)
 
 
 def _handling(handling: Handling) -> str:
-    said = {"seconds": format_quantity(handling.seconds, "s")}
+    fields = {"seconds": format_quantity(handling.seconds, "s")}
     if handling.per_byte:
-        said["bandwidth"] = format_quantity(1 / handling.per_byte, "B/s")
-    return _mapping(said)
+        fields["bandwidth"] = format_quantity(1 / handling.per_byte, "B/s")
+    return _mapping(fields)
 
 
 def _efficiency(kind: Device) -> str:
@@ -375,10 +375,10 @@ def _efficiency(kind: Device) -> str:
 
 
 def _link_text(link: Link) -> str:
-    said = {"bandwidth": format_quantity(link.bandwidth, "B/s"), "latency": format_quantity(link.latency, "s")}
+    fields = {"bandwidth": format_quantity(link.bandwidth, "B/s"), "latency": format_quantity(link.latency, "s")}
     if link.shared:
-        said["shared"] = "true"
-    return _mapping(said)
+        fields["shared"] = "true"
+    return _mapping(fields)
 
 
 def _figure(figure: Figure) -> str:
@@ -386,8 +386,8 @@ def _figure(figure: Figure) -> str:
     return _mapping({"figure": _quoted(figure.name), **amounts, "samples": str(figure.num_samples)})
 
 
-def _mapping(said: dict[str, str]) -> str:
-    return "{" + ", ".join(f"{key}: {value}" for key, value in said.items()) + "}"
+def _mapping(fields: dict[str, str]) -> str:
+    return "{" + ", ".join(f"{key}: {value}" for key, value in fields.items()) + "}"
 
 
 def _quoted(text: str) -> str:

@@ -72,8 +72,8 @@ def _look(graph: ModelGraph, op: Op) -> tuple[object, ...]:
 
 def _equal_stretches(looks: NDArray[np.int64], length: int) -> Iterator[tuple[int, int]]:
     """Runs (start, stop) of two blocks or more in which every op looks like the one `length` before it."""
-    alike = np.concatenate(([False], looks[:-length] == looks[length:], [False])).astype(np.int8)
-    edges = np.flatnonzero(np.diff(alike))
+    equal = np.concatenate(([False], looks[:-length] == looks[length:], [False])).astype(np.int8)
+    edges = np.flatnonzero(np.diff(equal))
     for start, stop in zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True):
         if stop - start >= length:
             yield start, stop + length
@@ -108,11 +108,11 @@ class _Correspondence:
     def holds(self, one: Op, other: Op) -> bool:
         """Whether the second op does with its block's values what the first does with those of its own."""
         pairs = [*zip(one.args, other.args, strict=True), *((a, b) for (_, a), (_, b) in zip(one.kwargs, other.kwargs, strict=True))]
-        return all(self._alike(a, b) for a, b in pairs)
+        return all(self._corresponds(a, b) for a, b in pairs)
 
-    def _alike(self, a: Argument, b: Argument) -> bool:
+    def _corresponds(self, a: Argument, b: Argument) -> bool:
         if isinstance(a, tuple) and isinstance(b, tuple):
-            return all(self._alike(x, y) for x, y in zip(a, b, strict=True))
+            return all(self._corresponds(x, y) for x, y in zip(a, b, strict=True))
         if not isinstance(a, Ref) or not isinstance(b, Ref):
             return True  # literals look alike already
         if b.op in self._second:

@@ -43,9 +43,9 @@ class DeviceHealth:
         return self.middle * (1.0 if 1 / SLOW < self.slowdown < SLOW else float(f"{self.slowdown:.2g}"))
 
     def __str__(self) -> str:
-        said = f"{self.device} (rank {self.rank}): computes {format_seconds(self.busy_seconds)} in a step (spread {self.spread:.0%}), "
-        said += f"predicted {format_seconds(self.predicted_seconds)}: {self.slowdown:.3g} x the time of the middle device"
-        return said if self.slow_since is None else f"{said}, slow since step {self.slow_since}"
+        text = f"{self.device} (rank {self.rank}): computes {format_seconds(self.busy_seconds)} in a step (spread {self.spread:.0%}), "
+        text += f"predicted {format_seconds(self.predicted_seconds)}: {self.slowdown:.3g} x the time of the middle device"
+        return text if self.slow_since is None else f"{text}, slow since step {self.slow_since}"
 
 
 @dataclass(frozen=True)

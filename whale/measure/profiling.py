@@ -24,7 +24,7 @@ from whale.measure.samples import RoundTimer, own_time
 from whale.units import counted
 
 ROUND_SECONDS = 5e-3  # of an op: there are many, and the longer whole passes give their total
-TOLD = 20  # ops between two lines of progress
+OPS_PER_REPORT = 20  # ops between two lines of progress
 STEP = 4  # ratio of consecutive numbers of rows
 
 
@@ -140,7 +140,7 @@ def _timed(
     for gap in range(num_gaps):
         for name in names[gap * len(names) // num_gaps : (gap + 1) * len(names) // num_gaps]:
             ops[name] = tuple(time_op(own, inputs, wanted[name], num_rows) for num_rows in rows)
-            if len(ops) % TOLD == 0:
+            if len(ops) % OPS_PER_REPORT == 0:
                 tell(f"{len(ops)} of {len(wanted)} ops are measured")
         if clock.num_rounds > 1:
             passes = tuple(map(PassRounds.joined, passes, _passes(once, inputs, rows)))

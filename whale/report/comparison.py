@@ -50,13 +50,13 @@ def comparison_html(a: RecordedRun, b: RecordedRun, names: tuple[str, str]) -> s
     figures = (
         tile("Step, A", format_seconds(one.step_seconds), _spread(a)),
         tile("Step, B", format_seconds(other.step_seconds), _spread(b)),
-        tile("B beside A", _beside(one.step_seconds, other.step_seconds), "of the steps that are drawn"),
+        tile("B beside A", _relative(one.step_seconds, other.step_seconds), "of the steps that are drawn"),
     )
     texts = [f"{letter}: {name}, {run.plan}" for letter, name, run in zip(NAMES, names, (a, b), strict=True)]
     notes = [_chosen(letter, run) for letter, run in zip(NAMES, (a, b), strict=True)]
     if one.num_rows != other.num_rows:
         notes.append(f"The steps have other numbers of rows: A {one.num_rows}, B {other.num_rows}.")
-    told = (
+    note = (
         "Exposed communication: time without computing while something for the device is on its way, and waits inside passes. Steps of "
         "one run differ, too: what lies within that says nothing."
     )
@@ -64,7 +64,7 @@ def comparison_html(a: RecordedRun, b: RecordedRun, names: tuple[str, str]) -> s
     body = header(heading, texts, figures)
     body += section("time", "Time", time_section(notes, is_measured=True))
     body += section(
-        "differences", "Differences", table("Of the steps that are drawn", columns, differences(a, b), columns[1:]) + paragraph(told)
+        "differences", "Differences", table("Of the steps that are drawn", columns, differences(a, b), columns[1:]) + paragraph(note)
     )
     return whole_page(heading, body, drawing_of_two(pairs, NAMES))
 
@@ -76,10 +76,10 @@ def _shown(run: RecordedRun) -> StepRecording:
 
 def _row(name: str, one: float | None, other: float | None) -> Row:
     a, b = (NONE if own is None else format_seconds(own) for own in (one, other))
-    return name, a, b, NONE if one is None or other is None else _beside(one, other)
+    return name, a, b, NONE if one is None or other is None else _relative(one, other)
 
 
-def _beside(one: float, other: float) -> str:
+def _relative(one: float, other: float) -> str:
     """The second relative to the first; "" if the first is zero."""
     return f"{other / one - 1:+.1%}" if one else ""
 

@@ -245,8 +245,8 @@ def recorded_run(plan: Plan, step: StepEstimate, recordings: Sequence[StepRecord
 
 def header(heading: str, texts: Iterable[str], tiles: Iterable[str]) -> str:
     """The top of a page: its heading, its subject, and figures."""
-    told = "".join(map(paragraph, texts))
-    return f'<header><h1>{escape(heading)}</h1>\n{told}<dl class="tiles">{"".join(tiles)}</dl></header>\n'
+    note = "".join(map(paragraph, texts))
+    return f'<header><h1>{escape(heading)}</h1>\n{note}<dl class="tiles">{"".join(tiles)}</dl></header>\n'
 
 
 def whole_page(title: str, body: str, picture: Mapping[str, object]) -> str:
@@ -312,11 +312,11 @@ def _of_recording(recordings: Sequence[StepRecording], alike: Sequence[StepRecor
 
 def _memory(recording: StepRecording | None) -> str:
     is_counted = recording is None or any(each.memory for each in recording.devices)
-    told = "" if is_counted else " Only a GPU's bytes are counted in a run, so all of this is predicted."
+    note = "" if is_counted else " Only a GPU's bytes are counted in a run, so all of this is predicted."
     return (
         '<canvas id="held" role="img" aria-label="Bytes on each device over the step, under its limit"></canvas>\n'
         '<p class="note">Grey: parameters with their gradients and the optimizer\'s state. The red line is what a plan may use; '
-        f"where it lies far above, it is drawn broken and told in words.{told}</p>\n"
+        f"where it lies far above, it is drawn broken and told in words.{note}</p>\n"
     )
 
 

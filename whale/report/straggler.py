@@ -35,8 +35,8 @@ def straggler_words(plan: Plan, graph: ModelGraph, cluster: Cluster, step: StepE
     who = f"{slow.name} ({cluster.by_name[slow.devices[0]].model}, stage {', '.join(map(str, slow.stages))})"
     idle = format_seconds(step.idle(slow))
     waits = f"{slow.does('waits')} {format_seconds(slow.exposed)} for what is on its way and {idle} for others"
-    beside = "Predicted: " if found else ""
-    yield f"{beside}{who} {slow.does('computes')} longest: {format_seconds(slow.busy)}, {format_share(share)} of the step, and {waits}."
+    prefix = "Predicted: " if found else ""
+    yield f"{prefix}{who} {slow.does('computes')} longest: {format_seconds(slow.busy)}, {format_share(share)} of the step, and {waits}."
     yield f"Its time goes to {_where_it_goes(slow)}."
     yield from _why(plan, graph, cluster, step)
     for choice in plan.choices:
@@ -74,8 +74,8 @@ def _why(plan: Plan, graph: ModelGraph, cluster: Cluster, step: StepEstimate) ->
         yield f"It is the slower kind, {own} beside {', '.join(others)}." if others else "What it does runs slower than what others do."
     if more > 1 + _NEARLY:
         is_written = any(choice.pass_name == "plan" for choice in plan.choices)
-        told = "as the plan is written: another cut, or other rows, would take some of it" if is_written else "for the reasons at the end"
-        yield f"It has the larger part of the work, {told}."
+        reason = "as the plan is written: another cut, or other rows, would take some of it" if is_written else "for the reasons at the end"
+        yield f"It has the larger part of the work, {reason}."
 
 
 def _work(plan: Plan, graph: ModelGraph, step: StepEstimate) -> dict[str, float]:

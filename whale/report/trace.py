@@ -46,8 +46,8 @@ def trace_json(plan: Plan, step: StepEstimate | None, recordings: Sequence[StepR
 
 
 def _named(process: int, name: str) -> Iterator[Event]:
-    told = {"process_name": {"name": name}, "process_sort_index": {"sort_index": process}, "thread_name": {"name": "actions"}}
-    for what, words in told.items():
+    values = {"process_name": {"name": name}, "process_sort_index": {"sort_index": process}, "thread_name": {"name": "actions"}}
+    for what, words in values.items():
         yield {"ph": "M", "name": what, "pid": process, "tid": 0, "ts": 0, "args": words}
 
 
@@ -75,11 +75,11 @@ def _slice(name: str, category: str, process: int, start: float, end: float) -> 
     return {"ph": "X", "name": name, "cat": category, "pid": process, "tid": 0, "ts": _ts(start), "dur": _ts(end - start)}
 
 
-def _overlapping(name: str, prefix: str, process: int, start: float, end: float, told: dict[str, object]) -> Iterator[Event]:
+def _overlapping(name: str, prefix: str, process: int, start: float, end: float, values: dict[str, object]) -> Iterator[Event]:
     """A slice that may overlap with others: begin and end are matched by name and id."""
     place = f"{prefix}{process} {name} {start!r}"
     own: Event = {"name": name, "cat": name.split()[0], "id": place, "pid": process, "tid": 0}
-    yield {**own, "ph": "b", "ts": _ts(start), "args": told}
+    yield {**own, "ph": "b", "ts": _ts(start), "args": values}
     yield {**own, "ph": "e", "ts": _ts(end)}
 
 

@@ -157,8 +157,8 @@ class _Repeated:
         leaves = [self._leaf(op, times) for op in self._graph.ops if op.name in self._before]
         names = dict(zip((op.name for op in self._graph.ops if op.name in self._before), (leaf.name for leaf in leaves), strict=True))
         names |= {op.name: self._names.call(op.name, times) for _, op in self._run.pairs}
-        ahead = self._blocks[-1].names if self._blocks else {}
-        entering = {a.name: ahead.get(b.name, b.name) for a, b in self._run.pairs}
+        previous = self._blocks[-1].names if self._blocks else {}
+        entering = {a.name: previous.get(b.name, b.name) for a, b in self._run.pairs}
         calls = []
         for a, b in self._run.pairs:
             tags = b.tags if a.region is None or b.region is None else b.tags - {b.region} | {_step(a.region, b.region, times)}

@@ -72,12 +72,12 @@ def split(op: Op, reading: Reading) -> RuleOutcome:
         raise RuleMisfit("its operand is no tensor")
     along = number(argument(op, 2, "dim", 0)) % len(dims)
     sizes = tuple(spec.shape_at(ROWS)[along] for spec in op.outputs)
-    parts, letters = _take_apart(dims[along], sizes, reading)
+    parts, letters = _partition(dims[along], sizes, reading)
     letters += [Letter("its dimension", KEPT, dim) for index, dim in enumerate(dims) if index != along]
     return RuleOutcome(tuple(dims[:along] + (part,) + dims[along + 1 :] for part in parts), tuple(letters))
 
 
-def _take_apart(dim: Dim, sizes: tuple[int, ...], reading: Reading) -> tuple[tuple[Dim, ...], list[Letter]]:
+def _partition(dim: Dim, sizes: tuple[int, ...], reading: Reading) -> tuple[tuple[Dim, ...], list[Letter]]:
     atoms = reading.atoms
     if sum(sizes) != atoms.size(dim):
         raise RuleMisfit("its parts are not the whole")
@@ -107,7 +107,7 @@ def slice_(op: Op, reading: Reading) -> RuleOutcome:
         return RuleOutcome((dims,), (*letters, Letter("its dimension", KEPT, dims[along])), reading.is_position(op.args[0]))
     part: Dim
     if tiling:
-        parts, more = _take_apart(dims[along], tiling.sizes, reading)
+        parts, more = _partition(dims[along], tiling.sizes, reading)
         part = parts[tiling.index]
         letters += [letter for letter in more if letter.role is not PART or letter.dim == part]  # the others' parts are theirs
     else:

@@ -78,8 +78,8 @@ class FunctionCall:
     @property
     def shown(self) -> str:
         pairs = zip(self._constants, self._is_tensor, strict=True)
-        told = ["..." if is_tensor or not isinstance(value, _PLAIN) else repr(value) for value, is_tensor in pairs]
-        return f"{self.function.__qualname__}({', '.join(told)})"
+        shown = ["..." if is_tensor or not isinstance(value, _PLAIN) else repr(value) for value, is_tensor in pairs]
+        return f"{self.function.__qualname__}({', '.join(shown)})"
 
     def traced(self, operands: Sequence[Tensor]) -> list[Tensor]:
         """What the function returns for fake tensors; finds out whether it is pointwise."""

@@ -220,8 +220,8 @@ class NearValues:
         label = type(module).__name__
         self._add(f"{path}.forward", f"{label}.forward", vars(module), "forward")
         for kind in _HOOKS:
-            place, told = f"{path}.{kind}", f"{label}: {kind.strip('_').replace('_', ' ')}"
-            self.places[place] = NearPlace(place, told, partial(_hooks, module, kind), lambda _: None, None, kind, True)
+            place, text = f"{path}.{kind}", f"{label}: {kind.strip('_').replace('_', ' ')}"
+            self.places[place] = NearPlace(place, text, partial(_hooks, module, kind), lambda _: None, None, kind, True)
             for number, hook in enumerate(_hooks(module, kind)):
                 self._find(hook, f"{place}.{number}", label, 0)
         if id(vars(module)) not in self._of_model:
@@ -293,17 +293,17 @@ class Snapshot:
 
     def put_back(self) -> list[str]:
         """Restores changed values; returns the changes of all but the model's attributes, for a message."""
-        told = []
+        changes = []
         for place, value, contents, then in self._held:
             now = comparable(place.read())
             if are_same(then, now):
                 continue
             if not place.is_of_model and then is not None:  # None before: a cache, made once
-                told.append(f"{place.label}: {then!r}, now {now!r}")
+                changes.append(f"{place.label}: {then!r}, now {now!r}")
             if contents is not None:
                 _refill(value, contents)
             place.write(value)
-        return told
+        return changes
 
 
 def _copied(value: object) -> Any:

@@ -160,7 +160,7 @@ def _watch(node: fx.Node, casts: Mapping[fx.Node, torch.dtype], autocast: Autoca
 
         def value(source: fx.Node) -> Any:
             if source not in made:
-                made[source] = pytree.tree_map(lambda item: _alike(item, casts.get(source), autocast.kind), source.meta.get("val"))
+                made[source] = pytree.tree_map(lambda item: _empty_like(item, casts.get(source), autocast.kind), source.meta.get("val"))
             return made[source]
 
         args, kwargs = map_arg((node.args, node.kwargs), value)
@@ -238,7 +238,7 @@ def _read_in(parameter: fx.Node, made: fx.Node) -> str | None:
     return str(made.args[1]).removeprefix("torch.") if is_half else None
 
 
-def _alike(item: Any, dtype: torch.dtype | None, kind: str) -> Any:
+def _empty_like(item: Any, dtype: torch.dtype | None, kind: str) -> Any:
     """A number as in the example; a tensor of its layout, on a device type."""
     if isinstance(item, Tensor):
         sizes, strides = (tuple(map(hint_of, each)) for each in (item.shape, item.stride()))

@@ -199,7 +199,7 @@ def _may_be_causal(node: fx.Node, mask: fx.Node) -> bool:
 def _is_causal(mask: fx.Node, num_rows: int) -> bool:
     """Whether a mask depends on no batch or weights, is the same for all rows and heads, and is causal."""
     made_of = ancestors(mask)
-    if not _is_alike_in_rows([node for node in mask.graph.nodes if node in made_of]):
+    if not _is_equal_in_rows([node for node in mask.graph.nodes if node in made_of]):
         return False
     values: dict[fx.Node, Any] = {}
     try:
@@ -219,7 +219,7 @@ def _on_host(node: fx.Node, values: dict[fx.Node, Any]) -> Any:
     return node.target(*args, **kwargs)  # type: ignore[operator]
 
 
-def _is_alike_in_rows(nodes: list[fx.Node]) -> bool:
+def _is_equal_in_rows(nodes: list[fx.Node]) -> bool:
     """Whether values made from nothing but the number of rows are the same for each row, for any number.
 
     The number itself may be a size. A range over the rows may index equal rows, as in code that looks for packed sequences.

@@ -39,7 +39,7 @@ class RowSizes:
             return None
         expression = size.node.expr
         if expression not in self._linear:
-            self._linear[expression] = self._take_apart(size.node.shape_env.simplify(expression))
+            self._linear[expression] = self._as_linear(size.node.shape_env.simplify(expression))
         return self._linear[expression]
 
     def reads_rows(self, node: fx.Node) -> bool:
@@ -65,7 +65,7 @@ class RowSizes:
         factor, constant = linear
         return factor if factor >= 0 and (factor == 0 or constant == 0) else -1
 
-    def _take_apart(self, expression: Any) -> tuple[int, int] | None:
+    def _as_linear(self, expression: Any) -> tuple[int, int] | None:
         expression = expression.expand()
         factor = expression.coeff(self._symbol, 1)
         constant = expression - factor * self._symbol
@@ -95,22 +95,22 @@ def mark_factors(graph: fx.Graph, double: fx.Graph | None, rows: int) -> None:
 
     If the two graphs are not equal op by op, nothing is known but the inputs: every factor is -1.
     """
-    alike = double is not None and are_alike(graph, double)
+    same_ops = double is not None and have_same_ops(graph, double)
     nodes = list(graph.nodes)
-    others = list(double.nodes) if double is not None and alike else []
+    others = list(double.nodes) if double is not None and same_ops else []
     for index, node in enumerate(nodes):
         shapes = _shapes(node)
-        doubled = _shapes(others[index]) if alike else []
-        if node.op == "placeholder" and not alike:
+        doubled = _shapes(others[index]) if same_ops else []
+        if node.op == "placeholder" and not same_ops:
             doubled = [tuple(2 * size if node.meta.get("whale.has_rows") and d == 0 else size for d, size in enumerate(s)) for s in shapes]
         known = [len(s) for s in shapes] == [len(s) for s in doubled]
         pairs = zip(shapes, doubled, strict=True) if known else ((shape, (-1,) * len(shape)) for shape in shapes)
         node.meta[_FACTORS] = [tuple(_compared(a, b, rows) for a, b in zip(*pair, strict=True)) for pair in pairs]
-        if alike:
+        if same_ops:
             others[index].meta[_FACTORS] = node.meta[_FACTORS]
 
 
-def are_alike(graph: fx.Graph, other: fx.Graph) -> bool:
+def have_same_ops(graph: fx.Graph, other: fx.Graph) -> bool:
     """Whether two graphs call the same ops in the same order."""
     return [(node.op, node.target) for node in graph.nodes] == [(node.op, node.target) for node in other.nodes]
 

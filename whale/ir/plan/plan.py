@@ -71,9 +71,9 @@ class Pipeline:
     @property
     def order(self) -> str:
         """The schedule and its micro-batches in words: ``1f1b, 4 micro-batches``."""
-        again, every = self.recomputed_stages, range(self.num_stages)
-        of_some = f" of stage {', '.join(map(str, again))}" if again != tuple(every) else ""
-        return f"{self.schedule}{f' with recomputation{of_some}' if again else ''}, {counted(self.num_micro_batch, 'micro-batch')}"
+        recomputed, every = self.recomputed_stages, range(self.num_stages)
+        of_some = f" of stage {', '.join(map(str, recomputed))}" if recomputed != tuple(every) else ""
+        return f"{self.schedule}{f' with recomputation{of_some}' if recomputed else ''}, {counted(self.num_micro_batch, 'micro-batch')}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -320,9 +320,9 @@ class Plan:
             f"  predicted: {format_seconds(self.step_seconds)} per step",
             "  of each device: rows, forward (F) and backward (B) per micro-batch, memory",
         ]
-        are_alike = len(set(self.pipelines)) == 1
+        are_equal = len(set(self.pipelines)) == 1
         for replica, (start, stop) in zip(self.replicas, self.replica_rows(self.planned_rows), strict=True):
-            shape = "" if are_alike else f", {counted(replica.pipeline.num_stages, 'stage')}, {replica.pipeline.order}"
+            shape = "" if are_equal else f", {counted(replica.pipeline.num_stages, 'stage')}, {replica.pipeline.order}"
             lines.append(f"  replica {replica.index}: rows {start}:{stop}{shape}")
             lines += describe_replica(replica, self.micro_batch_rows(replica.index, self.planned_rows)[0])
         lines += self._describe_states()
