@@ -100,12 +100,12 @@ SPACE: Family = {
 }
 
 
-def transform(position: int = 2, default: Argument = None) -> Template:
+def transform(default: Argument = None) -> Template:
     """``input[a b!] -> [a _new_b!]`` along given dimensions; else along the last ones that have new sizes, or all."""
 
     def rule(op: Op, reading: Reading) -> str:
         letters = names(len(operand(op, reading)))
-        dims, sizes = argument(op, position, "dim", default), argument(op, 1, "s", None)
+        dims, sizes = argument(op, 2, "dim", default), argument(op, 1, "s", None)
         if dims in (None, ()) and isinstance(sizes, tuple):
             dims = tuple(range(-len(sizes), 0))
         transformed = chosen(dims, len(letters))

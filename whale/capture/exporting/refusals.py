@@ -39,7 +39,7 @@ CHECK_HINT = "; a check that raises may compare x.item()"
 INNER_HINT = "write torch.cond, while_loop and the like with ordinary tensor operations"
 
 
-def as_capture_error(error: Exception, last_number: SourceLine | None = None) -> WhaleError:
+def as_capture_error(error: Exception, last_number: SourceLine | None) -> WhaleError:
     """The user's error for an exception that ended a capture; `last_number` is the line that last read a number of a tensor."""
     from torch._dynamo.exc import TorchDynamoException, UserError  # seconds to load, and only a capture needs it
 

@@ -196,7 +196,7 @@ class _CastRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **kwargs)
 
 
-def lift_casts(graph: fx.Graph, trained: Mapping[fx.Node, str], others: Mapping[str, str] | None = None) -> dict[str, str]:
+def lift_casts(graph: fx.Graph, trained: Mapping[fx.Node, str], others: Mapping[str, str] | None) -> dict[str, str]:
     """Removes the casts of parameters that ops read in one half-precision dtype alone: the runtime casts those once per step.
 
     Args:

@@ -123,7 +123,7 @@ def _functional(target: Any, out: str) -> Any:
     return None
 
 
-def remove_dead_code(graph: fx.Graph, keep: frozenset[str] = frozenset()) -> None:
+def remove_dead_code(graph: fx.Graph, keep: frozenset[str]) -> None:
     """Removes what the output does not need.
 
     An in-place op is needed if it writes to a placeholder in `keep` (a buffer), or to memory that a needed op reads; so are checks of
