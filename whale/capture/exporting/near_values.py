@@ -94,9 +94,8 @@ class NearPlace:
     label: str  # as the user may call it
     read: Callable[[], object]  # gives the value, or `MISSING`
     write: Callable[[object], None]  # sets it
-    owner: int | None  # id of the namespace of an object whose reads are noted; None if the value always counts
-    name: str  # of the attribute
-    is_of_model: bool  # whether a module of the model holds it
+    key: tuple[int, str] | None = None  # id of the namespace and attribute whose reads are noted; None if the value always counts
+    is_of_model: bool = False  # whether a module of the model holds it
     is_flag: bool = False  # whether it is a module's training flag
 
 
@@ -210,7 +209,7 @@ class NearValues:
                 self.noted.setdefault(kind, set()).add(name)
         for name in _slots(kind):
             read, write = partial(getattr, value, name, MISSING), partial(setattr, value, name)
-            self.places[f"{path}.{name}"] = NearPlace(f"{path}.{name}", f"{label}.{name}", read, write, None, name, False)
+            self.places[f"{path}.{name}"] = NearPlace(f"{path}.{name}", f"{label}.{name}", read, write)
         for name in names:
             self._find(held.get(name), f"{path}.{name}", f"{label}.{name}", depth + (0 if is_module else 1))
         if is_module:
@@ -221,7 +220,7 @@ class NearValues:
         self._add(f"{path}.forward", f"{label}.forward", vars(module), "forward")
         for kind in _HOOKS:
             place, text = f"{path}.{kind}", f"{label}: {kind.strip('_').replace('_', ' ')}"
-            self.places[place] = NearPlace(place, text, partial(_hooks, module, kind), lambda _: None, None, kind, True)
+            self.places[place] = NearPlace(place, text, partial(_hooks, module, kind), lambda _: None, is_of_model=True)
             for number, hook in enumerate(_hooks(module, kind)):
                 self._find(hook, f"{place}.{number}", label, 0)
         if id(vars(module)) not in self._of_model:
@@ -235,15 +234,11 @@ class NearValues:
         self._find(getattr(function, "__wrapped__", None), f"{path}.wrapped", function.__name__, depth)
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
             place = f"{path}<{name}>"
-            self.places[place] = NearPlace(
-                place, name, partial(_contents, cell), partial(setattr, cell, "cell_contents"), None, name, False
-            )
+            self.places[place] = NearPlace(place, name, partial(_contents, cell), partial(setattr, cell, "cell_contents"))
             self._find(_contents(cell), place, name, depth + 1)
         for name in ("__defaults__", "__kwdefaults__") if function.__defaults__ or function.__kwdefaults__ else ():
             place, label = f"{path}.{name}", f"{function.__name__}: defaults"
-            self.places[place] = NearPlace(
-                place, label, partial(getattr, function, name), partial(setattr, function, name), None, name, False
-            )
+            self.places[place] = NearPlace(place, label, partial(getattr, function, name), partial(setattr, function, name))
             self._find(getattr(function, name), place, label, depth + 1)
         for name in vars(function).keys() - {"__wrapped__"}:
             self._add(f"{path}.{name}", f"{function.__name__}.{name}", vars(function), name)
@@ -260,11 +255,11 @@ class NearValues:
                     self._find(function, f"{named}.{name}()", f"{base.__name__}.{name}", depth)
                 if isinstance(function, FunctionType) or _is_value(name, member):
                     path, write = f"{named}.{name}", partial(setattr, base, name)
-                    self.places[path] = NearPlace(path, f"{base.__name__}.{name}", partial(_member, base, name), write, None, name, False)
+                    self.places[path] = NearPlace(path, f"{base.__name__}.{name}", partial(_member, base, name), write)
 
     def _add(self, path: str, label: str, held: dict[str, Any], name: str, *, is_noted: bool = False, is_flag: bool = False) -> None:
         read, write = partial(held.get, name, MISSING), partial(_put, held, name)
-        self.places[path] = NearPlace(path, label, read, write, id(held) if is_noted else None, name, id(held) in self._of_model, is_flag)
+        self.places[path] = NearPlace(path, label, read, write, (id(held), name) if is_noted else None, id(held) in self._of_model, is_flag)
 
 
 def of_globals(functions: Iterable[FunctionType]) -> Iterator[NearPlace]:
@@ -272,7 +267,7 @@ def of_globals(functions: Iterable[FunctionType]) -> Iterator[NearPlace]:
     for held in _globals(functions):
         for name, value in held.items():
             if isinstance(value, (*_PLAIN, *_SEQUENCES, dict)) and not name.startswith("__"):
-                yield NearPlace(name, name, partial(held.get, name, MISSING), partial(_put, held, name), None, name, False)
+                yield NearPlace(name, name, partial(held.get, name, MISSING), partial(_put, held, name))
 
 
 def _globals(functions: Iterable[FunctionType]) -> list[dict[str, Any]]:

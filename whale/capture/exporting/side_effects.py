@@ -147,8 +147,7 @@ class AttributeAccess:
         try:
             setattr(kind, name, _Noted(self, name, default))
         except (TypeError, AttributeError):  # a class that takes no attributes: all of its objects' count
-            for place in [place for place in self._near.places.values() if place.owner is not None and place.name == name]:
-                self._read.add((place.owner or 0, name))
+            self._read |= {place.key for place in self._near.places.values() if place.key is not None and place.key[1] == name}
             return False
         return True
 
@@ -159,9 +158,7 @@ class AttributeAccess:
     def read(self) -> frozenset[str]:
         """The paths that count: places that were read or cannot be noted, and environment variables."""
         places = self._near.places.values()
-        return frozenset(self._variables) | frozenset(
-            place.path for place in places if place.owner is None or (place.owner, place.name) in self._read
-        )
+        return frozenset(self._variables) | {place.path for place in places if place.key is None or place.key in self._read}
 
     def handed_on(self, is_known: Callable[[Tensor], bool], *, has_new_hooks: bool) -> tuple[str, ...]:
         """What the call has read, changed and left for the next, as ``Encoder.state at model.py:12``.
