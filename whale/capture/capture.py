@@ -260,7 +260,7 @@ def _over_constant(flat: Flat, terms: list[TermNodes], total: fx.Node, weight: f
     count = flat.graph.call_function(operator.mul, (rows, int(weight) // rows))
     count.meta["val"] = int(weight)
     reason = f"captured for {rows} rows only, so the weight {weight:g} is taken for {int(weight) // rows} x the rows"
-    return [TermNodes(1.0, total, count, False, total, reason)]
+    return [TermNodes(1.0, total, count, total, reason)]
 
 
 def _loss_terms(flat: Flat, terms: list[TermNodes], ops: tuple[Op, ...]) -> tuple[LossTerm, ...]:

@@ -179,7 +179,7 @@ def _checked(part: LossPart, operands: Sequence[Node], facts: BatchFacts) -> Los
     culprit = facts.mixed(operands)
     if culprit is None:
         return part
-    return LossPart(part.leaf, part.total, part.divisor, exact=False, reason=f"{describe(culprit)} mixes the rows of the batch")
+    return LossPart(part.leaf, part.total, part.divisor, reason=f"{describe(culprit)} mixes the rows of the batch")
 
 
 def describe(node: Node) -> str:
@@ -247,8 +247,11 @@ class LossPart:
     divisor: PerRow | Counted | None = None  # of the sum over the whole batch; None for 1
     coefficient: float = 1.0  # constant factor
     factors: tuple[Factor, ...] = ()  # scalars of the model it is scaled by
-    exact: bool = True  # whether sums over pieces of a batch give the loss of the whole; if not, `reason` says why
-    reason: str = ""
+    reason: str = ""  # why sums over pieces of a batch do not give the loss of the whole; "" if they do
+
+    @property
+    def exact(self) -> bool:
+        return not self.reason
 
     @property
     def is_plain(self) -> bool:

@@ -38,9 +38,8 @@ class TermNodes:
     coefficient: float
     sum: Node  # this piece's sum, a tensor without dimensions
     weight: Node | None  # this piece's weight, a tensor without dimensions or an integer; None for a divisor of 1
-    exact: bool  # whether pieces add up to the loss of the whole batch; if not, `reason` says why
     where: Node  # the user's op; its ``stack_trace`` holds the line
-    reason: str
+    reason: str  # why pieces do not add up to the loss of the whole batch; "" if they do
     offset: float = 0.0  # added to the whole batch's weight
     minimum: float | None = None  # least divisor of the whole batch
     metric: str = ""  # the metric that it is a term of; "" for the loss
@@ -89,7 +88,7 @@ def _emit(part: LossPart, graph: Graph, rows: Node | None, num_rows: int) -> Ter
         weight = _count(build, part.divisor.count, num_rows if rows is None else rows)
     elif isinstance(part.divisor, Counted):
         weight, offset, minimum = part.divisor.emit(build), part.divisor.offset, part.divisor.minimum
-    return TermNodes(part.coefficient, total, weight, part.exact, part.leaf, part.reason, offset, minimum)
+    return TermNodes(part.coefficient, total, weight, part.leaf, part.reason, offset, minimum)
 
 
 def _count(build: NodeBuilder, per_row: Fraction, rows: Node | int) -> Node:

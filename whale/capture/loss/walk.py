@@ -77,7 +77,11 @@ class LossWalk:
         counted = None if reason else self._counted(weight)
         if counted is None:
             reason = reason or f"the weight of the returned (sum, weight), {describe(weight)}, is no sum over the rows of the batch"
-            return [LossPart(total, lambda build: self._quotient_times_rows(build, total, weight), PerRow(ONE), exact=False, reason=reason)]
+
+            def quotient(build: NodeBuilder) -> Node:
+                return self._times_rows(build, build.call(aten.div.Tensor, total, weight))
+
+            return [LossPart(total, quotient, PerRow(ONE), reason=reason)]
         return [LossPart(total, the_node(total), counted)]
 
     def _through(self, node: Node) -> list[LossPart] | None:
@@ -225,7 +229,7 @@ class LossWalk:
             return None
         count = Fraction(int(number), self._facts.num_rows)
         reason = f"captured for {self._facts.num_rows} rows only, so the divisor {number:g} is taken for {count} x the rows"
-        return [replace(part, divisor=PerRow(count), exact=False, reason=reason) for part in parts]
+        return [replace(part, divisor=PerRow(count), reason=reason) for part in parts]
 
     # -- what has no rows ----------------------------------------------------------------------
 
@@ -234,22 +238,14 @@ class LossWalk:
         found = growth(node, self._facts)
         if found == "sum":
             return LossPart(node, the_node(node))
-        if found == "mean":
-            return LossPart(node, lambda build: self._times_rows(build, node), PerRow(ONE))
-        return self._opaque(node)
-
-    def _opaque(self, node: Node) -> LossPart:
-        reason = f"{describe(node)} is no sum over the rows of the batch"
-        return LossPart(node, lambda build: self._times_rows(build, node), PerRow(ONE), exact=False, reason=reason)
+        reason = "" if found == "mean" else f"{describe(node)} is no sum over the rows of the batch"
+        return LossPart(node, lambda build: self._times_rows(build, node), PerRow(ONE), reason=reason)
 
     def _times_rows(self, build: NodeBuilder, node: Node) -> Node:
         value = tensor_of(node)
         if value is not None and value.dtype in (torch.float16, torch.bfloat16):
             node = build.call(aten._to_copy.default, node, dtype=torch.float32)
         return build.call(aten.mul.Tensor, node, self._facts.num_rows if self._rows is None else self._rows)
-
-    def _quotient_times_rows(self, build: NodeBuilder, total: Node, weight: Node) -> Node:
-        return self._times_rows(build, build.call(aten.div.Tensor, total, weight))
 
     def _ones(self, build: NodeBuilder, node: Node) -> Node:
         like = tensor_of(node)

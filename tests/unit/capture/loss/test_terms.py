@@ -225,7 +225,7 @@ def a_few_are_quick(losses: dict[str, Loss]) -> list[Any]:
 @pytest.mark.parametrize("name", a_few_are_quick(EXACT))
 def test_exact_losses(name: str) -> None:
     found = the_split(name)
-    assert [(term.exact, term.reason) for term in found.terms] == [(True, "")] * len(found.terms)
+    assert [term.reason for term in found.terms] == [""] * len(found.terms)
     for sizes in ((9,), (1, 5, 3)):
         assert max(compare(found, make_batch(9, seed=3), sizes)) < 1e-12
 
@@ -240,7 +240,7 @@ def test_exact_losses_at_random(name: str, sizes: list[int], seed: int) -> None:
 @pytest.mark.parametrize("name", a_few_are_quick(INEXACT))
 def test_losses_that_are_no_sums(name: str) -> None:
     found = the_split(name)
-    assert any(not term.exact and term.reason for term in found.terms)
+    assert any(term.reason for term in found.terms)
     assert max(compare(found, make_batch(6, seed=3), (6,))) < 1e-12, "one undivided batch is exact"
     equal = compare(found, make_batch(6, seed=3), (4, 2))
     assert name == "regulariser over rows" or max(equal) > 1e-6
@@ -273,7 +273,7 @@ def test_capture_for_one_number_of_rows(name: str) -> None:
     found = the_split(name, dynamic=False)
     assert max(compare(found, make_batch(7, seed=3), (7,))) < 1e-12
     for term in found.terms:
-        assert term.exact or "taken for" in term.reason
+        assert not term.reason or "taken for" in term.reason
 
 
 def test_new_nodes_carry_the_line_of_the_loss() -> None:
