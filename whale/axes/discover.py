@@ -24,7 +24,7 @@ from whale.axes.mixing import find_mixing
 from whale.axes.notation import bind, parse
 from whale.axes.operators import operator_of
 from whale.axes.operators.concatenations import find_tilings
-from whale.axes.outcome import KEPT, NO_RULE, Dims, Letter, Reading, RuleMisfit, RuleOutcome, sizes_of
+from whale.axes.outcome import KEPT, NO_RULE, Dims, Letter, Reading, RuleMisfit, RuleOutcome
 from whale.axes.values import Axes, Axis, Concatenation, Dimension, OpAxes, Role, WholeReason
 from whale.ir.graph import ModelGraph, Op, Ref
 from whale.ir.plan import BATCH
@@ -131,7 +131,7 @@ def _read_source(op: Op, reading: Reading, parameters: dict[str, Dims]) -> RuleO
     dims = parameters.get(known.name) if known else None
     if dims is None:
         dims = reading.fresh(spec)
-        if op.kind == "input" and sizes_of(spec)[:1] == (ROWS,):
+        if op.kind == "input" and spec.shape_at(ROWS)[:1] == (ROWS,):
             dims = (reading.batch, *dims[1:])
         if known:
             parameters[known.name] = dims

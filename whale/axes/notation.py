@@ -29,8 +29,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
 
-from whale.axes.atoms import Clash, Dim
-from whale.axes.outcome import CLASHES, Dims, Letter, Reading, RuleMisfit, RuleOutcome, sizes_of
+from whale.axes.atoms import ROWS, Clash, Dim
+from whale.axes.outcome import CLASHES, Dims, Letter, Reading, RuleMisfit, RuleOutcome
 from whale.axes.values import Role
 from whale.errors import ConfigError
 from whale.ir.graph import Argument, Op, Ref
@@ -184,7 +184,7 @@ def bind(rule: Notation, op: Op, reading: Reading) -> RuleOutcome:
     binder.settle(letter for terms, dims in zip(operands, tensors, strict=True) if dims is not None for term in terms for letter in term)
     if len(results) != len(op.outputs):
         raise RuleMisfit(f"it has {len(op.outputs)} results where its rule has {len(results)}")
-    made = tuple(binder.result(terms, sizes_of(spec)) for terms, spec in zip(results, op.outputs, strict=True))
+    made = tuple(binder.result(terms, spec.shape_at(ROWS)) for terms, spec in zip(results, op.outputs, strict=True))
     return RuleOutcome(made, tuple(binder.letters()))
 
 

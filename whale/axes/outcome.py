@@ -90,16 +90,11 @@ class Reading:
         return isinstance(argument, Ref) and argument.op in self.positions
 
     def fresh(self, spec: TensorSpec) -> Dims:
-        return tuple(self.atoms.fresh(size) for size in sizes_of(spec))
+        return tuple(self.atoms.fresh(size) for size in spec.shape_at(ROWS))
 
     def shape(self, dims: Dims) -> tuple[int, ...]:
         """Sizes, with `ROWS` for the rows of the batch."""
         return tuple(self.atoms.size(dim) for dim in dims)
-
-
-def sizes_of(spec: TensorSpec) -> tuple[int, ...]:
-    """The shape of a tensor, with `ROWS` for the rows of the batch."""
-    return spec.shape_at(ROWS)
 
 
 def argument(op: Op, position: int, name: str, default: Argument = None) -> Argument:

@@ -86,8 +86,8 @@ def catalogue() -> Catalogue:
 
 def read_catalogue(text: str) -> Catalogue:
     """A catalogue from YAML text. Raises ClusterError: unknown or missing keys, or wrong amounts; all faults at once."""
-    root = Entry(parse_yaml(text, FILE, ClusterError), "the catalogue", None)
-    root = Entry(root.document, root.name, root.document.data, (), root.faults)
+    document = parse_yaml(text, FILE, ClusterError)
+    root = Entry(document, "the catalogue", document.data)
     root.is_mapping(("links", "network", "devices"), required=("links", "network", "devices"))
     links = {name: read_link(entry) for name, entry in _named(root, "links", "link")}
     raise_faults(root.faults)

@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from math import prod
 from typing import Literal, Union
 
 from whale.ir.scope import ScopePath, SourceLine
@@ -53,10 +54,7 @@ class TensorSpec:
 
     @property
     def num_elements(self) -> int:
-        count = 1
-        for size in self.shape:
-            count *= size
-        return count
+        return prod(self.shape)
 
     @property
     def num_bytes(self) -> int:

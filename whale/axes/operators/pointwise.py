@@ -14,9 +14,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from whale.axes.atoms import Clash, Dim
+from whale.axes.atoms import ROWS, Clash, Dim
 from whale.axes.operators.entry import Family, Moves, Operator, operand
-from whale.axes.outcome import BROADCAST, CLASHES, KEPT, NUMBERS, Dims, Letter, Reading, RuleMisfit, RuleOutcome, argument, sizes_of
+from whale.axes.outcome import BROADCAST, CLASHES, KEPT, NUMBERS, Dims, Letter, Reading, RuleMisfit, RuleOutcome, argument
 from whale.axes.values import Role
 from whale.ir.graph import Op
 
@@ -24,7 +24,7 @@ from whale.ir.graph import Op
 def pointwise(op: Op, reading: Reading) -> RuleOutcome:
     tensors = reading.tensors(op)
     letters: list[Letter] = []
-    sizes = [sizes_of(spec) for spec in op.outputs]
+    sizes = [spec.shape_at(ROWS) for spec in op.outputs]
     made = {shape: _result(shape, tensors, reading, letters) for shape in dict.fromkeys(sizes)}  # equal shapes are cut equally
     results = tuple(made[shape] for shape in sizes)
     adds_nothing = op.operator in ("add", "sub") and op.args[1:] == (0,)

@@ -13,10 +13,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from whale.axes.atoms import Clash, Dim
+from whale.axes.atoms import ROWS, Clash, Dim
 from whale.axes.operators.concatenations import cat, slice_, split
 from whale.axes.operators.entry import Family, Moves, Template, letters_of, names, operand, put, write
-from whale.axes.outcome import CLASHES, KEPT, Dims, Letter, Reading, RuleMisfit, RuleOutcome, argument, number, numbers, sizes_of
+from whale.axes.outcome import CLASHES, KEPT, Dims, Letter, Reading, RuleMisfit, RuleOutcome, argument, number, numbers
 from whale.ir.graph import Op
 
 
@@ -142,7 +142,7 @@ def view(op: Op, reading: Reading) -> RuleOutcome:
     dims = reading.tensor(source)
     if dims is None:
         raise RuleMisfit("its operand is no tensor")
-    sizes = sizes_of(op.outputs[0])
+    sizes = op.outputs[0].shape_at(ROWS)
     made: list[Dim] = [()] * len(sizes)
     letters: list[Letter] = []
     for place, (olds, news) in enumerate(_groups(reading.shape(dims), sizes)):

@@ -82,7 +82,7 @@ class Wrapper(nn.Module):
         loss = self._loss[0]
         outputs: list[Tensor] = []
         if self._mode in ("predict", "eval_predict"):
-            self.found.outputs, outputs = _take_apart(output)
+            self.found.outputs = _structure(output, outputs)
             if self._mode == "predict" and (loss is not None or not _has_loss(output)):
                 return tuple(outputs)
         value = _own_loss(output) if loss is None else loss(output, batch)
@@ -225,11 +225,6 @@ def _describe(value: Any) -> str:
     if isinstance(value, (tuple, list)):
         return "(" + ", ".join(_describe(item) for item in value) + ")"
     return type(value).__name__
-
-
-def _take_apart(output: Any) -> tuple[OutputStructure, list[Tensor]]:
-    tensors: list[Tensor] = []
-    return _structure(output, tensors), tensors
 
 
 def _structure(output: Any, tensors: list[Tensor]) -> OutputStructure:
