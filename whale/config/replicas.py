@@ -100,16 +100,13 @@ def _count_key(name: str) -> Key:
     return Key(f"{REPLICAS}.{name}", "int", False, None, "", at_least(1), (), (), (), None)
 
 
-def _names(what: str) -> Callable[[str, object, object], tuple[str, ...]]:
-    def read(name: str, value: object, place: object) -> tuple[str, ...]:
-        if isinstance(value, (list, tuple)) and value and all(isinstance(each, str) for each in value):
-            return tuple(value)
-        raise ConfigError(f"{REPLICAS}.{name}: {value!r} is not a list of {what}", where=place)
-
-    return read
+def _axes(value: object) -> tuple[str, ...]:
+    if isinstance(value, (list, tuple)) and value and all(isinstance(each, str) for each in value):
+        return tuple(value)
+    raise ValueError("a list of axes")
 
 
-def _devices(name: str, value: object, place: object) -> tuple[str, ...] | tuple[tuple[str, ...], ...] | int:
+def _devices(value: object) -> tuple[str, ...] | tuple[tuple[str, ...], ...] | int:
     if isinstance(value, int) and not isinstance(value, bool) and value >= 1:
         return value
     if isinstance(value, (list, tuple)) and value and all(isinstance(each, str) for each in value):
@@ -117,44 +114,41 @@ def _devices(name: str, value: object, place: object) -> tuple[str, ...] | tuple
     lists = [own for own in value if isinstance(own, (list, tuple)) and own] if isinstance(value, (list, tuple)) else []
     if lists and len(lists) == len(value) and all(isinstance(each, str) for own in lists for each in own):  # type: ignore[arg-type]
         return tuple(tuple(own) for own in lists)
-    raise ConfigError(
-        f"{REPLICAS}.{name}: {value!r} is not names of devices, lists of them (of each stage in order), or a whole number at least 1",
-        where=place,
-    )
+    raise ValueError("names of devices, lists of them (of each stage in order), or a whole number at least 1")
 
 
-def _count(name: str, value: object, place: object) -> int | None:
+def _count(value: object) -> int | None:
     if value is None or value == ALL:
         return None
     if isinstance(value, int) and not isinstance(value, bool) and value >= 1:
         return value
-    raise ConfigError(f"{REPLICAS}.{name}: {value!r} is not a whole number at least 1, or {ALL}", where=place)
+    raise ValueError(f"a whole number at least 1, or {ALL}")
 
 
-def _blocks(name: str, value: object, place: object) -> tuple[int, ...] | str:
+def _blocks(value: object) -> tuple[int, ...] | str:
     if value == EVEN:
         return EVEN
     if isinstance(value, (list, tuple)) and value and all(type(each) is int and each >= 0 for each in value):
         return tuple(value)
-    raise ConfigError(f"{REPLICAS}.{name}: {value!r} is not a list with the number of blocks of each stage, or {EVEN}", where=place)
+    raise ValueError(f"a list with the number of blocks of each stage, or {EVEN}")
 
 
-def _text(name: str, value: object, place: object) -> str:
+def _text(value: object) -> str:
     if isinstance(value, str) and value:
         return value
-    raise ConfigError(f"{REPLICAS}.{name}: {value!r} is not text", where=place)
+    raise ValueError("text")
 
 
-# of the keys of a block that are no configuration keys
-_READERS: Mapping[str, Key | Callable[[str, object, object], object]] = {
+# of the keys of a block that are no configuration keys; a `ValueError` says what a key takes
+_READERS: Mapping[str, Key | Callable[[object], object]] = {
     "devices": _devices,
     "split": _count_key("split"),
     "rows": _count_key("rows"),
     "count": _count,
     "micro_batch_rows": _count_key("micro_batch_rows"),
     "blocks": _blocks,
-    "axes": _names("axes"),
-    "more_axes": _names("axes"),
+    "axes": _axes,
+    "more_axes": _axes,
     MODEL: _text,
 }
 
@@ -234,7 +228,12 @@ class Reader:
             close = nearest(str(name), self.names)
             hint = f"did you mean {close!r}?" if close else f"keys of a block: {', '.join(self.names)}"
             raise ConfigError(f"unknown key {name!r} in a block of {REPLICAS}", where=place, hint=hint)
-        return self.checked(found, value, place) if isinstance(found, Key) else found(str(name), value, place)
+        if isinstance(found, Key):
+            return self.checked(found, value, place)
+        try:
+            return found(value)
+        except ValueError as error:
+            raise ConfigError(f"{REPLICAS}.{name}: {value!r} is not {error}", where=place) from None
 
 
 def _together(blocks: list[ReplicaBlock], where: Place) -> Iterator[WhaleError]:
