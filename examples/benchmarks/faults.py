@@ -231,7 +231,7 @@ def cause(folder: Path, told: Told, hosts: Sequence[Host], kind: str, host: Host
         first = told.wait(f"a step after {kind} after step {step}", lambda each: "loss" in each and each["begun"] >= when)
         new = told.wait(f"a new step after {kind} after step {step}", lambda each: each["begun"] >= when and each["step"] > step)
     log = (folder / "log").read_bytes()[said:].decode()
-    (source, ago), *_ = re.findall(r"goes on after step \d+, from (memory of \d+ ranks?|the start|[^;\s]+)(?:; lost: ([\d.]+) s)?", log)
+    (source, ago), *_ = re.findall(r"resumes after step \d+, from (memory of \d+ ranks?|the start|[^;\s]+)(?:; lost: ([\d.]+) s)?", log)
     times = [
         when,
         new["resumed"] - float(ago) if ago else when,

@@ -135,7 +135,7 @@ def test_a_batch_that_is_bad_on_one_rank(world: World, name: str) -> None:
     world.prepare(_prepare, case.scopes)
     for rank, (said, losses, is_kept) in enumerate(world.run(refuse_and_go_on, case, num_ranks=3 if "idle" in name else 2)):
         if case.bad_rows == 8:
-            assert said == ["the batch differs between ranks (target: rank 1 unlike rank 0)"] * 3
+            assert said == ["the batch differs between ranks (target: rank 1 differs from rank 0)"] * 3
         elif case.bad_rows:
             average = r"the number of rows differs between ranks"
             assert all(message.startswith(average) for message in said), said

@@ -101,9 +101,9 @@ def test_a_launcher_is_killed_and_another_comes(tmp_path: Path) -> None:
         sizes = [len(rows) for *_, rows in run.losses]
         assert sizes[0] == sizes[-1] == 2 and 1 in sizes
         (survivor,) = (text for code, text in ended[:2] if code == 0)
-        assert "whale run: rank 0 " in survivor and "all ranks begin anew" in survivor, survivor
+        assert "whale run: rank 0 " in survivor and "all ranks restart" in survivor, survivor
         source = r"(?:memory of 1 rank|\S+/step_\d+)"  # of the same step the checkpoint comes first
-        told = re.findall(rf"whale: goes on after step (\d+), from {source}; lost: [\d.]+ s, 0 steps; (gone|new): 1 x cpu", survivor)
+        told = re.findall(rf"whale: resumes after step (\d+), from {source}; lost: [\d.]+ s, 0 steps; (gone|new): 1 x cpu", survivor)
         assert told[0] == ("6", "gone") and told[-1][1] == "new", survivor
         check_undisturbed(run.losses, tmp_path / "alone")
 
@@ -131,7 +131,7 @@ def wait_for_a_silent_rank(rank: int, num_ranks: int, sign: Path) -> str:
 
 def test_a_wait_is_given_up_when_the_launcher_says_that_others_cannot_be_reached(world: World, tmp_path: Path) -> None:
     said, *_ = world.run(wait_for_a_silent_rank, tmp_path / "lost", num_ranks=3)
-    assert "1RECV_F0 with rank 2 did not complete: ranks of another host cannot be reached" in said
+    assert "1RECV_F0 with rank 2 did not complete: this host's launcher cannot reach ranks of another host" in said
 
 
 CLUSTER = """
@@ -154,7 +154,7 @@ def test_launchers_come_one_by_one_with_devices_of_other_speeds(tmp_path: Path) 
         shares = [rows for rows, _ in groupby(rows for *_, rows in run.losses)]
         assert [len(rows) for rows in shares] == [2, 3, 4]
         assert all(min(rows[::2]) > max(rows[1::2]) for rows in shares), f"slower devices take fewer: {shares}"
-        told = re.findall(r"goes on after step \d+, from .*; lost: [\d.]+ s, (\d+) steps?; new: 1 x cpu", ended[0][1])
+        told = re.findall(r"resumes after step \d+, from .*; lost: [\d.]+ s, (\d+) steps?; new: 1 x cpu", ended[0][1])
         assert told == ["0", "0"], ended
         steps = [step for step, *_ in run.losses]
         assert steps == [*range(1, len(steps) + 1)], "each step was done once"
@@ -170,7 +170,7 @@ def test_faults_of_all_kinds_lose_no_step(tmp_path: Path) -> None:
         assert [code for code, _ in ended] == [0, 0], ended
         said = "".join(text for _, text in ended)
         source = r"(?:memory of \d ranks?|\S+/step_8)"
-        went_on = re.findall(rf"whale: goes on after step (\d+), from {source}; lost: [\d.]+ s, 0 steps\n", said)
+        went_on = re.findall(rf"whale: resumes after step (\d+), from {source}; lost: [\d.]+ s, 0 steps\n", said)
         assert went_on[:2] == ["3", "5"] and int(went_on[2]) in (7, 8, 9), said
-        assert "was killed by SIGKILL" in said and "stood still (SIGSTOP, or a debugger) and was killed" in said, said
+        assert "was killed by SIGKILL" in said and "was paused (SIGSTOP or a debugger), then killed" in said, said
         check_undisturbed(run.losses, tmp_path / "alone")

@@ -207,7 +207,7 @@ def said_of_an_optimizer(rank: int, num_ranks: int, name: str, optimizer: str) -
         (
             "pipeline",
             "clipped",
-            "the optimizer may combine several parameters (Clipped is none of torch's), but each of ranks 0, 1 has only some of them",
+            "the optimizer may combine several parameters (Clipped is not one of torch's), but each of ranks 0, 1 has only some of them",
         ),
         (
             "pipeline",

@@ -73,7 +73,7 @@ def test_a_faulty_recipe_starts_no_rank(tmp_path: Path) -> None:
     [
         ("KILL", NEVER, "was killed by SIGKILL; last running in STEP"),
         slow("TERM", NEVER, "was killed by SIGTERM; last running in STEP", id="TERM"),
-        ("STOP", "30", r"stood still \(SIGSTOP, or a debugger\) and was killed; last running in STEP"),
+        ("STOP", "30", r"was paused \(SIGSTOP or a debugger\), then killed; last running in STEP"),
         # torchrun may stop it while it ends, as rank 0 ends at the same time
         ("WARN", NEVER, "(exited with code 1|was stopped by SIGTERM); last failed in STEP: the end"),
     ],
@@ -203,7 +203,7 @@ def test_a_run_that_is_told_to_end_saves_and_goes_on_as_if_undisturbed(tmp_path:
             os.kill(int(rank.suffix[1:]), signal.SIGTERM)
         _, said = launcher.communicate(timeout=PATIENCE_SECONDS)
         assert launcher.returncode == 128 + signal.SIGTERM, said
-        assert re.search(r"whale: SIGTERM came to [12] of 2 ranks: saved .*step_\d+; the run ends with exit code 143\n", said), said
+        assert re.search(r"whale: [12] of 2 ranks received SIGTERM: saved .*step_\d+; the run ends with exit code 143\n", said), said
         assert "whale run: stopped by SIGTERM" in said and "Traceback" not in said and "DataLoader" not in said, said
     result = whale_run(*words)
     assert result.returncode == 0, result.stderr

@@ -164,7 +164,7 @@ SAID = {
     "left out": "rank 0: epoch 0, row 0, samples 16, shuffle 0, seed 0; rank 1: epoch 0, row 8, samples 16, shuffle 0, seed 0",
     "of an earlier epoch": "rank 1: epoch 1, row 0,",
     "all rows": "rank 1: no batch of engine.loader",
-    "fewer": "the batch differs between ranks (input_1: rank 1 unlike rank 0; target: rank 1 unlike rank 0)",
+    "fewer": "the batch differs between ranks (input_1: rank 1 differs from rank 0; target: rank 1 differs from rank 0)",
     "unknown": "replace them inside the batch that the loader gave",
 }
 REFUSED = {

@@ -274,9 +274,9 @@ def test_a_run_moves_by_itself_when_its_plan_is_for_other_speeds(world: World) -
     (losses, rows, said), (_, others_rows, _) = found["on"]
     assert rows == others_rows and rows[15][0][1] > 48, "nothing moves before a window is full"
     assert 16 < rows[20][0][1] < 48, said
-    assert "host0/1 (rank 1) takes" in said and "going on under it" in said
+    assert "host0/1 (rank 1) takes" in said and "moving to it" in said
     assert losses == pytest.approx(found["off"][0][0], rel=TOLERANCE)
-    for mode, word in (("off", "a step is predicted to take"), ("advise", "runtime.rebalance: on would go on under it")):
+    for mode, word in (("off", "predicted step time"), ("advise", "runtime.rebalance: on would move to it")):
         (_, rows, said), _ = found[mode]
         assert len(set(rows)) == 1 and word in said
 
@@ -320,9 +320,9 @@ def test_a_run_stays_while_a_batch_needs_its_plan(world: World) -> None:
     losses, num_plans, said = run_case(world, from_loader, case, "once")[0]
     assert num_plans > 1, said
     words = {
-        "again": "again after it trained",
-        "kept": "beside the one that it trained on last",
-        "refused": "staying, for the move cannot be made",
+        "again": "again after training on it",
+        "kept": "holds another batch of engine.loader than the last one it trained on",
+        "refused": "the plan stays, because the move failed",
     }
     for source, word in words.items():
         stayed, num_plans, said = run_case(world, from_loader, case, source)[0]

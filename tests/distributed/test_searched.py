@@ -69,7 +69,7 @@ def test_law_around_scopes(world: World, speeds: tuple[float, ...], num_used: in
     case = Case(SCOPED, (12, 12), speeds, EFFORT)
     runs = run_case(world, searched, case)
     plan = runs[0][1]
-    assert plan.choices[0].decision.startswith("as it is divided")
+    assert plan.choices[0].decision.startswith("divided as given")
     assert len(plan.devices) == num_used and plan.pipelines[0].num_ranks == 2 and plan.pipelines[0].num_micro_batch > 1
     check(runs, case)
 

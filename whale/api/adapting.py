@@ -121,7 +121,7 @@ class Adapting:
             if self.is_first:
                 was, now = ({each.device for each in one.slow} for one in (before, self._health))
                 for device in sorted((was - now) & {*self._devices}):
-                    self.tell(f"{device} is as fast as others again (step {self._health.step_number})")
+                    self.tell(f"{device} is as fast as the others again (step {self._health.step_number})")
         return self._health
 
     def look(self, opening: Opening, plan: Plan, data: DataPosition, check: Check) -> PlanMove | None:
@@ -170,7 +170,7 @@ class Adapting:
             if not stays or isinstance(fault, RuntimeFault):
                 raise
             if self.is_first:
-                self.tell(f"staying, for the move cannot be made: {fault.message}")
+                self.tell(f"the plan stays, because the move failed: {fault.message}")
             return None
         self.moves(gain)
         return move
@@ -186,7 +186,7 @@ class Adapting:
     def _postpone(self, needed: str) -> None:
         """Says, once, what the plan at work is needed for."""
         if self.is_first and not self._is_postponed:
-            self.tell(f"runtime.rebalance: no move, for {needed}: it has rows of the plan at work (with whole_batches=True all rows)")
+            self.tell(f"runtime.rebalance: no move: {needed}, whose rows are those of the current plan (whole_batches=True gives all rows)")
         self._is_postponed = True
 
     def _say_slow(self, opening: Opening, plan: Plan, slowdowns: Mapping[str, float]) -> None:
@@ -198,7 +198,7 @@ class Adapting:
         if slow and self.is_first:
             graph, cluster = opening.modes.train.graph, opening.attachment.cluster
             even_seconds, stay_seconds = step_seconds(plan, graph, cluster, opening.settings, slowdowns)
-            cost = f"a step is predicted to take {format_seconds(stay_seconds)} in place of {format_seconds(even_seconds)} for it"
+            cost = f"predicted step time {format_seconds(stay_seconds)} instead of {format_seconds(even_seconds)}"
             self.tell(f"{', '.join(map(_said, slow))}: {cost}")
 
     def _search(
@@ -219,9 +219,9 @@ class Adapting:
             )
         except Exception as fault:  # the step is done: nothing that goes wrong in the search is to end training
             said = fault.message if isinstance(fault, WhaleError) else f"{type(fault).__name__}: {fault}"
-            self.tell(f"no other plan was found for the speeds of now: {said}")
+            self.tell(f"no plan was found for the measured speeds: {said}")
             return None
-        does = ("going on under it" if moves else "runtime.rebalance: on would go on under it") if move.pays else f"staying: {move.against}"
+        does = ("moving to it" if moves else "runtime.rebalance: on would move to it") if move.pays else f"the plan stays: {move.against}"
         self.tell(f"{move}; {does}")
         return (move.cluster, Decided(move.plan, move.own_seconds, time.perf_counter() - begun), move.gain) if move.pays else None
 
@@ -234,12 +234,10 @@ class Adapting:
         if found < promised / 3:
             self.least_gain = min(MOST_GAIN_WANTED, 2 * self.least_gain)
             if self.is_first:
-                self.tell(
-                    f"the move has saved {found:.0%} of a step ({promised:.0%} was predicted): the next has to save {self.least_gain:.0%}"
-                )
+                self.tell(f"the move saved {found:.0%} of a step ({promised:.0%} was predicted): the next must save {self.least_gain:.0%}")
         else:
             self.least_gain = max(LEAST_GAIN, self.least_gain / 2)
 
 
 def _said(device: DeviceHealth) -> str:
-    return f"{device.device} (rank {device.rank}) takes {device.slowdown:.2g} x as long as others since step {device.slow_since}"
+    return f"{device.device} (rank {device.rank}) takes {device.slowdown:.2g} x as long as the others since step {device.slow_since}"

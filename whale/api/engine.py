@@ -34,7 +34,7 @@ from whale.config import Source
 from whale.errors import PREEMPTED_CODE, CheckpointError, ConfigError, Preempted, RuntimeFault, first_few, warn
 from whale.ir.cluster import Cluster
 from whale.ir.graph import ModelGraph
-from whale.ir.plan import Plan
+from whale.ir.plan import Plan, describe_degrees, describe_shape
 from whale.ir.schedule import Schedule
 from whale.progress import progress
 from whale.runtime.checkpoint.model_files import without_compiled
@@ -240,7 +240,7 @@ class Engine:
         where, when, extra = self._saved or (None, None, None)
         self.save(path, extra=extra if (where, when) == (path.resolve(), step_number) else None)
         if world.rank == 0:
-            told = f"SIGTERM came to {number} of {counted(world.size, 'rank')}"
+            told = f"{number} of {counted(world.size, 'rank')} received SIGTERM"
             print(f"whale: {told}: saved {path}; the run ends with exit code {PREEMPTED_CODE}", file=sys.stderr, flush=True)
         raise Preempted(str(path))
 
@@ -758,6 +758,10 @@ class Engine:
     def peak_in_flight(self) -> int:
         """The most micro-batches, over this rank's stages, whose activations the last step held at once: from F to B or W."""
         return self.runtime.peak_in_flight
+
+    def __repr__(self) -> str:
+        replicas, rank = self.plan.replicas, "idle" if self.rank is None else f"rank {self.rank}"
+        return f"Engine({rank}, step {self.step_number}, {describe_shape(replicas)}; {describe_degrees(replicas)})"
 
     def __call__(self, *_: Any, **__: Any) -> NoReturn:
         """Says what to call instead."""

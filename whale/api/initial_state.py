@@ -206,7 +206,7 @@ def _made_by_pattern(
     idle = [pattern for pattern, names in of_model.items() if not names]
     if idle:
         raise ConfigError(
-            f"no parameters are left for {' and '.join(map(repr, idle))} of optimizer=",
+            f"no parameters are left for pattern {' and '.join(map(repr, idle))} of optimizer=",
             hint=f"the trained parameters are {first_few(sorted(trained))}; each goes to the first pattern that matches it",
         )
     members = {
@@ -228,7 +228,7 @@ def _made(make: MakeOne | None, owned: Mapping[str, nn.Parameter], lacks_some: b
             raise
         raise ConfigError(
             f"optimizer= failed on the parameters of this rank ({first_few(list(owned))}): {type(error).__name__}: {error}",
-            hint="a rank has some of the parameters: leave out groups that are empty, [group for group in groups if group['params']]",
+            hint="each rank has some of the parameters: leave out groups that are empty, [group for group in groups if group['params']]",
         ) from error
     _check_returned("optimizer", found)
     _check_own(found, owned)
@@ -260,7 +260,7 @@ def _reason_to_look_at_all(optimizer: torch.optim.Optimizer) -> str:
     """Why an optimizer may do more than step each parameter by itself, as torch's own do; "" where nothing says so."""
     name = type(optimizer).__name__
     if type(optimizer).__module__.partition(".")[0] != "torch":
-        return f"{name} is none of torch's"
+        return f"{name} is not one of torch's"
     hooks = (getattr(optimizer, f"_optimizer_step_{when}_hooks", None) for when in ("pre", "post"))
     return f"{name} has hooks on its step" if any(hooks) else ""
 

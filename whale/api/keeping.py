@@ -84,8 +84,8 @@ class FaultKeeper:
         if self.folder is None:
             if self._redundancy != "0":
                 raise ConfigError(
-                    f"memory.redundancy: {self._redundancy} has no effect: nothing is left where ranks are lost",
-                    hint="start the run by `whale run --elastic MIN:MAX`, which lets it go on from memory; or leave memory.redundancy out",
+                    f"memory.redundancy: {self._redundancy} has no effect: this run does not resume from memory when ranks are lost",
+                    hint="start the run by `whale run --elastic MIN:MAX`, which resumes from memory; or leave memory.redundancy out",
                 )
             return
         self.random = random_state()
@@ -97,7 +97,9 @@ class FaultKeeper:
         if self._redundancy != "0":
             hosts = list(map(str, world.gather_objects(f"{socket.gethostname()}:{folder}")))  # what is lost as one
             if world.rank == 0 and len(set(hosts)) == 1:
-                survives = "nothing: there is no other rank" if world.is_alone else "the loss of a rank, not of the host: there is but one"
+                survives = (
+                    "no loss: there is no other rank" if world.is_alone else "the loss of a rank, not of the host: there is only one host"
+                )
                 warn(f"memory.redundancy: {self._redundancy} survives {survives}")
             if not world.is_alone:
                 from whale.runtime.checkpoint.copies import StateCopies  # needed here alone
@@ -131,7 +133,7 @@ class FaultKeeper:
         if self.folder is None:
             return
         if self._warns_of_no_resume and self.purpose is None:
-            warn("memory.redundancy has no effect: nobody goes on from copies, for engine.resume was not called before the first step")
+            warn("memory.redundancy has no effect: engine.resume was not called before the first step, so no run resumes from the copies")
         self._warns_of_no_resume = False
         position = self._data.before(batch)
         self.begun = self.state.step_number, position
@@ -285,7 +287,7 @@ class FaultKeeper:
     def _write(self, name: str, step: int, pieces: Sequence[Piece], plain: Mapping[str, Any], lacks: Sequence[str] = ()) -> int:
         """Writes a part into memory of the host, named alike on all ranks; the number of bytes."""
         if self.runtime.losses.has_bad(step):
-            raise CheckpointError("the loss of one of the last steps is not finite, and may have gone into the weights")
+            raise CheckpointError("the loss of one of the last steps is not finite, and may have changed the weights")
         assert self.folder is not None and self.purpose is not None, "else nothing is kept"
         rank = self.runtime.roster.world.rank
         return keep_part(self.folder, f"{self.training}{name}", self.purpose, pieces, plain, rank=rank, lacks=lacks)
@@ -295,8 +297,8 @@ def check_room(folder: Path, num_bytes: int) -> None:
     """Warns where copies of so many bytes, of all ranks of the host, could not be left in its memory as well."""
     if num_bytes > (free := disk_usage(folder.parent).free):
         warn(
-            f"memory.redundancy: where ranks are lost, copies of {format_bytes(num_bytes)} are left in {folder.parent}, which has "
-            f"{format_bytes(free)} free: some will not be kept"
+            f"memory.redundancy: copies of {format_bytes(num_bytes)} do not fit in {folder.parent} when ranks are lost "
+            f"({format_bytes(free)} free): some will not be kept"
         )
 
 
@@ -313,7 +315,9 @@ def await_device(device: torch.device) -> None:
     until = time.monotonic() + DEVICE_SECONDS
     while not event.query():  # type: ignore[no-untyped-call]
         if time.monotonic() >= until:
-            raise CheckpointError(f"{device} has not done its work within {DEVICE_SECONDS:g} s; it may wait for a rank that is gone")
+            raise CheckpointError(
+                f"{device} has not finished its work within {DEVICE_SECONDS:g} s; it may be waiting for a rank that is gone"
+            )
         time.sleep(LOOK_SECONDS)
 
 

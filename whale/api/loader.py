@@ -158,7 +158,7 @@ class Loader:
         """
         if (values := self.mismatch(position)) is not None:
             raise CheckpointError(
-                f"the data position is of a loader with other samples or another order ({values})",
+                f"the data position belongs to a loader with other samples or another order ({values})",
                 hint="make the loader with the same dataset, shuffle and seed, or start an epoch with set_epoch",
             )
 
@@ -304,7 +304,7 @@ class DataPosition:
         if source is not self._resumed:
             source.check(read)
             raise CheckpointError(
-                "the batch comes from another loader than the one that took up the checkpoint's data position, the first that was made "
+                "the batch comes from another loader than the one that continues from the checkpoint's data position, the first made "
                 f"of the same samples (this one is at epoch {source.epoch})",
                 hint="make the training loader before other loaders of the same samples, or start an epoch with set_epoch",
             )
@@ -339,14 +339,14 @@ class DataPosition:
         the script has used a batch again after training on it, it may do so again.
         """
         if self._uses_again:
-            return "the script uses a batch of engine.loader again after it trained on it"
+            return "the script uses a batch of engine.loader again after training on it"
         alive = living()
         for loader in self._loaders():
             is_feeding = loader is self._feeding
             drawn = [loader.in_hand[1]] if is_feeding and loader.in_hand is not None else []
             for origin in (*drawn, *(each for each in alive if each.source is loader)):
                 if not origin.is_whole and origin.number not in (self._number, None if is_feeding else loader.left):
-                    return f"the script holds a batch of engine.loader beside the one that it trained on last ({_place_text(origin.start)})"
+                    return f"the script holds another batch of engine.loader than the last one it trained on ({_place_text(origin.start)})"
         return ""
 
     def divided(self, plan: Plan, rank: int | None) -> list[tuple[Loader, RowSource]]:

@@ -183,12 +183,12 @@ class CapturedMode:
 
 _FAR = (
     "something that this line reads has changed and is not watched (a global, os.environ, an iterator, x.item() of a tensor that is "
-    "written): keep it in an attribute of the model or the loss, for which the model is captured anew, or in a tensor of the batch; "
+    "written): keep it in an attribute of the model or the loss, which is followed by a new capture, or in a tensor of the batch; "
     "runtime.retrace: off keeps the first capture"
 )
 
 _STALE = (
-    "start again: what was trained until here went by the capture of an earlier start, which is replaced now; something that this line "
+    "start again: until here the run used the capture of an earlier start, which is now replaced; something that this line "
     "reads cannot be watched (a file, an iterator, the clock); runtime.capture_cache: off keeps no captures"
 )
 

@@ -301,7 +301,7 @@ def _compare_captures(graph: ModelGraph | None, world: World) -> None:
         return
     texts = world.gather_objects(None if graph is None or world.rank not in (first, odd[0]) else [str(op) for op in graph.ops])
     pairs = zip_longest(cast(list[str], texts[first]), cast(list[str], texts[odd[0]]), fillvalue="nothing")
-    mine, theirs = next((pair for pair in pairs if pair[0] != pair[1]), ("the same ops", "the same ops, of another form"))
+    mine, theirs = next((pair for pair in pairs if pair[0] != pair[1]), ("the same ops", "the same ops with other arguments"))
     raise CaptureError(
         f"ranks captured different models ({listed('rank', odd)}: {theirs}; rank {first}: {mine})",
         hint="build the model, its scopes and the example batch's shapes the same on every rank. A set is iterated in another order in "

@@ -101,7 +101,7 @@ class Opening:
         wrong = [f"{name}: {value}" for name, value in slowdowns.items() if name not in known or not 0 < value < math.inf]
         if wrong:
             raise ConfigError(
-                f"slowdowns are numbers above 0 by the name of a device ({first_few(wrong)} {'is' if len(wrong) == 1 else 'are'} not)",
+                f"{first_few(wrong)} of the slowdowns {'is' if len(wrong) == 1 else 'are'} not a number above 0 for a device of the run",
                 hint=f"devices: {first_few(list(known))}",
             )
         return dict(slowdowns)
@@ -281,7 +281,7 @@ def attach(settings: ClusterSettings, world: World, cluster: Cluster | str | Pat
     if num_devices > world.size:
         away = [device.name for device in described.devices if device.name not in rank_of]
         if world.rank == 0:
-            told = f"{world.size} of {num_devices} devices of cluster {described.name} are there, without {first_few(away)}"
+            told = f"{world.size} of {num_devices} devices of cluster {described.name} have a rank; missing: {first_few(away)}"
             print(f"whale: {told}", file=sys.stderr, flush=True)
         described = described.only(rank_of)
     return Attachment(described, rank_of)

@@ -107,7 +107,7 @@ def parallelize(
         roster, holdings = opening.prepare(decided.plan)
         for text in modes.train.program.warnings if world.rank == 0 else ():
             warn(text)
-        with progress("making weights and process groups", on_first=world.rank == 0):
+        with progress("creating weights and process groups", on_first=world.rank == 0):
             state = initial_state(modes, roster, holdings, settings.runtime.seed, initialize, optimizer, scheduler)
             state.loss_scale = LossScale() if precision is not None and precision.dtype == "float16" else None
             runtime, tracing = opening.open(roster, holdings, state)
@@ -245,7 +245,7 @@ def _as_loss(loss: Callable[..., Any] | None, model: nn.Module, batch: Any) -> C
         found = f"({', '.join(takes)})"
         if takes_target:
             listing = ", ".join(map(repr, left)) or "none"
-            found = f"the output and one target, the part of the batch that forward leaves over (left over: {listing})"
+            found = f"the output and one target, the part of the batch that forward does not take ({listing})"
         wanted = ", ".join(f"batch[{each!r}]" for each in (takes[1:2] if takes_target else takes[1:]))
         raise ConfigError(
             f"loss= is called as loss(output, batch), but {name} takes {found}",

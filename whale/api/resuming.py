@@ -76,7 +76,7 @@ def resume(folder: Path, keeper: FaultKeeper, load: Callable[[Path, SurvivingSta
             load(folder, kept)
             source = f"memory of {counted(kept.num_parts, 'rank')}"
         except CheckpointError as error:
-            kept, reason = None, f"what was kept in memory cannot be read: {error.message}"
+            kept, reason = None, f"the state kept in memory cannot be read: {error.message}"
     if kept is None and path is not None:
         extra, source = load(path, None), str(path)
     if world.rank == 0 and (path is not None or kept is not None or fall is not None or reason):
@@ -101,7 +101,7 @@ def say_resumed(step: int, source: str, fall: Fall | None, before: Sequence[str]
         now: devices.
         reason: why no later step serves.
     """
-    parts = [f"goes on after step {step}, from {source}"]
+    parts = [f"resumes after step {step}, from {source}"]
     if fall is not None:
         steps = "an unknown number of steps" if fall.step is None else counted(max(fall.step - step, 0), "step")
         parts.append(f"lost: {time.time() - fall.when:.1f} s, {steps}")

@@ -166,11 +166,11 @@ class Labels:
             found.append((frozenset(met), PlanError(text, where=op.where)))
         unsaid = [shard.axis for shard in self.shards if shard.axis not in roles and shard.axis in self.axes_in(op.name)]
         for axis in unsaid:
-            text = f"{op.target} (%{op.name}) does not say what it does with {axis}, which is cut"
+            text = f"{op.target} (%{op.name}) has no rule for {axis}, which is cut"
             found.append(((axis, "unsaid"), PlanError(text, where=op.where)))
         target = self.scattered.get(op.name)
         if target is not None and not self._may_scatter(op, target):
-            text = f"only a sum over another axis is scattered ({op.target} (%{op.name}) along {target})"
+            text = f"{op.target} (%{op.name}) cannot be scattered along {target}: only a sum over another axis can"
             found.append(((target, "scattered"), PlanError(text, where=op.where)))
         return found
 

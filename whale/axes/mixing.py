@@ -66,7 +66,7 @@ class _MixingSearch:
         if op.kind == "constant" and "reads_rows" in op.tags:
             return f"a tensor made by the model's code ({op.target}) depends on the number of rows"
         if op.name not in self._positions and any(self._are_values(op, name) for name in op.inputs if name in self._positions):
-            return f"{op.target} computes with the places of rows"
+            return f"{op.target} computes with the positions of rows"
         roles = [role for axis, role in self._ops[op.name].roles.items() if axis in self._rows]
         return next((reason for role in roles if (reason := self._reason_of(op, role))), "")
 
@@ -74,7 +74,7 @@ class _MixingSearch:
         if role.kind == "contracted":
             return f"combines samples by {role.combine} ({op.target})"
         if role == NUMBERS:
-            return "" if op.name in self._positions else f"{op.target} {role.reason}, rows by their places"
+            return "" if op.name in self._positions else f"{op.target} {role.reason}, here those of rows"
         if role.kind not in ("whole", "pooled") or self._is_inherited(op, role):
             return ""
         return f"{op.target}: no rule{_CANNOT_TELL}" if role == NO_RULE else f"{op.target} {role.reason}"

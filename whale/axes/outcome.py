@@ -13,7 +13,7 @@ Dims = tuple[Dim, ...]  # the dimensions of one tensor
 
 KEPT = Role("kept")
 BROADCAST = Role("broadcast")
-NUMBERS = Role("broadcast", reason="makes values by their places")
+NUMBERS = Role("broadcast", reason="makes values from their positions")
 READS_ROWS = Role("whole", reason="computes with the number of rows")
 NO_RULE = Role("whole", reason="has no rule")
 CLASHES = Role("whole", reason="regroups it in factors that do not fit")
@@ -106,7 +106,7 @@ def argument(op: Op, position: int, name: str, default: Argument = None) -> Argu
 def number(value: Argument) -> int:
     """An argument that must be a known integer, else `RuleMisfit`."""
     if not isinstance(value, int):
-        raise RuleMisfit(f"its argument {value} is no known integer")
+        raise RuleMisfit(f"its argument {value} is not a known integer")
     return int(value)
 
 

@@ -318,7 +318,7 @@ def _with_stable_scopes(
 def _warnings(traced: Traced) -> tuple[str, ...]:
     found = []
     if not traced.dynamic:
-        found.append("the model's code depends on the number of rows, so it is captured anew for each other number of rows")
+        found.append("the model's code depends on the number of rows, so it is captured again for each other number of rows")
     return (*found, *_of_state(traced))
 
 

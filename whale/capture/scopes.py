@@ -264,4 +264,4 @@ def _checked_count(kind: ScopeKind, device_count: object, where: SourceLine | No
 def _checked_text(kind: ScopeKind, argument: str, value: object, where: SourceLine | None) -> str | None:
     if value is None or (isinstance(value, str) and value):
         return value
-    raise AnnotationError(f"{argument}={value!r} of {kind} is not a text, or is empty", where=where)
+    raise AnnotationError(f"{argument}={value!r} of {kind} is not a non-empty string", where=where)

@@ -11,6 +11,7 @@ from typing import Any
 from whale.cli.inputs import add_planning_arguments, read_graph, read_settings
 from whale.cli.planned import deepest
 from whale.cli.tables import paragraph
+from whale.ir.plan import describe_degrees
 from whale.search.advice import EFFORT, Advised, advise, of_depth
 from whale.units import counted
 
@@ -19,13 +20,13 @@ def add_parser(verbs: argparse._SubParsersAction[Any]) -> None:
     """Adds the verb's words."""
     parser = verbs.add_parser(
         "advise",
-        help="say what each group of devices adds, and what more would bring",
-        description="Searches for the best plan on the cluster, without each kind of device, with one more of each, with links twice "
-        "as fast, and for the least memory; and says what the differences mean. Each search makes "
-        f"{EFFORT:.0f} plans, or as many as planning.effort says where that is set.",
+        help="show what each device type contributes, and what more devices would gain",
+        description="Searches for the best plan on the cluster, without each device type, with one more device of each, with links twice "
+        "as fast, and for the least memory, and prints what the differences mean. Each search makes "
+        f"{EFFORT:.0f} plans, or planning.effort plans where that is set.",
     )
     add_planning_arguments(parser, plans=False)
-    parser.add_argument("--largest", action="store_true", help="also say how many of its blocks the model may have to train")
+    parser.add_argument("--largest", action="store_true", help="also find the largest number of blocks that still trains")
     parser.add_argument("--json", action="store_true", help="print the advice with its numbers as JSON")
     parser.set_defaults(run=run)
 
@@ -51,7 +52,8 @@ def print_advice(found: Advised) -> None:
         print("\n".join(paragraph("nothing fits: ", found.fault)))
     else:
         own = found.found
-        said = f"on {own.plan.where}, {counted(own.plan.planned_rows, 'row')}: {own}; {found.state}"
+        degrees, rows = describe_degrees(own.plan.replicas), counted(own.plan.planned_rows, "row")
+        said = f"{degrees} on {own.plan.where}, {rows}: {own}; {found.state}"
         print("\n".join(paragraph("", said)))
     for each in found.advice:
         print("\n".join(paragraph("- ", each.says)))

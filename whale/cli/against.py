@@ -45,7 +45,7 @@ def compare(arguments: argparse.Namespace) -> None:
     elif is_same:
         print("the plans are the same")
     else:
-        print("the plans differ in what their cuts leave whole or hand on in parts: whale plan ... --output plan.yaml writes all of it")
+        print("the plans differ in what their cuts leave whole or send in parts: whale plan ... --output plan.yaml writes all of it")
 
 
 def _in_place(paths: Sequence[str]) -> dict[str, str]:

@@ -18,7 +18,7 @@ def add_parser(verbs: argparse._SubParsersAction[Any]) -> None:
     """Adds the verb's words."""
     parser = verbs.add_parser("capture", help="capture a model as one graph")
     add_graph_arguments(parser)
-    parser.add_argument("--output", metavar="model.json", help="write the graph here")
+    parser.add_argument("--output", metavar="model.json", help="file to write the graph to")
     parser.add_argument("--json", action="store_true", help="print the graph as JSON")
     parser.add_argument("--ops", action="store_true", help="print every op")
     parser.set_defaults(run=run)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from whale.cli.tables import print_table
 from whale.errors import ConfigError
-from whale.ir.plan import Plan, describe_order, describe_shape
+from whale.ir.plan import Plan, describe_degrees, describe_order, describe_shape
 from whale.ir.serialization import read_value
 from whale.units import counted, format_bytes, parse_quantity
 
@@ -37,7 +37,7 @@ def add_parser(verbs: argparse._SubParsersAction[Any]) -> None:
     export = actions.add_parser("export", help="write model.safetensors, or shards with an index")
     export.add_argument("path", metavar="PATH", help="the checkpoint")
     export.add_argument("out", metavar="OUT", help="the folder to make")
-    export.add_argument("--shard-bytes", default=SHARD_BYTES, metavar="SIZE", help=f"the most that a file holds (default: {SHARD_BYTES})")
+    export.add_argument("--shard-bytes", default=SHARD_BYTES, metavar="SIZE", help=f"largest size of a file (default: {SHARD_BYTES})")
     export.set_defaults(run=_export)
     back = actions.add_parser("import", help="make a checkpoint of weights alone")
     back.add_argument("file", metavar="FILE", help="a safetensors file, a model.safetensors.index.json, or the folder of either")
@@ -93,7 +93,7 @@ def _shape(file: Path) -> str | None:
         replicas = read_value(Plan, file).replicas
     except ValueError:
         return "of another version of whale"
-    return f"{describe_shape(replicas)}, {describe_order(replicas)}"
+    return f"{describe_shape(replicas)}; {describe_degrees(replicas)}; {describe_order(replicas)}"
 
 
 def _export(arguments: argparse.Namespace) -> int:

@@ -33,7 +33,7 @@ def run(words: Sequence[str]) -> int:
             return 0
         parser = make_parser()
         if words[0] not in parser.verbs and not words[0].startswith("-"):
-            parser.error(f"there is no verb {words[0]!r} ({did_you_mean(words[0], parser.verbs)})")
+            parser.error(f"unknown command {words[0]!r} ({did_you_mean(words[0], parser.verbs)})")
         arguments = parser.parse_args(words)
         code: int = arguments.run(arguments)
         return code
@@ -51,7 +51,7 @@ def make_parser() -> Parser:
     """The parser of all verbs; each verb's file adds its own part."""
     parser = Parser(prog="whale", description="Plan PyTorch models for a cluster, and train them by the plan.")
     parser.add_argument("--version", action=_Version)
-    verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
+    verbs = parser.add_subparsers(dest="verb", required=True, metavar="COMMAND")
     for add_parser in (
         doctor.add_parser, capture.add_parser, plan.add_parser, simulate.add_parser, advise.add_parser, report.add_parser,
         schedule.add_parser, measure.add_probe_parser, measure.add_profile_parser, checkpoint.add_parser, launch.add_parser,

@@ -132,7 +132,7 @@ def _look_for_the_next(found: Deaths, directory: str) -> None:
     if exit_code != PREEMPTED_CODE:
         rank = "a rank" if status is None else f"rank {status.rank}"
         how = _ended(exit_code, stood_still=ended.si_pid in found.stopped)
-        said = f"whale run: {rank} (pid {ended.si_pid}) {how}; {_last(status, time.time())}; all ranks begin anew"
+        said = f"whale run: {rank} (pid {ended.si_pid}) {how}; {_last(status, time.time())}; all ranks restart"
         print(said, file=sys.stderr, flush=True)
     step = max((each.step for each in statuses), default=0)
     _note_fall(Path(directory) / KEPT, step)
@@ -141,7 +141,7 @@ def _look_for_the_next(found: Deaths, directory: str) -> None:
         found.has_left = True
         # of torchrun's errors the one that does not end the run for all launchers
         raise SignalException(
-            f"{found.num_in_vain} ranks of this host have failed by themselves, and none has come beyond step {found.step}",
+            f"{found.num_in_vain} ranks of this host have failed by themselves, and none got past step {found.step}",
             sigval=signal.SIGTERM,
         )
 
@@ -190,7 +190,7 @@ def describe_failure(error: ChildFailedError, statuses: Mapping[int, RankStatus]
     for rank, status in sorted(statuses.items()):
         if rank not in error.failures:
             lines.append(f"  rank {rank} was {_last(status, now).removeprefix('last ')}")
-    silent = "" if statuses else "\n  no rank had begun a step"
+    silent = "" if statuses else "\n  no rank had started a step"
     return "\n".join(lines) + silent
 
 
@@ -227,7 +227,7 @@ def _ended(exit_code: int, *, stood_still: bool) -> str:
     """How a process ended, by its code as `subprocess` has it."""
     if exit_code >= 0:
         return f"exited with code {exit_code}"
-    return "stood still (SIGSTOP, or a debugger) and was killed" if stood_still else f"was killed by {signal.Signals(-exit_code).name}"
+    return "was paused (SIGSTOP or a debugger), then killed" if stood_still else f"was killed by {signal.Signals(-exit_code).name}"
 
 
 def _last(status: RankStatus | None, now: float) -> str:

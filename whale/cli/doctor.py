@@ -40,12 +40,12 @@ def add_parser(verbs: argparse._SubParsersAction[Any]) -> None:
     """Adds the verb's words."""
     parser = verbs.add_parser(
         "doctor",
-        help="say whether a model is captured and stays exact",
-        description="Says whether a model is captured, under what its numbers stay those of one device, and which lines are the reason. "
-        f"Ends with 0 where all is well, 1 where the capture is refused, {NOT_EXACT} where something else is refused or not exact.",
+        help="check that a model can be captured and stays exact",
+        description="Checks whether a model can be captured, which plans keep the numbers of one device, and which lines are the reason. "
+        f"Exit code 0: all is well; 1: the capture is refused; {NOT_EXACT}: something else is refused or not exact.",
     )
     add_source_arguments(parser)
-    parser.add_argument("--axes", action="store_true", help="print instead the logical axes of the model and which may be cut")
+    parser.add_argument("--axes", action="store_true", help="print the logical axes of the model instead, and which may be cut")
     parser.add_argument("--all", action="store_true", help="with --axes: also axes that no parameter has and that cannot be cut")
     parser.add_argument("--json", action="store_true", help="print the findings, or the axes, as JSON")
     parser.set_defaults(run=run)
@@ -181,8 +181,8 @@ def sizes(shapes: Iterable[Sequence[int]], capture_with: Callable[[int], object]
     free = [size for size in found if _is_taken(capture_with, size)]
     fixed = [size for size in found if size not in free]
     said = [f"{_listing(free)} may change, with a capture for each (half was tried)"] if free else []
-    said += [f"{_listing(fixed)} may not"] if fixed else []
-    return Finding("sizes", "yes" if free or not found else "fixed", "; ".join(said) or "there are none beside the rows")
+    said += [f"{_listing(fixed)} may not change"] if fixed else []
+    return Finding("sizes", "yes" if free or not found else "fixed", "; ".join(said) or "no sizes besides the rows")
 
 
 def _is_taken(capture_with: Callable[[int], object], size: int) -> bool:
@@ -215,8 +215,8 @@ def exactness(graph: ModelGraph) -> tuple[Finding, ...]:
     axes = discover(bare)
     return (
         _apart("replicas", bare, axes, 2, {}, "2 copies of the model, half of the rows each"),
-        _apart("micro-batches", bare, axes, 1, {"pipeline.num_micro_batch": 2}, "the rows in 2 turns"),
-        _apart("stages", bare, axes, 2, {"pipeline.num_stages": 2}, "cut in 2, one after the other"),
+        _apart("micro-batches", bare, axes, 1, {"pipeline.num_micro_batch": 2}, "2 micro-batches, half of the rows each"),
+        _apart("stages", bare, axes, 2, {"pipeline.num_stages": 2}, "a pipeline of 2 stages"),
         _split(graph),
     )
 
@@ -230,7 +230,7 @@ def _apart(question: str, graph: ModelGraph, axes: Axes, num_devices: int, setti
     if not found:
         return Finding(question, "exact", detail)
     answer: Answer = "not exact" if any(mixing.kind == "mixes" for mixing in found) else "cannot tell"
-    return Finding(question, answer, f"{detail}: rows that depend on one another are separated", places=tuple(_places(found, graph)))
+    return Finding(question, answer, f"{detail}: rows that depend on each other are separated", places=tuple(_places(found, graph)))
 
 
 def _split(graph: ModelGraph) -> Finding:
@@ -239,7 +239,7 @@ def _split(graph: ModelGraph) -> Finding:
         plan = _plan(_under(graph, (whole,)), 2, {})
     except WhaleError as error:
         return refused("split", error)
-    return Finding("split", "exact", f"all of it over 2 devices would cut {describe_shards(plan.replicas[0].stages[0].shards)}")
+    return Finding("split", "exact", f"a split over 2 devices would cut {describe_shards(plan.replicas[0].stages[0].shards)}")
 
 
 def _plan(graph: ModelGraph, num_devices: int, settings: Mapping[str, object]) -> Plan:
@@ -256,7 +256,7 @@ def _rows(graph: ModelGraph, capture_at: Callable[[int], object] | None) -> Find
     if graph.dynamic:
         return Finding("rows", "yes", "any number of them, with one capture")
     if capture_at is None:
-        return Finding("rows", "cannot tell", "the code reads their number, and it is not here to be captured for another one")
+        return Finding("rows", "cannot tell", "the code reads their number; it can be tried for another number only with FILE.py:FUNCTION")
     try:
         capture_at(graph.num_rows // 2)
     except WhaleError as error:

@@ -54,8 +54,8 @@ def be_elastic(arguments: argparse.Namespace) -> dict[str, str]:
     if not arguments.rdzv_endpoint:
         if most > 1:
             raise ConfigError(
-                f"--elastic {arguments.elastic} needs --rdzv-endpoint HOST:PORT, where launchers meet: the same for all",
-                hint="take the host that is least likely to leave: its first launcher keeps the place, and without it the run ends",
+                f"--elastic {arguments.elastic} needs --rdzv-endpoint HOST:PORT, the same for all launchers",
+                hint="name the host that is least likely to leave: the run ends with its first launcher",
             )
         arguments.rdzv_endpoint, arguments.local_addr = "localhost:0", arguments.local_addr or "localhost"
     beat_seconds = 1 + most // 64

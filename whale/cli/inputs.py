@@ -28,7 +28,7 @@ FUNCTION_HELP = "FILE.py:FUNCTION that returns (model, batch, loss)"
 
 SOURCE_HELP = (
     f"{FUNCTION_HELP}, a model.json of `whale capture`, "
-    "or a model of a published run: gpt:layers=24,hidden=1024,heads=16,sequence=1024,vocabulary=51200"
+    "or a GPT by its sizes, gpt:KEY=VALUE,... (layers, hidden, heads, sequence, vocabulary)"
 )
 
 
@@ -51,17 +51,17 @@ def add_graph_arguments(parser: argparse.ArgumentParser) -> None:
 def add_planning_arguments(parser: argparse.ArgumentParser, *, plans: bool = True) -> None:
     """Adds all that a plan is made from; with `plans` also a plan itself, written down or made before."""
     add_graph_arguments(parser)
-    parser.add_argument("--cluster", metavar="C.yaml", help="the devices; without it, the recipe's, else this machine's")
-    parser.add_argument("--devices", metavar="NAMES", help="which of them to plan for: V100:2,host1/* (models, hosts, devices; :N takes N)")
-    parser.add_argument("--profile", metavar="P.json", help="times that `whale profile` has measured, instead of those worked out")
+    parser.add_argument("--cluster", metavar="C.yaml", help="cluster file (default: the recipe's, else this machine)")
+    parser.add_argument("--devices", metavar="NAMES", help="devices to plan for: V100:2,host1/* (models, hosts, devices; :N takes N)")
+    parser.add_argument("--profile", metavar="P.json", help="times measured by `whale profile`, used instead of computed ones")
     parser.add_argument("--ranks", type=int, metavar="N", help="without --cluster: ranks on this machine (default: one per GPU, else one)")
     parser.add_argument("--recipe", metavar="R.yaml", help="configuration")
     if plans:
-        parser.add_argument("--plan", metavar="P.yaml", help="a written plan, which leaves open what it does not say; or a plan.json")
+        parser.add_argument("--plan", metavar="P.yaml", help="a plan in YAML (what it leaves out is searched), or a plan.json")
     parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="one configuration value; repeatable")
-    parser.add_argument("--rows", type=int, metavar="N", help="rows of the global batch; those of the example by default")
+    parser.add_argument("--rows", type=int, metavar="N", help="rows of the global batch (default: those of the example)")
     if plans:
-        parser.add_argument("--batch-rows", metavar="LOW..HIGH", help="choose them from a range, by samples per second")
+        parser.add_argument("--batch-rows", metavar="LOW..HIGH", help="choose the rows from a range, by samples per second")
 
 
 def is_function(source: str) -> bool:
@@ -131,11 +131,11 @@ def build_model(source: str, pairs: Sequence[str]) -> tuple[Any, Any, Any, Any]:
     with users_code(Path(source.rpartition(":")[0])):
         result = build(**values)
     if not isinstance(result, tuple) or len(result) not in (3, 4):
-        raise CaptureError(f"{source} must return (model, batch, loss), or (model, batch, loss, batch_dims), not {_kind(result)}")
+        raise CaptureError(f"{source} returned {_kind(result)}, not (model, batch, loss) or (model, batch, loss, batch_dims)")
     if result[2] is not None and not callable(result[2]):
-        raise CaptureError(f"{source} must return (model, batch, loss), the loss a function or None, not {_kind(result[2])}")
+        raise CaptureError(f"{source} returned {_kind(result[2])} as the loss of (model, batch, loss), not a function or None")
     if len(result) == 4 and not isinstance(result[3], Mapping | None):
-        raise CaptureError(f"{source} returns batch_dims after the loss: a mapping of tensors to 0 or None, not {_kind(result[3])}")
+        raise CaptureError(f"{source} returned {_kind(result[3])} as batch_dims after the loss, not a mapping of tensors to 0 or None")
     return (*result, None)[:4]
 
 
@@ -235,7 +235,7 @@ def parse_pairs(pairs: Sequence[str], flag: str) -> dict[str, Any]:
     for pair in pairs:
         key, equals, value = pair.partition("=")
         if not equals or not key:
-            raise ConfigError(f"{flag} takes KEY=VALUE, not {pair!r}")
+            raise ConfigError(f"{flag} {pair!r} is not KEY=VALUE")
         if key in found:
             raise ConfigError(f"{flag} gives {key} twice")
         try:
@@ -310,7 +310,7 @@ def load_function(source: str) -> Callable[..., object]:
     name, colon, function = source.rpartition(":")
     path = Path(name)
     if not colon or path.suffix != ".py":
-        raise CaptureError(f"expected FILE.py:FUNCTION, model.json or gpt:KEY=VALUE,... (not {source!r})")
+        raise CaptureError(f"{source!r} is not FILE.py:FUNCTION, model.json or gpt:KEY=VALUE,...")
     if not path.is_file():
         raise CaptureError(f"there is no file {name}")
     module = _import_file(path)
@@ -361,7 +361,7 @@ def refuse_unknown(parser: argparse.ArgumentParser, words: Sequence[str]) -> Non
         return
     flag = next((word.partition("=")[0] for word in words if word.startswith("-")), None)
     if flag is None:
-        parser.error(f"nothing is known of {' '.join(words)}")
+        parser.error(f"unknown argument {' '.join(words)}")
     known = [text for action in parser._actions for text in action.option_strings if text.startswith("--")]
     found = nearest(flag, known)
-    parser.error(f"there is no {flag}" + (f" (did you mean {found!r}?)" if found else ""))
+    parser.error(f"unknown option {flag}" + (f" (did you mean {found!r}?)" if found else ""))

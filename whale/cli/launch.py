@@ -92,20 +92,20 @@ def run(words: Sequence[str]) -> int:
             run_torchrun(arguments)  # type: ignore[no-untyped-call]
         except ChildFailedError as error:
             if is_preempted([failure.exitcode for failure in error.failures.values()]):
-                print("whale run: stopped by SIGTERM, which came to a rank of the run", file=sys.stderr)
+                print("whale run: stopped by SIGTERM, which a rank received", file=sys.stderr)
                 return PREEMPTED_CODE
             print(describe_failure(error, read_all(directory), time.time(), deaths), file=sys.stderr)
             _tell_recorded(variables.get(TRACE), begun)
             return 1
         except SignalException as error:
             if deaths.has_left:
-                print(f"whale run: leaves the run: {error}", file=sys.stderr)
+                print(f"whale run: leaving the run: {error}", file=sys.stderr)
                 return 1
             print(f"whale run: stopped by {error.sigval.name}", file=sys.stderr)
             return 128 + error.sigval
         except (DistError, RendezvousError) as error:
             where = arguments.rdzv_endpoint or f"{arguments.master_addr}:{arguments.master_port}"
-            raise ConfigError(f"the launchers of all hosts cannot meet at {where}: {str(error).splitlines()[0]}") from error
+            raise ConfigError(f"launchers cannot connect to each other at {where}: {str(error).splitlines()[0]}") from error
         except OSError as error:
             raise ConfigError(f"no rank can be started: {error.strerror or error} ({error.filename})") from error
     _tell_recorded(variables.get(TRACE), begun)
@@ -130,15 +130,16 @@ def make_parser() -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = get_args_parser()
     parser.prog = "whale run"
     parser.usage = (
-        "whale run [--ranks N] [--recipe R.yaml] [--timeout SECONDS] [--trace DIR] [--progress] [--log FILE] [--elastic MIN:MAX]\n"
-        "                 [torchrun's flags] SCRIPT [the script's own words]"
+        "whale run [--ranks N] [--recipe R.yaml] [--timeout SECONDS] [--trace DIR]\n"
+        "                 [--progress] [--log FILE] [--elastic MIN:MAX]\n"
+        "                 [torchrun's flags] SCRIPT [SCRIPT's arguments]"
     )
-    parser.description = "Start a training script on several ranks. Accepts torchrun's flags and its own."
+    parser.description = "Start a training script on several ranks. Accepts torchrun's flags and whale's own."
     own = parser.add_argument_group("whale's own flags")
     own.add_argument(
         "--ranks", dest="nproc_per_node", default=argparse.SUPPRESS, metavar="N", help="ranks on this host (torchrun's --nproc-per-node)"
     )
-    own.add_argument("--recipe", metavar="R.yaml", help="configuration of the engines that the script makes")
+    own.add_argument("--recipe", metavar="R.yaml", help="configuration of the engines of the script")
     own.add_argument(
         "--timeout", type=float, metavar="SECONDS", help="longest that a rank waits for another (communication.timeout_seconds)"
     )
@@ -152,7 +153,7 @@ def make_parser() -> argparse.ArgumentParser:
     own.add_argument(
         "--elastic",
         metavar="MIN:MAX",
-        help="launchers (on each host one) that may come and go: when one does, or a rank dies, all ranks begin anew on what is there",
+        help="number of launchers, one per host, that may join and leave; then, and when a rank dies, all ranks restart",
     )
     for action in parser._actions:
         if not action.option_strings:
@@ -168,7 +169,7 @@ def _check(arguments: argparse.Namespace) -> None:
     if ranks not in ("auto", "gpu", "cpu") and not (ranks.isdecimal() and int(ranks) > 0):
         raise ConfigError(f"--ranks {ranks} is not a whole number above 0, auto, gpu or cpu")
     if not (arguments.module or arguments.no_python) and not Path(arguments.training_script).is_file():
-        raise ConfigError(f"there is no script {arguments.training_script}", hint="whale run [flags] SCRIPT [the script's own words]")
+        raise ConfigError(f"there is no script {arguments.training_script}", hint="whale run [flags] SCRIPT [SCRIPT's arguments]")
     if arguments.trace is not None and _is_one_host(arguments):  # of several hosts, that of rank 0 has it
         from whale.api import tracing
 
@@ -224,7 +225,7 @@ def _meeting_on_loopback(arguments: argparse.Namespace) -> Iterator[None]:
         listener = socket.create_server((LOOPBACK, arguments.master_port or 0))
     except OSError as error:
         raise ConfigError(
-            f"port {arguments.master_port} of this host, where the ranks meet, is not available: {os.strerror(error.errno or 0)}",
+            f"port {arguments.master_port} of this host, for the ranks to connect, is not available: {os.strerror(error.errno or 0)}",
             hint="leave out --master-port to use a free port",
         ) from error
     port = listener.getsockname()[1]
@@ -267,7 +268,7 @@ def _passing_on_sigterm(arguments: argparse.Namespace, directory: str, deaths: D
             os.kill(pid, signal.SIGTERM)
         while any(map(_lives, ranks)):
             time.sleep(_LOOK_SECONDS)
-        raise SignalException("SIGTERM came to the launcher", sigval=signal.SIGTERM)
+        raise SignalException("the launcher received SIGTERM", sigval=signal.SIGTERM)
 
     if not hasattr(os, "waitid") or threading.current_thread() is not threading.main_thread():
         yield

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 def add_rank_arguments(parser: argparse.ArgumentParser, rounds: int) -> None:
     """Adds the number of ranks, and how often they measure: `rounds` times by default."""
     parser.add_argument("--ranks", type=int, metavar="N", help="ranks on this machine (default: one per GPU, else one)")
-    parser.add_argument("--rounds", type=positive, default=rounds, metavar="N", help=f"measurements of each thing (default: {rounds})")
+    parser.add_argument("--rounds", type=positive, default=rounds, metavar="N", help=f"measurements per figure (default: {rounds})")
 
 
 def on_ranks(arguments: argparse.Namespace, verb: str, action: Callable[[argparse.Namespace], int], usual: Callable[[], int]) -> int:
@@ -92,7 +92,7 @@ def add_probe_parser(verbs: argparse._SubParsersAction[Any]) -> None:
     parser = verbs.add_parser(
         "probe",
         help="measure this machine's devices, as a cluster file",
-        description="Measures what ranks compute and send one another, and writes it as a cluster file with the spread of each figure. "
+        description="Measures the speed of devices and links, and writes a cluster file with the spread of each figure. "
         "On several hosts: whale run [torchrun's flags] -m whale probe --output C.yaml on each.",
     )
     add_rank_arguments(parser, PROBE_ROUNDS)
@@ -149,13 +149,13 @@ def add_profile_parser(verbs: argparse._SubParsersAction[Any]) -> None:
         "profile",
         help="measure a model's ops on this machine's devices",
         description="Measures each distinct op of a model, forward and backward, and its whole passes, on the devices of a cluster file. "
-        "What --output has already is not measured again.",
+        "Ops that the --output file already has are not measured again.",
     )
     add_source_arguments(parser, runs=True)
-    parser.add_argument("--cluster", metavar="C.yaml", help="what this machine's devices are called in plans; without it, what is found")
+    parser.add_argument("--cluster", metavar="C.yaml", help="cluster file that names this machine's devices (default: what is found)")
     add_rank_arguments(parser, PROFILE_ROUNDS)
-    parser.add_argument("--output", metavar="P.json", required=True, help="add the profile to this file")
-    parser.add_argument("--again", action="store_true", help="measure what is known as well")
+    parser.add_argument("--output", metavar="P.json", required=True, help="file to which the profile is added")
+    parser.add_argument("--again", action="store_true", help="measure again what the file already has")
     parser.set_defaults(run=run_profile)
 
 
@@ -163,8 +163,8 @@ def run_profile(arguments: argparse.Namespace) -> int:
     """Measures, prints what takes longest, and writes the profile."""
     if not is_function(arguments.source):
         raise ConfigError(
-            f"whale profile needs the model's own code, FILE.py:FUNCTION, not {arguments.source}",
-            hint="a captured or published model has no weights and no operators",
+            f"{arguments.source} has no code to measure; whale profile needs FILE.py:FUNCTION",
+            hint="a captured or published model has no weights to run",
         )
     return on_ranks(
         arguments, "profile", _profile, lambda: num_devices() if arguments.cluster is None else _ranks_of(load_cluster(arguments.cluster))
@@ -221,7 +221,7 @@ def _kind_lines(kind: KindProfile, names: Sequence[str]) -> Iterator[str]:
     yield from (str(figure) for figure in (*kind.forward, *kind.backward))
     for op in kind.ops:
         if op.reason:
-            yield f"not measured, its price is worked out: {op.signature}: {op.reason}"
+            yield f"not measured, time computed instead: {op.signature}: {op.reason}"
 
 
 def _print_ops(kind: KindProfile) -> None:

@@ -76,7 +76,7 @@ class Meeting(DynamicRendezvousHandler):
             with suppress(OSError):  # no room: ranks notice by themselves
                 Path(os.environ[KEEP]).mkdir(mode=0o700, exist_ok=True)
                 (Path(os.environ[KEEP]) / LOST).touch()
-            print(f"whale run: {len(silent)} of {num_met} launchers cannot be reached; all ranks begin anew", file=sys.stderr, flush=True)
+            print(f"whale run: {len(silent)} of {num_met} launchers cannot be reached; all ranks restart", file=sys.stderr, flush=True)
         return len(silent)
 
 

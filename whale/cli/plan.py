@@ -45,11 +45,15 @@ def add_parser(verbs: argparse._SubParsersAction[Any]) -> None:
     )
     parser.add_argument("--tree", action="store_true", help="print the model's modules with the stages and devices that run them")
     parser.add_argument("--explain", action="store_true", help="print every decision with its cost, its bound and the runner-up")
-    parser.add_argument("--runner-up", type=positive, metavar="N", help="the N-th runner-up of the search instead of the plan, whole")
+    parser.add_argument("--runner-up", type=positive, metavar="N", help="print the N-th runner-up of the search instead of the plan")
     parser.add_argument(
-        "--largest", action="store_true", help="repeat the model's blocks until no more fit, for each state of its parameters"
+        "--largest", action="store_true", help="repeat the model's blocks until no more fit, for each memory.zero and memory.offload"
     )
-    parser.add_argument("--output", metavar="FILE", help="write the plan here: plan.yaml as one that is written down, plan.json as a value")
+    parser.add_argument(
+        "--output",
+        metavar="FILE",
+        help="write the plan to FILE.yaml, to read and edit, or to FILE.json, for exactly this model and cluster",
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -60,7 +64,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.largest and arguments.explain and arguments.json:
         raise ConfigError("--explain has no effect with --largest --json, which prints the figures of each state", hint="leave one out")
     if arguments.output is not None and Path(arguments.output).suffix not in (*_WRITTEN, ".json"):
-        raise ConfigError(f"--output writes FILE.yaml or FILE.json, not {arguments.output}")
+        raise ConfigError(f"--output {arguments.output} does not end in .yaml or .json")
     sizes, found = planned_largest(arguments) if arguments.largest else ((), planned(arguments, arguments.runner_up))
     graph, plan = found.graph, found.plan
     warnings = [*graph.warnings, *terms_apart(plan, graph)]
@@ -148,7 +152,7 @@ def _shards(plan: Plan) -> Iterator[tuple[str, str]]:
     for replica in plan.replicas:
         for stage in replica.stages:
             if stage.shards:
-                halves = "; in two halves that take turns" if stage.overlap else ""
+                halves = "; in two alternating halves" if stage.overlap else ""
                 text = f"groups of {stage.split} cut {describe_shards(stage.shards)}{halves}"
                 found.setdefault((stage.index, text), []).append(replica.index)
     for (index, text), members in sorted(found.items()):
@@ -292,9 +296,9 @@ def print_tree(found: Planned) -> None:
     prices = Prices(found.graph, found.cluster, Costs.for_model(found.config, found.graph, found.cluster))
     for replicas in alike.values():
         first = replicas[0]
-        others = f" (and {len(replicas) - 1} alike)" if len(replicas) > 1 else ""
+        others = f" (and {len(replicas) - 1} like it)" if len(replicas) > 1 else ""
         columns = ("module", "stage", "devices", "parameters", "computes")
-        title = f"replica {first.index}{others}: on the device of each module that has most of it"
+        title = f"replica {first.index}{others}: figures of the device that has most of each module"
         print_table(title, columns, _rows(tree_of(found, first, prices), first, 0), ("parameters", "computes"))
 
 

@@ -150,8 +150,8 @@ def _warn_of_stages(config: Config, plan: Plan) -> None:
     made = {len(replica.stages) // replica.pipeline.num_chunks for replica in plan.replicas}
     if asked is not None and asked not in made:
         print(
-            f"warning: pipeline.num_stages is {asked}, and the plan has {', '.join(map(str, sorted(made)))}: "
-            "stages share devices where there are fewer, and a plan that is given has its own",
+            f"warning: pipeline.num_stages is {asked}, but the plan has {', '.join(map(str, sorted(made)))}: "
+            "stages share devices where there are fewer, and a given plan keeps its own",
             file=sys.stderr,
         )
 
@@ -164,7 +164,7 @@ def add_report_argument(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--report",
         metavar="FILE",
-        help="write the picture of a step here: FILE.html for a browser, FILE.json for Perfetto (ui.perfetto.dev)",
+        help="write a timeline of the step: FILE.html for a browser, FILE.json for Perfetto (ui.perfetto.dev)",
     )
 
 
@@ -176,7 +176,7 @@ def check_report(path: str | None) -> None:
         WhaleError: it cannot be written.
     """
     if path is not None and Path(path).suffix not in _SUFFIXES:
-        raise ConfigError(f"--report writes FILE.html or FILE.json, not {path}")
+        raise ConfigError(f"--report {path} does not end in .html or .json")
     check_output(path)
 
 

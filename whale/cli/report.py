@@ -21,9 +21,9 @@ def add_parser(verbs: argparse._SubParsersAction[Any]) -> None:
         help="compare two recorded runs",
         description="Prints what differs between the steps that two runs recorded (whale run --trace FOLDER), and draws both on one page.",
     )
-    parser.add_argument("run_a", metavar="A", help="the folder of a recorded run")
-    parser.add_argument("--against", metavar="B", required=True, help="that of another")
-    parser.add_argument("--output", metavar="FILE.html", default="comparison.html", help="the page (default: comparison.html)")
+    parser.add_argument("run_a", metavar="A", help="folder of a recorded run")
+    parser.add_argument("--against", metavar="B", required=True, help="folder of the run to compare with")
+    parser.add_argument("--output", metavar="FILE.html", default="comparison.html", help="page to write (default: comparison.html)")
     parser.set_defaults(run=run)
 
 
@@ -32,7 +32,7 @@ def run(arguments: argparse.Namespace) -> int:
     check_output(arguments.output)
     names = arguments.run_a, arguments.against
     a, b = map(_read, names)
-    columns = ("figure", "A", "B", "B beside A")
+    columns = ("figure", "A", "B", "B against A")
     print_table(f"A: {names[0]}, {a.plan}; B: {names[1]}, {b.plan}", columns, differences(a, b), columns[1:])
     write_text(arguments.output, comparison_html(a, b, names))
     print(f"both steps: {arguments.output}")

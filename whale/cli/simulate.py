@@ -34,9 +34,9 @@ RESTART_SECONDS = 120.0
 """From a fault to the next step, where nobody says: to notice it, to start processes, to load a checkpoint."""
 
 _BOUNDS = {
-    "evenly": "all that is computed, divided evenly",
-    "slowest": "the longest work of a device",
-    "schedule": "the schedule without messages",
+    "evenly": "all compute, divided evenly",
+    "slowest": "the busiest device",
+    "schedule": "the schedule without communication",
     "links": "the busiest link",
 }
 
@@ -50,14 +50,11 @@ def add_parser(verbs: argparse._SubParsersAction[Any]) -> None:
         "--against",
         action="append",
         metavar="FILE",
-        help="print instead what differs with FILE in place of this command's own: a written plan or plan.json, a cluster file, a recipe; "
-        "repeatable, one of each",
+        help="compare with FILE in place of this command's own: a plan, a cluster file or a recipe; repeatable, one of each",
     )
-    parser.add_argument("--even", action="store_true", help="say too what equal shares of rows, layers and cuts would cost")
-    parser.add_argument(
-        "--dry-run", action="store_true", help="run each distinct rank on tensors without contents too, and count its memory"
-    )
-    parser.add_argument("--faults", type=_rate, metavar="RATE", help="print the goodput with so many faults per device and day")
+    parser.add_argument("--even", action="store_true", help="also predict a step with equal shares of rows, layers and cuts")
+    parser.add_argument("--dry-run", action="store_true", help="also run each distinct rank on fake tensors, and count its memory")
+    parser.add_argument("--faults", type=_rate, metavar="RATE", help="print the goodput at this many faults per device and day")
     parser.add_argument(
         "--restart",
         type=_rate,
@@ -133,7 +130,7 @@ def _even(found: Simulation, even: EvenShares) -> str:
     """What equal shares would cost, and whether they would run."""
     if even.step_seconds is None:
         return f"equal shares would not run: {even.reason}"
-    text = f"{format_seconds(even.step_seconds):>8}  with equal shares: balance is {found.speedup:.2f} x as fast"
+    text = f"{format_seconds(even.step_seconds):>8}  with equal shares: the balanced plan is {found.speedup:.2f} x as fast"
     return f"{text}; they would not run: {even.reason}" if even.reason else text
 
 
@@ -195,7 +192,7 @@ def _print_faults(faults: Faults, found: Simulation) -> None:
             f"{each.repeated:.2%}",
             f"{each.restarting:.2%}",
         )
-        for interval, each in (*intervals, *([] if copied is None else [("copies, no fault of two hosts", copied)]))
+        for interval, each in (*intervals, *([] if copied is None else [("copies (one host lost at once)", copied)]))
     ]
     columns = ("checkpoint every", "goodput", "samples/s", "saving", "repeated", "restarts")
     print_table("", columns, rows, columns[1:])
@@ -217,7 +214,7 @@ def read_mode(source: str, pairs: Sequence[str], blocks: int | None, config: Con
     name, _, sizes = source.partition(":")
     if not (is_function(source) or name == PUBLISHED) or blocks is not None:
         raise ConfigError(
-            "--dry-run needs a model's program; a model.json, and blocks repeated by --blocks, are a graph only",
+            f"--dry-run cannot run {source}{'' if blocks is None else ' with --blocks'}, which is a graph without a program",
             hint="name FILE.py:FUNCTION with --arg for its sizes, or gpt:layers=...",
         )
     from whale.api.mode import CapturedMode
@@ -255,7 +252,7 @@ def dry_run_data(data: dict[str, Any], found: DryRun) -> dict[str, Any]:
 
 def print_dry_run(found: DryRun, plan: Plan, step: StepEstimate) -> None:
     """Prints, for each rank that was run, its peak next to the predicted one."""
-    others = ", the others do the same" if found.num_run < len(plan.devices) else ""
+    others = ", the others are equal" if found.num_run < len(plan.devices) else ""
     title = f"dry run: {found.num_run} of {counted(len(plan.devices), 'rank')}{others}"
     rows = []
     for devices, peak in found.peaks:
@@ -267,4 +264,4 @@ def print_dry_run(found: DryRun, plan: Plan, step: StepEstimate) -> None:
             f"{predicted / peak.num_bytes - 1:+.1%}",
             f"{peak.action}, after {peak.op}",
         ))  # fmt: skip
-    print_table(title, ("devices", "predicted", "dry run", "error", "fullest in"), rows, ("predicted", "dry run", "error"))
+    print_table(title, ("devices", "predicted", "dry run", "error", "peak in"), rows, ("predicted", "dry run", "error"))

@@ -55,7 +55,7 @@ class Groups:
                 continue
             # All ranks take part: else torch names a group by how many each member has already, and members with
             # different numbers of groups wait for each other under different names.
-            with world.speaking("making process groups"):
+            with world.speaking("creating process groups"):
                 group = dist.new_group(list(ranks), timeout=world.timeout)
             if world.rank in ranks:
                 self._groups[ranks] = group
@@ -134,7 +134,7 @@ class Channels:
         if has_nccl if own_groups is None else own_groups:
             # All ranks take part, as in `Groups`.
             for channel in sorted({channel for channel in channels if channel.source != channel.target}):
-                with world.speaking("making process groups"):
+                with world.speaking("creating process groups"):
                     group = dist.new_group(sorted((channel.source, channel.target)), timeout=world.timeout)
                 if world.rank in (channel.source, channel.target):
                     self._groups[channel] = group

@@ -249,7 +249,7 @@ class Waits:
         def look() -> None:
             while not ends.wait(LOOK_FOR_SIGN_SECONDS):
                 if sign.exists():
-                    self._lost = "ranks of another host cannot be reached, as this host's launcher has found"
+                    self._lost = "this host's launcher cannot reach ranks of another host"
                     self.lines.hang_up()
                     return
 
@@ -320,8 +320,8 @@ def fault(action: str, ranks: Sequence[int], timeout: timedelta, error: BaseExce
         reason, hint = "a rank has left: its process has ended, or its engine was closed", "that rank's own output says why"
     elif any(word in text for word in _LATE):
         seconds = f"{timeout.total_seconds():g}"
-        reason = f"nothing has come within communication.timeout_seconds ({seconds})"
-        hint = "that rank's own output says what it does; raise the limit if it is only slow"
+        reason = f"nothing was received within communication.timeout_seconds ({seconds})"
+        hint = "that rank's own output shows what it was doing; raise the limit if it is only slow"
     else:
         reason, hint = f"the backend failed ({type(error).__name__})", "that rank's own output says more; WHALE_DEBUG=1 shows the cause"
     found = RuntimeFault(f"{action} with {listed('rank', ranks)} did not complete: {reason}", hint=hint)

@@ -75,7 +75,7 @@ class World:
         if self.is_alone:
             return [value]
         values: list[object] = [None] * self.size
-        with self.speaking("comparing notes"):
+        with self.speaking("exchanging values"):
             dist.all_gather_object(values, value)
         return values
 
@@ -84,7 +84,7 @@ class World:
         if self.is_alone:
             return value
         box = [value]
-        with self.speaking("waiting for what rank 0 decides"):
+        with self.speaking("waiting for the decision of rank 0"):
             dist.broadcast_object_list(box, src=0)
         return box[0]
 
@@ -209,7 +209,9 @@ def _join(device: torch.device, timeout: timedelta) -> None:
     named = device if "nccl" in backend else None
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout, device_id=named)
     if backend == "gloo" and rank == 0 and any(gpus):
-        warnings.warn(f"messages between GPUs go through host memory, by Gloo: {_reason(gpus)}; NCCL needs one GPU per rank", stacklevel=3)
+        warnings.warn(
+            f"messages between GPUs go through host memory, over Gloo: {_reason(gpus)}; NCCL needs one GPU per rank", stacklevel=3
+        )
 
 
 def _check_group() -> None:
@@ -240,9 +242,9 @@ def choose_backend(gpus: Sequence[str]) -> str:
 def _reason(gpus: Sequence[str]) -> str:
     without = [rank for rank, gpu in enumerate(gpus) if not gpu]
     if without:
-        return f"rank {without[0]} has none that NCCL can use"
+        return f"rank {without[0]} has no GPU that NCCL can use"
     second = next(rank for rank, gpu in enumerate(gpus) if gpu in gpus[:rank])
-    return f"ranks {gpus.index(gpus[second])} and {second} share one"
+    return f"ranks {gpus.index(gpus[second])} and {second} share a GPU"
 
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_MMAP_MAX = -1, -3, -4

@@ -299,7 +299,7 @@ EPL_KEYS = (
         "the loss decides: a mean is averaged over the global batch, a sum is summed, both exactly, whatever the shares",
     ),
     EplKey("io.slicing", False, "`engine.loader(dataset, global_batch_size=...)` gives every rank its own share of the rows"),
-    EplKey("io.unbalanced_io_slicing", False, "`engine.loader` slices as the plan's shares say, unevenly where devices are unlike"),
+    EplKey("io.unbalanced_io_slicing", False, "`engine.loader` slices as the plan's shares say, unevenly where devices differ"),
     EplKey("io.drop_last_files", False, "`engine.loader` cuts a short last batch in proportion; nothing need be dropped"),
 )
 

@@ -157,9 +157,9 @@ class _Composer(yaml.SafeLoader):
         extents = [self._extents.get(each, (1, 0)) for each in inner]  # an alias inside the value it stands for has none yet
         num_values, depth = 1 + sum(number for number, _ in extents), 1 + max((deep for _, deep in extents), default=0)
         if num_values > MOST_VALUES:
-            reason = f"a file has at most {MOST_VALUES:,} values, with those that aliases stand for (here: {num_values:,})"
+            reason = f"{num_values:,} values, with those that aliases stand for; a file may have at most {MOST_VALUES:,}"
             raise self._reader.at_fault(reason, event)
         if depth > MOST_DEPTH:
-            reason = f"lists and mappings nest at most {MOST_DEPTH} deep, with those that aliases stand for (here: {depth})"
+            reason = f"lists and mappings are nested {depth} deep, with those that aliases stand for; at most {MOST_DEPTH} is allowed"
             raise self._reader.at_fault(reason, event)
         return num_values, depth

@@ -227,7 +227,7 @@ def _read_mapping(entry: Entry) -> DeviceKind | None:
     count = entry.count("count", 1, MOST)
     cores = entry.number("num_cores") if entry.has("num_cores") else 1.0
     if entry.has("num_cores") and model != CPU:
-        entry.fault(f"{entry.name}: num_cores is given for model {model!r}; it is for model {CPU!r} only", "num_cores")
+        entry.fault(f"{entry.name}: num_cores is given for model {model!r}; only model {CPU!r} takes it", "num_cores")
     base = known or KnownDevice(model, 1, 1.0, (), 1.0, "", ())
     return DeviceKind(model, count, _with_overrides(base, entry, cores or 1.0))
 

@@ -37,7 +37,7 @@ class DeviceProfile:
             return known.device(name, self.host, memory=self.memory, num_cores=self.num_cores)
         if "float32" not in dict(self.flops) or self.bandwidth <= 0 or self.efficiency <= 0:
             raise ClusterError(
-                f"nothing is known of device model {self.model!r} on {self.host}",
+                f"unknown device model {self.model!r} on {self.host}",
                 hint=_HINT,
             )
         return Device(name, self.host, self.model, self.flops, self.memory, self.bandwidth, self.efficiency)
@@ -104,7 +104,7 @@ def select(cluster: Cluster, text: str) -> Cluster:
         name = counted[1] if counted else word
         found = [device.name for device in cluster.devices if _is_called(device, name)]
         if not found:
-            faults.append(ClusterError(f"there is no device {name!r} in cluster {cluster.name}", hint=did_you_mean(name, _names(cluster))))
+            faults.append(ClusterError(f"no device {name!r} in cluster {cluster.name!r}", hint=did_you_mean(name, _names(cluster))))
             continue
         free = [each for each in found if each not in taken]
         number = int(counted[2]) if counted else len(free)
@@ -120,7 +120,7 @@ def _not_left(cluster: Cluster, word: str, number: int, left: str, takers: Seque
     """The fault of a word that asks for none, or for more devices than earlier words have left."""
     others = f"; {' and '.join(takers)} took the others" if takers else ""
     fewer = f"{name} takes all that are left" if name and number else f"leave {word} out"
-    return ClusterError(f"{word} asks for {number} devices; cluster {cluster.name} has {left}{others}", hint=fewer)
+    return ClusterError(f"{word} asks for {number} devices; cluster {cluster.name!r} has {left}{others}", hint=fewer)
 
 
 def _is_called(device: Device, pattern: str) -> bool:

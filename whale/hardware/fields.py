@@ -50,7 +50,7 @@ class Entry:
             return False
         for key in self.data:
             if key not in names:
-                self.fault(f"{self.name} has no key {key!r}", key, hint=did_you_mean(key, names))
+                self.fault(f"unknown key {key!r} in {self.name}", key, hint=did_you_mean(key, names))
         missing = [key for key in required if self.data.get(key) is None]
         for key in missing:
             self.fault(f"{self.name} lacks {key!r}")

@@ -336,8 +336,8 @@ class CapturedHooks(nn.Module):
         def log(name: str, value: Any, *others: Any, **how: Any) -> None:
             if not isinstance(value, Tensor):
                 raise CaptureError(
-                    f"WhaleStrategy does not support self.log of what is no tensor ({name}: {type(value).__name__})",
-                    hint="log the value of a function of this batch (torchmetrics.functional); what is no tensor, in a callback",
+                    f"WhaleStrategy does not support self.log of a value that is not a tensor ({name}: {type(value).__name__})",
+                    hint="log the value of a function of this batch (torchmetrics.functional); other values in a callback",
                 )
             values[name] = value
             options[name] = {**dict(zip(_OPTIONS, others, strict=False)), **how}
@@ -416,7 +416,7 @@ def _check(module: LightningModule, optimizers: list[Any]) -> None:
         raise ConfigError(f"WhaleStrategy does not support manual optimization ({name}.automatic_optimization is False)", hint=hint)
     if len(optimizers) != 1 or isinstance(optimizers[0], torch.optim.LBFGS):
         kinds = ", ".join(type(each).__name__ for each in optimizers) or "none"
-        raise ConfigError(f"WhaleStrategy supports one optimizer that steps once per update (configure_optimizers returned: {kinds})")
+        raise ConfigError(f"configure_optimizers returned {kinds}; WhaleStrategy supports one optimizer that steps once per update")
     hooks = ("backward", "optimizer_step", "optimizer_zero_grad")
     if odd := [each for each in hooks if getattr(type(module), each) is not getattr(LightningModule, each)]:
         raise ConfigError(f"WhaleStrategy does not call {', '.join(odd)}, which {name} overrides", hint="leave them out")

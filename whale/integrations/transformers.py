@@ -402,12 +402,12 @@ def _check(args: TrainingArguments) -> None:
         ConfigError: names it.
     """
     refused = {
-        "auto_find_batch_size": "the batch is planned for: whale plan says what fits",
+        "auto_find_batch_size": "leave it out: the plan is made for one batch size, and whale plan shows whether it fits",
         "torch_compile": "set runtime.compile of config= instead",
         "deepspeed": "memory.zero and memory.offload of config= share state out",
         "fsdp": "memory.zero of config= shares state out",
         "predict_with_generate": "generate with the trained model after train()",
-        "use_liger_kernel": "leave it out: its kernels are no operators that can be captured",
+        "use_liger_kernel": "leave it out: its kernels are not operators that can be captured",
         "batch_eval_metrics": "leave it out",
         "full_determinism": "set torch.use_deterministic_algorithms in the script",
         "fp16_full_eval": "set fp16=True: evaluation is in the type of the training",
@@ -430,7 +430,7 @@ def _check(args: TrainingArguments) -> None:
         raise ConfigError("WhaleTrainer does not support TrainingArguments.accelerator_config with split_batches", hint=hint)
     if args.use_cpu and torch.cuda.is_available():
         raise ConfigError(
-            "WhaleTrainer computes on the devices of the plan, which has this machine's GPUs; TrainingArguments.use_cpu is set",
+            "TrainingArguments.use_cpu is set, but WhaleTrainer computes on the devices of the plan, this machine's GPUs",
             hint="leave it out; or hide the GPUs: CUDA_VISIBLE_DEVICES= in the environment",
         )
 

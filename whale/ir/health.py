@@ -44,7 +44,7 @@ class DeviceHealth:
 
     def __str__(self) -> str:
         text = f"{self.device} (rank {self.rank}): computes {format_seconds(self.busy_seconds)} in a step (spread {self.spread:.0%}), "
-        text += f"predicted {format_seconds(self.predicted_seconds)}: {self.slowdown:.3g} x the time of the middle device"
+        text += f"predicted {format_seconds(self.predicted_seconds)}: {self.slowdown:.3g} x the time of the median device"
         return text if self.slow_since is None else f"{text}, slow since step {self.slow_since}"
 
 

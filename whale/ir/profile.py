@@ -76,7 +76,9 @@ class Profile:
     @property
     def warnings(self) -> tuple[str, ...]:
         lost = ", ".join(kind.machine for kind in self.kinds if kind.forward and not kind.backward)
-        lost_pass = f"the backward pass was lost in noise ({lost}), and its ops keep the times of each alone: measure again" if lost else ""
+        lost_pass = (
+            f"the time of the backward pass is within noise ({lost}), so its ops keep their single times: measure again" if lost else ""
+        )
         return tuple(filter(None, [noise(figure for kind in self.kinds for figure in (*kind.forward, *kind.backward)), lost_pass]))
 
 

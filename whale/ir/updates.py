@@ -236,7 +236,7 @@ def _updates(graph: ModelGraph, written: Mapping[str, tuple[Op, ...]]) -> dict[s
         of, where = over_rows.in_memory(writers[-1].name), writers[-1].where
         changing = {op.name for op in writers if over_rows.value(op.name).kind not in CONSTANT}
         if any(op.operator in SILENT_WRITERS for op in writers):
-            found[name] = Update("whole", "running statistics that are written otherwise too", where)
+            found[name] = Update("whole", "other ops write these running statistics too", where)
         elif any(op.name in random for op in writers):
             found[name] = Update("whole", "it depends on random numbers", where)
         elif of.kind in CONSTANT:
@@ -247,5 +247,5 @@ def _updates(graph: ModelGraph, written: Mapping[str, tuple[Op, ...]]) -> dict[s
             found[name] = Update("mean" if of.kind == "mean" else "sum", where=where)
         else:
             culprit = graph.by_name[of.name] if of.kind == "other" else writers[-1]
-            found[name] = Update("whole", f"{culprit.target} (%{culprit.name}) makes it neither", where)
+            found[name] = Update("whole", f"{culprit.target} (%{culprit.name}) gives neither", where)
     return found

@@ -31,7 +31,7 @@ def devices_at_hand(num_ranks: int | None = None) -> Cluster:
     found = _usable_gpus()
     count = num_ranks if num_ranks is not None else max(1, len(found))
     if count < 1:
-        raise ClusterError(f"{num_ranks} ranks were asked for; a cluster needs at least one")
+        raise ClusterError(f"{num_ranks} ranks for a cluster; it needs at least one")
     return make_cluster([_profile(found, rank, count) for rank in range(count)])[0]
 
 
@@ -292,7 +292,7 @@ def _notes(nvml: Any, handles: list[Any]) -> Iterator[str]:
         yield f"GPU {index}, {name_of(nvml, handle)}: " + ", ".join([links, *_asked(nvml, _pcie, handle), *_asked(nvml, _clock, handle)])
     for first, second in combinations(range(len(handles)), 2):
         if not (linked[first] and linked[second]):
-            way = _asked(nvml, _way, handles[first], handles[second]) or ["what the driver does not tell"]
+            way = _asked(nvml, _way, handles[first], handles[second]) or ["an unknown connection"]
             yield f"GPU {first} - GPU {second}: through {way[0]}"
 
 

@@ -150,7 +150,7 @@ LEAST_OF_SUM = 0.05  # least part of the sum in an addition and a sum, and of th
 def handling_samples(clock: RoundTimer) -> Iterator[Samples]:
     """Measures this rank's part in sums over all ranks (more than one); every rank, on a CPU, calls it."""
     world = clock.world
-    with world.speaking("measuring what messages take of a rank"):
+    with world.speaking("measuring the cost of messages on a rank"):
         share = _share_of_core(clock)
         tensors = (torch.zeros(size // 4) for size in (SMALL_SUM, LARGE_SUM))
         calls = (partial(_add_and_sum, *_swept(), tensor) for tensor in (None, *tensors))

@@ -48,7 +48,7 @@ def probe(world: World, num_rounds: int, tell: Callable[[str], None]) -> tuple[C
         tell(f"messages {phase.where}, {phase.how}")
         messages += [(phase.where, samples) for samples in link_samples(clock, phase)]
     if world.size > 1 and world.device.type == "cpu":
-        tell("what messages take of the ranks")
+        tell("the cost of messages on the ranks")
         compute += handling_samples(clock)
     notes = gpu_notes() if world.local_rank == 0 and world.device.type == "cuda" else ()
     report = Report(profile, tuple(compute), tuple(messages), tuple(f"{profile.host}: {note}" for note in notes))

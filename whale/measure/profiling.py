@@ -56,7 +56,7 @@ def own_kind(cluster: Cluster, profile: DeviceProfile, position: int) -> Device:
     if not alike:
         models = ", ".join(sorted({device.model for device in cluster.devices}))
         raise ClusterError(
-            f"this device ({profile.model}) is not in cluster {cluster.name} ({models})",
+            f"this device ({profile.model}) is not in cluster {cluster.name!r} ({models})",
             hint="whale probe --output C.yaml describes this machine",
         )
     here = [device for device in alike if device.host == profile.host] or alike
@@ -108,7 +108,7 @@ def profile_model(
     """
     rows, ops, model = rows_to_measure(graph), distinct_ops(graph), model_fingerprint(graph)
     if known.profile is not None and known.profile.model != model:
-        tell(f"what the file has is of another model ({known.profile.model}), whose place this one ({model}) takes")
+        tell(f"the profile in the file is of another model ({known.profile.model}); it is replaced by that of this model ({model})")
     kind = own_kind(cluster, local_profile(world.local_rank, world.local_size), world.local_rank)
     kinds = [each for each in world.gather_objects(kind) if isinstance(each, Device)]
     before = {each: known.of(each, rows) for each in kinds}

@@ -240,7 +240,7 @@ def _choose(solver: Solver, solve: Solve, pool: DevicePool, *, prefers_intra_nod
 
 def _grouping(prefers_intra_node: bool) -> str:
     setting = "true" if prefers_intra_node else "false"
-    return f"{'host' if prefers_intra_node else 'likeness'} (with cluster.device_place_prefer_intra_node: {setting})"
+    return f"{'host' if prefers_intra_node else 'device type'} (with cluster.device_place_prefer_intra_node: {setting})"
 
 
 def _price(solve: Solve, placement: Placement) -> str:

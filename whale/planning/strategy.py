@@ -171,7 +171,7 @@ class Strategy:
         own = self.deepest
         if self.is_open:
             kinds = Counter(device.model for device in self.devices or ())
-            who = "as it is divided, on " + " + ".join(f"{count} x {model}" for model, count in kinds.items())
+            who = "divided as given, on " + " + ".join(f"{count} x {model}" for model, count in kinds.items())
         else:
             who = " + ".join(map(str, self.unnamed.replicas))
         order = own.schedule if own.num_ranks > 1 or (self.is_open and own.schedule) else None

@@ -147,7 +147,7 @@ class _Written:
         for device in stage.devices:
             if device not in self.cluster.by_name:
                 yield ConfigError(
-                    f"{name} runs on {device}, which is not in cluster {self.cluster.name}",
+                    f"{name} runs on {device}, which is not in cluster {self.cluster.name!r}",
                     where=block.at("stages", number, "devices"),
                     hint=did_you_mean(device, self.cluster.by_name),
                 )

@@ -50,7 +50,7 @@ def comparison_html(a: RecordedRun, b: RecordedRun, names: tuple[str, str]) -> s
     figures = (
         tile("Step, A", format_seconds(one.step_seconds), _spread(a)),
         tile("Step, B", format_seconds(other.step_seconds), _spread(b)),
-        tile("B beside A", _relative(one.step_seconds, other.step_seconds), "of the steps that are drawn"),
+        tile("B against A", _relative(one.step_seconds, other.step_seconds), "of the steps that are drawn"),
     )
     texts = [f"{letter}: {name}, {run.plan}" for letter, name, run in zip(NAMES, names, (a, b), strict=True)]
     notes = [_chosen(letter, run) for letter, run in zip(NAMES, (a, b), strict=True)]
@@ -58,9 +58,9 @@ def comparison_html(a: RecordedRun, b: RecordedRun, names: tuple[str, str]) -> s
         notes.append(f"The steps have other numbers of rows: A {one.num_rows}, B {other.num_rows}.")
     note = (
         "Exposed communication: time without computing while something for the device is on its way, and waits inside passes. Steps of "
-        "one run differ, too: what lies within that says nothing."
+        "one run differ too; a difference within that range means nothing."
     )
-    columns = ("figure", "A", "B", "B beside A")
+    columns = ("figure", "A", "B", "B against A")
     body = header(heading, texts, figures)
     body += section("time", "Time", time_section(notes, is_measured=True))
     body += section(

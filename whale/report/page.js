@@ -4,7 +4,7 @@
   const timeline = document.getElementById("timeline"), memory = document.getElementById("held");
   const tip = document.getElementById("tip"), told = document.getElementById("told");
   const KINDS = {
-    F: "forward", B: "backward", I: "backward, input part", W: "backward, weight part", R: "computing again", STEP: "optimizer", SYNC: "gradients are final",
+    F: "forward", B: "backward", I: "backward, input part", W: "backward, weight part", R: "recomputing", STEP: "optimizer", SYNC: "gradients are final",
     LOSS: "sum of the loss starts", SEND_F: "starts to send", SEND_B: "starts to send", POST_F: "starts to receive", POST_B: "starts to receive",
     RECV_F: "waits for an activation", RECV_B: "waits for a gradient",
   };
@@ -384,7 +384,7 @@
       entries.push([colour("wait"), "waiting"]);
     }
     if (data.tracks.some((track) => track.runs.some((run) => run.segments.length))) {
-      entries.push([`linear-gradient(transparent 70%, ${colour("text")} 70%)`, "a segment, computed again in the backward pass"]);
+      entries.push([`linear-gradient(transparent 70%, ${colour("text")} 70%)`, "a segment, recomputed in the backward pass"]);
     }
     document.getElementById("legend").replaceChildren(...entries.map(([background, text]) => {
       const entry = document.createElement("span"), swatch = document.createElement("i");

@@ -13,7 +13,7 @@ from pathlib import Path
 from whale.estimate import StepEstimate, bubble_rate
 from whale.ir.cluster import Cluster
 from whale.ir.graph import ModelGraph
-from whale.ir.plan import Edge, Plan, Replica, Stage, describe_order, describe_shape, describe_shards
+from whale.ir.plan import Edge, Plan, Replica, Stage, describe_degrees, describe_order, describe_shape, describe_shards
 from whale.ir.timeline import RecordedRun, StepRecording, Timeline
 from whale.report.drawing import Track, drawing, drawn_tracks, make_tracks
 from whale.report.straggler import straggler_words
@@ -55,8 +55,8 @@ def device_table(cluster: Cluster, step: StepEstimate, tracks: Sequence[Track]) 
     times = ("computes", *(("measured",) if is_measured else ()), "exposed", "idle")
     columns = ("device", "model", "stage", *times, "peak memory", "of limit", "filled by")
     rows = [_row(track, cluster, step, with_measured=is_measured) for track in tracks]
-    beside = "; all but what is called measured is predicted" if is_measured else ""
-    return table(f"Devices; those that do the same share a row{beside}", columns, rows, ("stage", *times, "peak memory", "of limit"))
+    beside = "; predicted, except what is called measured" if is_measured else ""
+    return table(f"Devices; identical ones share a row{beside}", columns, rows, ("stage", *times, "peak memory", "of limit"))
 
 
 def _row(track: Track, cluster: Cluster, step: StepEstimate, *, with_measured: bool) -> tuple[str, ...]:
@@ -145,12 +145,12 @@ def _lines(graph: ModelGraph, stage: Stage) -> Iterator[str]:
     flops = sum(op.forward_flops + op.backward_flops for op in ops) / graph.num_rows
     yield f"{counted(len(ops), 'op')}, {format_count(flops)} FLOPs per row, {counted(len(stage.parameters), 'tensor')} held"
     if stage.shards:
-        halves = ", in two halves that take turns" if stage.overlap else ""
+        halves = ", in two alternating halves" if stage.overlap else ""
         yield f"groups of {stage.split} cut {describe_shards(stage.shards)}{halves}"
     elif len(set(stage.shares)) > 1:
         yield f"rows {':'.join(map(str, stage.shares))}"
     if stage.recomputed:
-        yield f"computes {counted(sum(map(len, stage.recomputed)), 'op')} again, in {counted(len(stage.recomputed), 'segment')}"
+        yield f"recomputes {counted(sum(map(len, stage.recomputed)), 'op')} in {counted(len(stage.recomputed), 'segment')}"
 
 
 def _edge(edge: Edge) -> str:
@@ -223,12 +223,12 @@ def report_html(
     words = straggler_words(plan, graph, cluster, step, tracks)
     parts = (
         header(heading, [run.plan], tiles(plan, step, recording)),
-        section("straggler", "Who holds up the step", "".join(map(paragraph, words))),
+        section("straggler", "What limits the step", "".join(map(paragraph, words))),
         section("time", "Time", time_section(notes, is_measured=recording is not None)),
         section("memory", "Memory", _memory(recording)),
         section("structure", "What runs where", structure(plan, graph)),
         section("devices", "Devices and links", _noise(cluster) + device_table(cluster, step, tracks) + link_table(step)),
-        section("why", "Why the plan is as it is", _choices(plan)),
+        section("why", "Why this plan", _choices(plan)),
     )
     return whole_page(heading, "".join(parts), drawing(drawn))
 
@@ -264,8 +264,8 @@ def whole_page(title: str, body: str, picture: Mapping[str, object]) -> str:
 
 
 def _subtitle(plan: Plan) -> str:
-    where = f"on {plan.where}"
-    return f"{describe_shape(plan.replicas)} {where}: {describe_order(plan.replicas)}, {counted(plan.planned_rows, 'row')}"
+    replicas, rows = plan.replicas, counted(plan.planned_rows, "row")
+    return f"{describe_shape(replicas)} on {plan.where}; {describe_degrees(replicas)}; {describe_order(replicas)}, {rows}"
 
 
 _TOOLS = (
@@ -293,7 +293,7 @@ def time_section(notes: Iterable[str], *, is_measured: bool) -> str:
 
 def _left_out(tracks: Sequence[Track], drawn: Sequence[Track]) -> str:
     missing = len(tracks) - len(drawn)
-    return f"{missing} more rows of devices, which do otherwise, are in the table below and not drawn." if missing else ""
+    return f"{missing} more rows of different devices are in the table below and not drawn." if missing else ""
 
 
 def _of_recording(recordings: Sequence[StepRecording], alike: Sequence[StepRecording], recording: StepRecording | None) -> str:
@@ -306,7 +306,7 @@ def _of_recording(recordings: Sequence[StepRecording], alike: Sequence[StepRecor
     error = f"clocks agree within {format_seconds(recording.clock_error)}" if recording.clock_error else "all devices have one clock"
     return (
         f"Measured: {chosen}, {counted(recording.num_rows, 'row')}; {error}. Of devices that share a row, one of the replica that computed "
-        "longest is shown. A message ends when its receiver has waited for it: it may have come before."
+        "longest is shown. A message ends when its receiver has waited for it: it may have arrived earlier."
     )
 
 
@@ -316,7 +316,7 @@ def _memory(recording: StepRecording | None) -> str:
     return (
         '<canvas id="held" role="img" aria-label="Bytes on each device over the step, under its limit"></canvas>\n'
         '<p class="note">Grey: parameters with their gradients and the optimizer\'s state. The red line is what a plan may use; '
-        f"where it lies far above, it is drawn broken and told in words.{note}</p>\n"
+        f"where it lies far above, it is drawn dashed, with its value as text.{note}</p>\n"
     )
 
 

@@ -18,7 +18,7 @@ _NEARLY = 0.05  # shares closer than this are called equal
 MOST_WAITS = 3  # the longest waits of a measured device that are named
 _WORDS = {
     Kind.FORWARD: "forward passes",
-    Kind.RECOMPUTE: "computing again",
+    Kind.RECOMPUTE: "recomputation",
     Kind.BACKWARD: "backward passes",
     Kind.BACKWARD_INPUT: "the input part of backward passes",
     Kind.BACKWARD_WEIGHT: "their weight part",
@@ -34,7 +34,7 @@ def straggler_words(plan: Plan, graph: ModelGraph, cluster: Cluster, step: StepE
     share = slow.busy / step.step_seconds if step.step_seconds else 0.0
     who = f"{slow.name} ({cluster.by_name[slow.devices[0]].model}, stage {', '.join(map(str, slow.stages))})"
     idle = format_seconds(step.idle(slow))
-    waits = f"{slow.does('waits')} {format_seconds(slow.exposed)} for what is on its way and {idle} for others"
+    waits = f"{slow.does('waits')} {format_seconds(slow.exposed)} for communication and {idle} for other devices"
     prefix = "Predicted: " if found else ""
     yield f"{prefix}{who} {slow.does('computes')} longest: {format_seconds(slow.busy)}, {format_share(share)} of the step, and {waits}."
     yield f"Its time goes to {_where_it_goes(slow)}."
@@ -56,22 +56,26 @@ def _why(plan: Plan, graph: ModelGraph, cluster: Cluster, step: StepEstimate) ->
     slow, num_devices = step.straggler, len(plan.devices)
     mean = sum(each.busy * len(each.devices) for each in step.devices) / num_devices
     if mean == 0 or slow.busy < (1 + _NEARLY) * mean:
-        yield "All devices compute about equally long: what is left to win lies in waiting, not in balance."
+        yield "All devices compute about equally long: the rest is waiting, not imbalance."
         if slow.exposed_sync > _NEARLY * step.step_seconds:
-            yield f"Of the waiting {format_seconds(slow.exposed_sync)} go to sums of gradients that no computation hides."
+            yield f"Of the waiting, {format_seconds(slow.exposed_sync)} is gradient synchronisation that no computation hides."
         return
     work = _work(plan, graph, step)
     if not sum(work.values()):
         return
     ratio = slow.busy / mean
     more = work[slow.devices[0]] * num_devices / sum(work.values())
-    does = f"it does {more:.2f} times the mean's work at {more / ratio:.2f} times its speed"
+    does = f"it has {more:.2f} times the mean work at {more / ratio:.2f} times the mean speed"
     yield f"That is {ratio:.2f} times the mean of all devices: {does}."
     if more / ratio < 1 - _NEARLY:
         models = dict.fromkeys(cluster.by_name[name].model for name in plan.devices)
         own = cluster.by_name[slow.devices[0]].model
         others = [model for model in models if model != own]
-        yield f"It is the slower kind, {own} beside {', '.join(others)}." if others else "What it does runs slower than what others do."
+        yield (
+            f"It is of the slower device type, {own} (the others: {', '.join(others)}."
+            if others
+            else "Its work runs slower than that of the others."
+        )
     if more > 1 + _NEARLY:
         is_written = any(choice.pass_name == "plan" for choice in plan.choices)
         reason = "as the plan is written: another cut, or other rows, would take some of it" if is_written else "for the reasons at the end"
@@ -115,13 +119,13 @@ def _measured(step: StepEstimate, tracks: Sequence[Track]) -> Iterator[str]:
     slow = max(tracks, key=lambda track: track.slowest)
     assert slow.measured is not None
     predicted = slow.estimate.busy
-    times = f", {slow.slowest / predicted:.2f} times the {format_seconds(predicted)} that were predicted of it" if predicted else ""
+    times = f", {slow.slowest / predicted:.2f} times the {format_seconds(predicted)} predicted" if predicted else ""
     same = "as predicted" if slow.estimate is step.straggler else f"and not {step.straggler.devices[0]} as predicted"
     yield f"Measured: {slow.measured.device} computes longest, {same}: {format_seconds(slow.slowest)}{times}."
     yield _measured_waits(slow.measured)
     ratios = [each / track.estimate.busy for track in tracks for each in track.measured_busy if track.estimate.busy]
     if len(ratios) > 1 and predicted:
-        yield f"The mean device computed {sum(ratios) / len(ratios):.2f} times as long as was predicted of it."
+        yield f"The mean device computed {sum(ratios) / len(ratios):.2f} times as long as predicted."
 
 
 def _measured_waits(timeline: DeviceTimeline) -> str:

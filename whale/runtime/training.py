@@ -145,7 +145,7 @@ def _is_fit(runtime: Runtime, state: EngineState, accumulated: Accumulated, norm
             raise RuntimeFault(
                 f"loss or gradients are not finite at step {number + 1} with a loss scale of {loss_scale.value:g}: loss {found:g}{ranks}, "
                 f"gradient norm {size:g}; the update was not applied",
-                hint="float16 ends at 65,504: take precision.dtype bf16 or float32, a lower learning rate or gradient.clip_norm, "
+                hint="float16 ends at 65,504: set precision.dtype: bf16 or float32, gradient.clip_norm or a lower learning rate, "
                 "and load the last checkpoint",
             )
         state.loss_scale = loss_scale.after(is_finite=is_finite)

@@ -96,21 +96,21 @@ def _place_rare(schedule: Schedule, rank: int, position: int, found: Positions) 
 
 
 def _doubled(action: Action, rank: int, first: int, second: int) -> Fault:
-    return rank, f"{action} is there twice on rank {rank}: actions {first + 1} and {second + 1}"
+    return rank, f"{action} occurs twice on rank {rank}: actions {first + 1} and {second + 1}"
 
 
 def _misplaced(schedule: Schedule, rank: int, action: Action) -> str:
     ends = (Kind.LOSS, Kind.STEP)
     if (action.stage is None) != (action.kind in ends) or (action.micro_batch is None) != (action.kind in (Kind.SYNC, *ends)):
-        return "is no action: all but LOSS and STEP have a stage, all but SYNC, LOSS and STEP a micro-batch"
+        return "is not an action: all but LOSS and STEP have a stage, all but SYNC, LOSS and STEP a micro-batch"
     if action.stage is not None and action.stage >= schedule.num_stages:
-        return f"is of a stage that is not there (stages: {schedule.num_stages})"
+        return f"is of a stage that does not exist (stages: {schedule.num_stages})"
     if action.kind in POSTS and schedule.stage_rank[action.stage or 0] == rank:
-        return f"is on the rank of stage {action.stage} itself: nothing comes to it from there"
+        return f"is on the rank of stage {action.stage} itself, which sends nothing to itself"
     if action.kind not in POSTS and action.stage is not None and schedule.stage_rank[action.stage] != rank:
         return f"is on the wrong rank: stage {action.stage} is on rank {schedule.stage_rank[action.stage]}"
     if action.micro_batch is not None and action.micro_batch >= schedule.num_micro_batch:
-        return f"is of a micro-batch that is not there (micro-batches: {schedule.num_micro_batch})"
+        return f"is of a micro-batch that does not exist (micro-batches: {schedule.num_micro_batch})"
     return ""
 
 
@@ -146,7 +146,7 @@ def _backward(positions: Positions, stage: int) -> Iterator[Fault]:
         has_whole, has_input, has_weight = (position > ABSENT for position in found)
         at = f"of stage {stage}, micro-batch {micro_batch}"
         if has_whole and (has_input or has_weight):
-            yield rank, f"the backward {at} is there twice on rank {rank}: whole ({stage}B{micro_batch}) and in parts"
+            yield rank, f"the backward {at} occurs twice on rank {rank}: whole ({stage}B{micro_batch}) and in parts"
         elif has_whole:
             continue
         elif not has_input and not has_weight and not splits:
@@ -190,7 +190,7 @@ def _post_faults(positions: Positions, edges: Edges) -> Iterator[Fault]:
         for action in sorted(missing, key=str):
             yield rank, f"{action} is missing on rank {rank}"
         for action in sorted((each for each, position in surplus.items() if position > ABSENT), key=str):
-            yield rank, f"{action} (action {surplus[action] + 1} of rank {rank}) has no edge between ranks to come along"
+            yield rank, f"{action} (action {surplus[action] + 1} of rank {rank}) receives along an edge that is not between ranks"
 
 
 def _lacking(positions: Positions, stage: int, kind: Kind) -> Iterator[Fault]:
@@ -207,7 +207,7 @@ def _surplus(positions: Positions, stage: int, kind: Kind) -> Iterator[Fault]:
     for micro_batch, position in enumerate(positions.of(kind, stage)):
         if position > ABSENT:
             action = Action(kind, stage, micro_batch)
-            yield rank, f"{action} (action {position + 1} of rank {rank}) has no edge between ranks to go along"
+            yield rank, f"{action} (action {position + 1} of rank {rank}) sends along an edge that is not between ranks"
 
 
 # Each pair: the first stands before the second wherever a stage has both for a micro-batch.
@@ -244,7 +244,7 @@ def _reversed(rank: int, before: Sequence[int], after: Sequence[int], first: tup
     for micro_batch, (a, b) in enumerate(zip(before, after, strict=True)):
         if a > b > ABSENT:
             early, late = Action(*second, micro_batch), Action(*first, micro_batch)
-            yield rank, f"{early} (action {b + 1} of rank {rank}) stands before {late} (action {a + 1})"
+            yield rank, f"{early} (action {b + 1} of rank {rank}) comes before {late} (action {a + 1})"
 
 
 def end_faults(positions: Positions, schedule: Schedule) -> Iterator[Fault]:
@@ -254,7 +254,7 @@ def end_faults(positions: Positions, schedule: Schedule) -> Iterator[Fault]:
         last = positions.last_backward(stage)
         if found and found[0] < last:
             late = schedule.ranks[rank][last]
-            yield rank, f"{stage}SYNC (action {found[0] + 1} of rank {rank}) stands before {late} (action {last + 1})"
+            yield rank, f"{stage}SYNC (action {found[0] + 1} of rank {rank}) comes before {late} (action {last + 1})"
     for rank, found in enumerate(positions.steps):
         last = len(schedule.ranks[rank]) - 1
         if found and found[0] != last:
@@ -277,7 +277,7 @@ def bucket_faults(positions: Positions, schedule: Schedule) -> Iterator[Fault]:
         between = schedule.ranks[rank][last + 1 : found[0]] if found else ()
         for action in between:
             if action.kind in LAUNCHES:
-                yield rank, f"{action} stands between {schedule.ranks[rank][last]} and {stage}SYNC on rank {rank}, where buckets start"
+                yield rank, f"{action} is between {schedule.ranks[rank][last]} and {stage}SYNC on rank {rank}, where buckets start"
 
 
 def channel_faults(positions: Positions, edges: Edges) -> Iterator[Fault]:

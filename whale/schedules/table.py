@@ -203,13 +203,13 @@ def _shape(builder: Builder, num_ranks: int, num_micro_batch: int, num_chunks: i
     if builder.chunks not in (None, chunks) and num_chunks >= 1:
         faults.append(
             ConfigError(
-                f"chunks: {num_chunks} does not go with schedule {builder.name}, which has {counted(builder.chunks, 'chunk')} per rank",
+                f"chunks: {num_chunks} cannot be used with schedule {builder.name}, which has {counted(builder.chunks, 'chunk')} per rank",
                 hint=f"schedules with any number of chunks: {', '.join(name for name, other in BUILDERS.items() if other.chunks is None)}",
             )
         )
     if group_size is not None and not builder.takes_group:
         groups = ", ".join(name for name, other in BUILDERS.items() if other.takes_group)
-        faults.append(ConfigError(f"group size {group_size} does not go with schedule {builder.name}; it is for {groups}"))
+        faults.append(ConfigError(f"group size {group_size} cannot be used with schedule {builder.name}; it is for {groups}"))
     shape = ScheduleShape(num_ranks, num_micro_batch, chunks, num_ranks if group_size is None else group_size)
     raise_faults(faults or builder.check(shape))
     return shape

@@ -86,9 +86,9 @@ def _deadlocks(schedule: Schedule, edges: Edges) -> Iterator[Fault]:
     at = {fault.rank: schedule.ranks[fault.rank][fault.position] for fault in stuck}
     for fault in stuck:
         peer = schedule.stage_rank[fault.awaited.stage or 0]
-        behind = f"which stands behind {at[peer]} on rank {peer}, itself stuck" if peer in at else f"which rank {peer} never runs"
+        behind = f"which comes after {at[peer]} on rank {peer}, itself stuck" if peer in at else f"which rank {peer} never runs"
         if peer == fault.rank:
-            behind = "which stands later on the same rank"
+            behind = "which comes later on the same rank"
         action = f"{at[fault.rank]} (action {fault.position + 1} of rank {fault.rank})"
         yield fault.rank, f"deadlock: {action} waits for {fault.awaited}, {behind}"
 

@@ -74,15 +74,15 @@ def advise(
     """
     pin = pin_of(config)
     if pin is not None:
-        raise ConfigError(f"advice needs searches, but {pin} leaves nothing to search", hint="remove it")
+        raise ConfigError(f"nothing to advise on: {pin} leaves nothing to search", hint="remove it")
     if config.planning.batch_rows is not None:
         raise ConfigError(
-            f"advice needs one number of rows, not the range planning.batch_rows: {config.planning.batch_rows}",
-            hint="`whale plan` finds it; give it by --rows",
+            f"planning.batch_rows: {config.planning.batch_rows} is a range; advice needs one number of rows",
+            hint="find it with `whale plan`, and give it by --rows",
         )
     own = _Adviser(graph, cluster, config, rows, tell)
     try:
-        found = own.searched("the cluster as it is", cluster, effort=config.planning.effort)
+        found = own.searched("the whole cluster", cluster, effort=config.planning.effort)
     except OutOfMemory as fault:
         return Advised(None, fault.message, (*own.on_hosts(), *own.more(None), own.memory(None)))
     states = tuple(own.states(found))
@@ -163,7 +163,7 @@ class _Adviser:
         try:
             alone = self.searched(f"one {name}", self.cluster.only([found.plan.devices[0]])).value
         except (PlanError, AnnotationError):
-            return Advice("devices", name, f"use {subject}: on one there is no plan ({text(found.value)} together)", found.value, None)
+            return Advice("devices", name, f"use {subject}: one alone has no plan ({text(found.value)} together)", found.value, None)
         ratio = alone / found.value
         if ratio < WORTH:
             return Advice("devices", name, f"one {name} is as good ({text(alone)}, {text(found.value)} on all)", alone, found.value)
@@ -179,7 +179,7 @@ class _Adviser:
         value, step = other
         numbers, ratio = self._numbers(found, value, found.value), value / found.value
         if ratio < 1 / WORTH:
-            says = f"use the {name}: {1 / ratio:.2f}x, as a search of plans with them alone finds ({numbers})"
+            says = f"use the {name}: {1 / ratio:.2f}x, found by a search of plans with them only ({numbers})"
             return Advice("devices", name, says, value, found.value)
         if ratio < WORTH:
             return self._as_good(name, numbers, found.value, value)
@@ -215,14 +215,16 @@ class _Adviser:
         kind, text = self._front(replica), found.objective.text
         name = self.names[kind]
         first, last = (format_bytes(replica.stages[end].estimates[0].activation_bytes) for end in (0, -1))
-        says = f"the {name} takes the front of the pipeline: beside parameters the first stage keeps {first}, the last {last}; "
+        says = f"the {name} takes the front of the pipeline: besides parameters the first stage keeps {first}, the last {last}; "
         for other in found.others:
             mixed = self._mixed(other.estimated.plan)
             if mixed is not None and self._front(mixed) != kind:
-                says += f"with the {self.names[self._front(mixed)]} in front {text(other.value)} ({text(found.value)} so)"
+                says += f"with the {self.names[self._front(mixed)]} in front {text(other.value)} ({text(found.value)} with this one)"
                 yield Advice("front", name, says, found.value, other.value)
                 return
-        yield Advice("front", name, f"{says}no plan with another there was made (planning.effort makes more)", None, None)
+        yield Advice(
+            "front", name, f"{says}no plan with another device type there was tried (a larger planning.effort tries more)", None, None
+        )
 
     def _uses(self, plan: Plan, kind: Device) -> bool:
         return any(self.cluster.by_name[name].kind == kind for name in plan.devices)
@@ -257,7 +259,7 @@ class _Adviser:
         try:
             found = replace(self, config=self.config.with_values({"memory.offload": "auto"})).searched("with memory of hosts", self.cluster)
         except PlanError:
-            yield Advice("state", "memory.offload", "memory.offload: auto: nothing fits with it either", None, None)
+            yield Advice("state", "memory.offload", "memory.offload: auto: still nothing fits", None, None)
             return
         says = f"memory.offload: auto: then it fits ({found.objective.text(found.value)}; {said_state(found.plan, self.config)})"
         yield Advice("state", "memory.offload", says, found.value, None)
@@ -293,7 +295,7 @@ class _Adviser:
             changed = None
         if found is None:
             if changed is None:
-                return Advice(about, subject, f"{what}: nothing fits with it either", None, None)
+                return Advice(about, subject, f"{what}: still nothing fits", None, None)
             return Advice(about, subject, f"{what}: then it fits ({changed.objective.text(changed.value)})", changed.value, None)
         text = found.objective.text
         values = [value for value in (as_it_is, None if changed is None else changed.value) if value is not None]

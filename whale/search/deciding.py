@@ -268,7 +268,7 @@ def _with_figures_of(plan: Plan, step: StepEstimate) -> Plan:
         "plan",
         "figures",
         f"{format_seconds(step.step_seconds)} per step",
-        bound=f"what is known of the devices now; it was planned, and has its other reasons, at {format_seconds(plan.step_seconds)}",
+        bound=f"the figures of the devices now; the plan was made, and its other reasons hold, at {format_seconds(plan.step_seconds)}",
     )
     figures = tuple(explain_step(step))
     passes = {choice.pass_name for choice in figures}

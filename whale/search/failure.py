@@ -48,13 +48,13 @@ def failure(
             return faults[0]
         strategy, nearest = min(short, key=lambda each: each[1].num_bytes)
         error = shortage(nearest.message, nearest.num_bytes, nearest.sizes)
-        error.hint = f"devices with {format_bytes(_missing(strategy, nearest, space))} more to fill"
+        error.hint = f"use devices with {format_bytes(_missing(strategy, nearest, space))} more usable memory"
         undivided = "" if remedies.fits(1.0) else ", or ".join(remedies.all())
-        error.hint += f"; or without that division {undivided}" if undivided else ""
+        error.hint += f"; or, without that division, {undivided}" if undivided else ""
         return error
     if faults and not short:
         return commonest(faults)
-    hint = "; or ".join(remedies.all()) or "devices with more memory, or more of them"
+    hint = "; or ".join(remedies.all()) or "use devices with more memory, or more devices"
     if short:
         nearest = min((fault for _, fault in short), key=lambda fault: fault.num_bytes)
         error = shortage(nearest.message, nearest.num_bytes, nearest.sizes)
@@ -127,7 +127,7 @@ class _Remedies:
         if scale < MOST:
             costs = self._forms.planner.prices.costs
             rooms = ", ".join(f"{format_bytes(round(scale * costs.capacity(kind)))} of a {kind.model}" for kind in kinds)
-            yield f"about {scale:.3g} times the memory, with {rooms} to fill"
+            yield f"about {scale:.3g} times the memory ({rooms} usable)"
         fewest = {kind.model: self._fewest(kind) for kind in kinds}
         found = [f"{number} x {model}" for model, number in fewest.items() if number]
         if found:

@@ -89,6 +89,6 @@ def check_prices(cluster: Cluster) -> None:
     listing = ", ".join(f"{count} x {model}" for model, count in unpriced.items())
     model, count = next(iter(unpriced.items()))
     raise ClusterError(
-        f"planning.objective: cost needs prices, and {listing} of cluster {cluster.name} have none",
+        f"planning.objective: cost needs prices, and {listing} of cluster {cluster.name!r} have none",
         hint=f"in the cluster file: {{model: {model}, count: {count}, price_per_hour: 1.20}}, or price_per_hour of a whole host",
     )

@@ -42,7 +42,7 @@ class PlanMove:
     def against(self) -> str:
         """Why not to move; "" where it pays."""
         if self.gain < self.least_gain:
-            return f"it saves {max(0.0, self.gain):.0%} of a step (at least {self.least_gain:.0%} is wanted)"
+            return f"it saves {max(0.0, self.gain):.0%} of a step (at least {self.least_gain:.0%} is required)"
         if self.gain * self.horizon < self.cost_seconds:
             return f"it saves {format_duration(self.gain * self.horizon)} within {format_duration(self.horizon)}"
         return ""
@@ -52,7 +52,7 @@ class PlanMove:
         return not self.against
 
     def __str__(self) -> str:
-        text = f"predicted {format_seconds(self.stay_seconds)} per step as it is, {format_seconds(self.move_seconds)} under another plan"
+        text = f"predicted {format_seconds(self.stay_seconds)} per step under this plan, {format_seconds(self.move_seconds)} under another"
         return f"{text}, and {format_duration(self.cost_seconds)} to move"
 
 

@@ -43,8 +43,8 @@ class Communicators:
         if self.most_of_a_rank <= MANY_FOR_A_RANK and len(self) <= MANY:
             return None
         return (
-            f"{len(self)} communicators, {self.most_of_a_rank} of them on one device, take NCCL long to make and much memory "
-            f"(many: above {MANY} in all or {MANY_FOR_A_RANK} on a device); fewer stages, or more even shares of rows, need fewer"
+            f"{len(self)} communicators, {self.most_of_a_rank} of them on one device, take NCCL much time to create and much "
+            f"memory (many: above {MANY} in all or {MANY_FOR_A_RANK} on a device); fewer stages, or more even shares of rows, need fewer"
         )
 
     def __str__(self) -> str:

@@ -234,7 +234,7 @@ def test_a_loss_of_torch_gets_the_part_that_the_model_leaves_over(given: Any) ->
 def test_a_loss_whose_target_is_unclear_says_how_to_pass_it() -> None:
     with pytest.raises(ConfigError) as caught:
         parallelize(loss=nn.MSELoss(), batch={**BATCH, "weight": torch.ones(8)})
-    assert "MSELoss takes the output and one target, the part of the batch that forward leaves over (left over: 'target', 'weight')" in str(
+    assert "MSELoss takes the output and one target, the part of the batch that forward does not take ('target', 'weight')" in str(
         caught.value
     )
     assert "loss=lambda output, batch: MSELoss(output, batch['target'])" in str(caught.value)
@@ -506,7 +506,7 @@ def test_tensors_that_are_not_dense_are_refused() -> None:
 
 
 def test_a_model_that_torch_divides_already_is_refused() -> None:
-    with pytest.raises(CaptureError, match=r"the model is a DataParallel, which divides the work already[\s\S]*model.module"):
+    with pytest.raises(CaptureError, match=r"the model is a DataParallel, which already divides the work[\s\S]*model.module"):
         parallelize(nn.DataParallel(make_model()))
 
 
@@ -768,7 +768,7 @@ def test_training_on_from_another_loader_than_the_checkpoints_is_told_before_the
     with pytest.raises(CheckpointError, match="samples there: 40, here: 24"):
         resumed.step(next(iter(other)))
     twin, loader = (resumed.loader(samples(40), global_batch_size=8) for _ in range(2))
-    with pytest.raises(CheckpointError, match="another loader than the one that took up the checkpoint's data position"):
+    with pytest.raises(CheckpointError, match="another loader than the one that continues from the checkpoint's data position"):
         resumed.step(next(iter(loader)))
     assert same(weights(resumed), before) and resumed.step_number == 2
     resumed.save(tmp_path / "d")  # the position is still the one that was read

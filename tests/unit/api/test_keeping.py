@@ -73,7 +73,7 @@ def test_the_last_whole_step_is_gone_on_from(tmp_path: Path, capsys: pytest.Capt
     engine = parallelize(config=keeping(tmp_path / "kept"))
     assert engine.resume(tmp_path / "saved") is None
     assert engine.step_number == 2 and same(before, weights(engine)) and torch.equal(drawn, torch.rand(1))
-    assert re.search(r"whale: goes on after step 2, from memory of 1 rank; lost: [\d.]+ s", capsys.readouterr().err)
+    assert re.search(r"whale: resumes after step 2, from memory of 1 rank; lost: [\d.]+ s", capsys.readouterr().err)
     assert [*(tmp_path / "kept").iterdir()] == []
 
 
@@ -110,7 +110,7 @@ def test_what_is_damaged_is_left_for_the_checkpoint_and_what_is_for_others_stays
     engine = parallelize(config=keeping(tmp_path / "kept"))
     engine.resume(tmp_path / "one")
     assert engine.step_number == 0
-    assert "from " + str(tmp_path / "one" / "step") + "; what was kept in memory cannot be read: " in capsys.readouterr().err
+    assert "from " + str(tmp_path / "one" / "step") + "; the state kept in memory cannot be read: " in capsys.readouterr().err
     assert {file.name.split("_")[1] for file in (tmp_path / "kept").iterdir()} == {"2"}
     engine.resume(tmp_path / "two")
     assert engine.step_number == 2 and [*(tmp_path / "kept").iterdir()] == []
@@ -164,7 +164,7 @@ def test_a_full_memory_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
 def test_a_memory_that_will_not_hold_the_copies_is_told(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
     check_room(tmp_path / "kept", 1)
     assert not recwarn
-    with pytest.warns(UserWarning, match=r"copies of .* are left in .*, which has .* free: some will not be kept"):
+    with pytest.warns(UserWarning, match=r"copies of .* do not fit in .* when ranks are lost \(.* free\): some will not be kept"):
         check_room(tmp_path / "kept", 1 << 80)
 
 
@@ -203,27 +203,27 @@ def test_what_may_be_wrong_is_not_kept(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr("whale.api.keeping.DEVICE_SECONDS", 0.0)
     await_device(torch.device("cpu"))
-    with pytest.raises(CheckpointError, match=r"cuda:0 has not done its work within 0 s"):
+    with pytest.raises(CheckpointError, match=r"cuda:0 has not finished its work within 0 s"):
         await_device(torch.device("cuda:0"))
 
 
 def test_what_was_lost_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     before, now = ["T4 of a", "T4 of a", "V100 of b"], ["T4 of a", "CPU of c"]
-    say_resumed(40, "checkpoints/step_40", Fall(time.time() - 5, 42), before, now, "step 42 cannot be had from memory: why")
+    say_resumed(40, "checkpoints/step_40", Fall(time.time() - 5, 42), before, now, "step 42 cannot be restored from memory: why")
     assert capsys.readouterr().err == (
-        "whale: goes on after step 40, from checkpoints/step_40; lost: 5.0 s, 2 steps; gone: 1 x T4 of a, 1 x V100 of b; "
-        "new: 1 x CPU of c; step 42 cannot be had from memory: why\n"
+        "whale: resumes after step 40, from checkpoints/step_40; lost: 5.0 s, 2 steps; gone: 1 x T4 of a, 1 x V100 of b; "
+        "new: 1 x CPU of c; step 42 cannot be restored from memory: why\n"
     )
 
 
 def test_copies_need_somebody_to_leave_them_and_somebody_to_keep_them(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"memory.redundancy: 1 has no effect: nothing is left where ranks are lost"):
+    with pytest.raises(ConfigError, match=r"memory.redundancy: 1 has no effect: ranks that are lost leave nothing in memory"):
         parallelize(config={"memory.redundancy": 1})
-    with pytest.warns(UserWarning, match="memory.redundancy: 1 survives nothing: there is no other rank"):
+    with pytest.warns(UserWarning, match="memory.redundancy: 1 survives no loss: there is no other rank"):
         engine = parallelize(config={"memory.redundancy": 1, **keeping(tmp_path / "kept")})
     with pytest.raises(ConfigError, match=r"engine.replan: memory.redundancy: 0 has no effect, as training began with 1"):
         engine.replan(config={"memory.redundancy": 0})
-    with pytest.warns(UserWarning, match="nobody goes on from copies, for engine.resume was not called before the first step") as told:
+    with pytest.warns(UserWarning, match="engine.resume was not called before the first step") as told:
         engine.step(BATCH)
         engine.step(BATCH)
     assert len(told) == 1 and told[0].filename == __file__
@@ -273,6 +273,6 @@ def test_a_fall_that_nobody_had_room_to_note_is_told(tmp_path: Path, capsys: pyt
     (tmp_path / "kept").mkdir()
     (tmp_path / "kept" / FALL).touch()
     parallelize(config=keeping(tmp_path / "kept")).resume(tmp_path / "saved")
-    told = r"goes on after step 0, from the start; lost: \d+\.\d s, an unknown number of steps"
+    told = r"resumes after step 0, from the start; lost: \d+\.\d s, an unknown number of steps"
     assert re.search(told, said := capsys.readouterr().err), said
     assert not (tmp_path / "kept" / FALL).exists()

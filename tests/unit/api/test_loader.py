@@ -469,7 +469,7 @@ def test_a_batch_that_may_come_again_needs_the_plan_that_divided_it() -> None:
                 run.use(other)
             assert not run.data.needed, "what a loop leaves behind"
     kept = next(iter(run.others))
-    assert "beside the one that it trained on last (epoch 8, row 0)" in run.data.needed
+    assert "holds another batch of engine.loader than the last one it trained on (epoch 8, row 0)" in run.data.needed
     del kept
     assert not run.data.needed
     ahead = list(run.training)
@@ -478,7 +478,7 @@ def test_a_batch_that_may_come_again_needs_the_plan_that_divided_it() -> None:
     batch = next(iter(run.training))
     assert not run.step(batch)
     run.use(batch)
-    assert "again after it trained" in run.data.needed
+    assert "again after training on it" in run.data.needed
 
 
 def test_the_last_batch_of_an_epoch_that_was_drawn_ahead_needs_the_plan() -> None:

@@ -65,13 +65,13 @@ MIXING: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Batch], Te
         "aten.batch_norm.default takes statistics over all of it",
     ),
     "attention": (lambda h: (h @ h.T).softmax(-1) @ h, mean_square, "aten.matmul.default meets it twice"),
-    "arange": (lambda h: h * torch.arange(h.shape[0])[:, None], mean_square, "aten.mul.Tensor computes with the places of rows"),
+    "arange": (lambda h: h * torch.arange(h.shape[0])[:, None], mean_square, "aten.mul.Tensor computes with the positions of rows"),
     "eye": (lambda h: torch.eye(h.shape[0]) @ h, mean_square, "aten.eye.default"),
     "number of rows": (lambda h: h / h.shape[0], mean_square, "aten.div.Tensor computes with the number of rows"),
-    "root": (nn.Identity(), lambda output, batch: mean_square(output, batch).sqrt(), "is no sum over the rows of the batch"),
-    "mask": (nn.Identity(), masked, "is no sum over the rows of the batch"),
+    "root": (nn.Identity(), lambda output, batch: mean_square(output, batch).sqrt(), "is not a sum over the rows of the batch"),
+    "mask": (nn.Identity(), masked, "is not a sum over the rows of the batch"),
     "advantages": (nn.Identity(), normalised, "aten.mean.default"),
-    "dice": (nn.Identity(), dice, "is no sum over the rows of the batch"),
+    "dice": (nn.Identity(), dice, "is not a sum over the rows of the batch"),
     "contrastive": (nn.Identity(), contrastive, "aten.matmul.default meets it twice"),
 }
 

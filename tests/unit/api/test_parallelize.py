@@ -226,3 +226,8 @@ def test_averages_that_are_not_kept(tmp_path: Path) -> None:
     other.load(tmp_path / "c")
     assert other.state.decay == 0.9
     torch.testing.assert_close(other.state_dict(averaged=True), averaged)
+
+
+def test_an_engine_prints_its_rank_its_step_and_its_plan() -> None:
+    said = "Engine(rank 0, step 0, 1 replica x 1 stage; world size 1 = DP 1 x PP 1 x TP 1)"
+    assert str(parallelize()) == said

@@ -24,7 +24,7 @@ def test_gradients_that_wait_are_applied_first(tmp_path: Path, capsys: pytest.Ca
     with pytest.raises(whale.Preempted) as told:
         engine.forward_backward(BATCH)
     assert told.value.code == 143 and told.value.path == str(tmp_path / "step_1")
-    assert f"whale: SIGTERM came to 1 of 1 rank: saved {tmp_path / 'step_1'}; the run ends with" in capsys.readouterr().err
+    assert f"whale: 1 of 1 rank received SIGTERM: saved {tmp_path / 'step_1'}; the run ends with" in capsys.readouterr().err
     before = signal.getsignal(signal.SIGTERM)
     engine.close()
     assert signal.getsignal(signal.SIGTERM) != before, "it ends the process again"
@@ -53,7 +53,7 @@ def test_a_script_goes_on_from_the_newest_complete_checkpoint_of_a_folder(tmp_pa
     (tmp_path / "step_3" / "complete.json").unlink()
     another = parallelize()
     assert another.resume(tmp_path) == {"step": 2} and another.step_number == 2
-    assert f"whale: goes on after step 2, from {tmp_path / 'step_2'}" in capsys.readouterr().err
+    assert f"whale: resumes after step 2, from {tmp_path / 'step_2'}" in capsys.readouterr().err
 
 
 class Signalled(torch.utils.data.Dataset[dict[str, torch.Tensor]]):

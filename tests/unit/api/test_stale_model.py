@@ -153,7 +153,7 @@ HALVING = partial(lr_scheduler.StepLR, step_size=1, gamma=0.5)
     ("saved", "here", "said"),
     [
         (HALVING, None, "the checkpoint has the state of a scheduler (StepLR), but parallelize was given none: learning rates stay"),
-        (None, HALVING, "the checkpoint has no scheduler state: the scheduler of parallelize (StepLR) begins at its start"),
+        (None, HALVING, "the checkpoint has no scheduler state: the scheduler of parallelize (StepLR) starts from the beginning"),
         (HALVING, HALVING, ""),
         (None, None, ""),
     ],

@@ -119,7 +119,7 @@ def test_state_is_found(name: str) -> None:
     before = dict(vars(model))
     graph, program = capture(model, BATCH, lambda output, batch: output.mean())
     assert program.warnings == (side_effects.warning_of((said,)),)
-    assert any(f"starts from what was there before ({said})" in warning for warning in graph.warnings)
+    assert any(f"starts from the values at capture ({said})" in warning for warning in graph.warnings)
     assert vars(model) == before, "the model is left as it was"
 
 
@@ -172,6 +172,6 @@ def test_a_note_of_hooks_that_forward_registers_is_no_state_and_each_trace_regis
 
 
 def test_a_user_of_parallelize_is_warned() -> None:
-    with pytest.warns(UserWarning, match=r"each step starts from what was there before \(Counted.calls at .*register_buffer") as caught:
+    with pytest.warns(UserWarning, match=r"each step starts from the values at capture \(Counted.calls at .*register_buffer") as caught:
         whale.parallelize(Counted(), loss=lambda output, batch: output.mean(), optimizer=partial(torch.optim.SGD, lr=0.1), batch=BATCH)
     assert [each.filename for each in caught if "only during capture" in str(each.message)] == [__file__]

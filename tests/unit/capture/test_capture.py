@@ -278,7 +278,7 @@ def test_sizes_are_read_from_the_number_of_rows() -> None:
 def test_code_that_needs_a_number_of_rows_is_captured_for_that_number() -> None:
     model = Net(lambda m, x: m.first(x).view(2, -1, 6).sum(0))
     graph = check(model, sizes=(4,))
-    assert not graph.dynamic and "captured anew" in graph.warnings[0]
+    assert not graph.dynamic and "captured again" in graph.warnings[0]
     assert graph.by_name["num_rows"].kind == "input" if "num_rows" in graph.by_name else True
     assert call(graph, "aten.linear.default").outputs[0].row_factors == (1, 0)
     again, program = capture(model, rows(2, 4), squares, static=True)

@@ -89,7 +89,7 @@ def test_draws_are_told_with_the_line_that_they_change(draw: Callable[[], float]
 )
 def test_draws_of_any_generator_at_hand_are_told(make: Callable[[], nn.Module], generator: str) -> None:
     (said,) = warnings_of(make())
-    assert f"only during capture ({generator}): each step has the same" in said
+    assert f"only during capture ({generator}): each step uses the same numbers" in said
 
 
 def test_nothing_is_said_where_nothing_is_drawn() -> None:
@@ -165,5 +165,5 @@ def test_notes_outside_the_model_are_told_and_put_back(make: Callable[[], tuple[
     loss, value = make()
     before = value()
     (said,) = warnings_of(nn.Linear(2, 2), loss)
-    assert f"starts from what was there before ({told})" in said
+    assert f"starts from the values at capture ({told})" in said
     assert value() is before

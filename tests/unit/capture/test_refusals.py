@@ -113,7 +113,7 @@ def chosen(linear: nn.Linear, x: Tensor) -> Any:
         (packed, "packed sequences"),
         (drawn, "a number that is"),
         (mistaken, "cannot be captured: its code fails .RuntimeError: a and b must have same reduction dim"),
-        slow(chosen, "inner program"),
+        slow(chosen, "higher-order operator"),
     ],
 )
 def test_what_would_be_lost_is_an_error_with_the_line(

@@ -344,7 +344,7 @@ def test_device_count_must_be_a_positive_integer(scope: Any, count: Any) -> None
 
 
 def test_other_bad_arguments() -> None:
-    with pytest.raises(AnnotationError, match="is not a text, or is empty"):
+    with pytest.raises(AnnotationError, match="is not a non-empty string"):
         replicate(name="")
     with pytest.raises(AnnotationError, match="axis"):
         split(axis=3)  # type: ignore[arg-type]

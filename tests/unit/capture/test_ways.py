@@ -167,13 +167,13 @@ def test_what_parts_of_a_batch_cannot_tell_mixes_samples(condition: Callable[[Te
 
 
 def test_of_two_ways_that_go_on_none_is_taken() -> None:
-    with pytest.raises(CaptureError, match="depends on values in tensors \\(here a condition decides what is computed\\)"):
+    with pytest.raises(CaptureError, match="depends on values in tensors \\(a condition decides what is computed\\)"):
         captured(lambda x, h: h.sum() if x.sum() > 0 else h.mean())
 
 
 @pytest.mark.parametrize("read", [int, float])
 def test_a_number_that_python_makes_is_refused_with_its_line(read: Callable[[Tensor], float]) -> None:
-    with pytest.raises(CaptureError, match=r"here a number that is read from one does\)\n  at .*test_ways.py:\d+\n  hint: .* x.item"):
+    with pytest.raises(CaptureError, match=r"it uses a number that is read from a tensor\)\n  at .*test_ways.py:\d+\n  hint: .* x.item"):
         captured(lambda x, h: h.sum() if read(x.max()) > 5 else h.mean())
 
 

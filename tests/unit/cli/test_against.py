@@ -63,7 +63,7 @@ def test_plans_for_two_clusters_are_held_to_their_own(folder: Path, capsys: pyte
     figures, found = compared(capsys, "--plan", "a.json", "--cluster", "fast.yaml", "--against", "b.json", "--against", "one.yaml")
     assert figures["devices"]["b"] == 1 and found["stage 0 devices"][1] in ("alone/0", "-")
     assert main(["simulate", "model.json", "--plan", "a.json", "--against", "b.json", "--cluster", "fast.yaml"]) == 1
-    assert "names devices that are not in cluster c: alone/0" in capsys.readouterr().err
+    assert "names devices that are not in cluster 'c': alone/0" in capsys.readouterr().err
 
 
 def test_a_written_plan_differs_from_itself_in_nothing(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -65,7 +65,7 @@ def test_what_it_holds_is_shown(trained: tuple[Path, dict[str, Any]], capsys: py
         "optimizer        Adam",
         "scheduler        -",
         "extra            run, best",
-        "1 replica x 1 stage, ",
+        "1 replica x 1 stage; ",
     ):
         assert line in printed
     assert main(["checkpoint", "show", str(path), "--verify", "--json"]) == 0

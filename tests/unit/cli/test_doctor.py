@@ -101,12 +101,12 @@ def test_a_model_that_is_well(folder: Path, capsys: pytest.CaptureFixture[str]) 
     assert printed[:6] == [
         "capture        yes          one graph of 14 ops",
         "rows           yes          any number of them, with one capture",
-        "sizes          fixed        4, 6 may not",
+        "sizes          fixed        4, 6 may not change",
         "replicas       exact        2 copies of the model, half of the rows each",
-        "micro-batches  exact        the rows in 2 turns",
-        "stages         exact        cut in 2, one after the other",
+        "micro-batches  exact        2 micro-batches, half of the rows each",
+        "stages         exact        a pipeline of 2 stages",
     ]
-    assert printed[6].startswith("split          exact        all of it over 2 devices would cut ")
+    assert printed[6].startswith("split          exact        a split over 2 devices would cut ")
 
 
 def test_rows_that_are_mixed_are_named_with_their_line(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

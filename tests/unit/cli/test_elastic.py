@@ -127,7 +127,7 @@ def test_a_launcher_that_stops_tells_of_no_new_beginning(
     deaths._look_for_the_next(Deaths(is_stopping=True), str(tmp_path))
     assert capsys.readouterr().err == "" and [*tmp_path.iterdir()] == []
     deaths._look_for_the_next(Deaths(), str(tmp_path))
-    assert "was killed by SIGTERM; last seen before its first action; all ranks begin anew" in capsys.readouterr().err
+    assert "was killed by SIGTERM; last seen before its first action; all ranks restart" in capsys.readouterr().err
 
 
 def test_ranks_that_fail_by_themselves_without_a_step_between_are_given_up() -> None:

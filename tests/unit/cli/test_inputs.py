@@ -134,4 +134,4 @@ def test_a_published_model_is_examined_and_not_measured(capsys: pytest.CaptureFi
     assert main(["doctor", "gpt:layers=2,hidden=16,heads=2,sequence=4,vocabulary=8"]) in (0, 3)
     assert "capture        yes" in capsys.readouterr().out
     assert main(["profile", "gpt:layers=2", "--output", "p.json"]) == 1
-    assert "whale profile needs the model's own code, FILE.py:FUNCTION, not gpt:layers=2" in capsys.readouterr().err
+    assert "gpt:layers=2 has no code to measure; whale profile needs FILE.py:FUNCTION" in capsys.readouterr().err

@@ -86,13 +86,13 @@ def test_a_rank_that_sigterm_ended_before_all_others_comes_before_them() -> None
 
 def test_a_rank_that_stood_still_comes_before_those_that_waited_for_it() -> None:
     lines = describe({0: Failure(1), 1: Failure(-9, pid=7)}, status(0, "failed", "1RECV_F0", 1), seen=deaths.Deaths(100, {7}))
-    assert lines[0].startswith("whale run: rank 1 (pid 7) stood still (SIGSTOP, or a debugger) and was killed;")
+    assert lines[0].startswith("whale run: rank 1 (pid 7) was paused (SIGSTOP or a debugger), then killed;")
 
 
 def test_ranks_that_had_not_begun_or_still_run_are_told_too() -> None:
     assert describe({0: Failure(1)}) == [
         "whale run: rank 0 (pid 100) exited with code 1; last seen before its first action",
-        "  no rank had begun a step",
+        "  no rank had started a step",
     ]
     lines = describe({0: Failure(1)}, status(1, "waiting", "0SYNC", 0))
     assert lines[1] == "  rank 1 was waiting in 0SYNC for rank 0, for 2.0 s"
@@ -171,9 +171,11 @@ def test_a_port_in_use_is_told_before_a_rank_starts(tmp_path: Path) -> None:
     script.touch()
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
-        with pytest.raises(ConfigError, match=rf"port {port} of this host, where the ranks meet, is not available: Address already in use"):
+        with pytest.raises(
+            ConfigError, match=rf"port {port} of this host, for the ranks to connect, is not available: Address already in use"
+        ):
             launch.run(["--ranks", "1", "--master-port", str(port), str(script)])
-        with pytest.raises(ConfigError, match=rf"the launchers of all hosts cannot meet at 127.0.0.1:{port}: .*in use"):
+        with pytest.raises(ConfigError, match=rf"launchers cannot connect to each other at 127.0.0.1:{port}: .*in use"):
             launch.run(["--nnodes", "2", "--master-port", str(port), str(script)])
 
 

@@ -97,7 +97,7 @@ def test_a_file_round_trip(capsys: pytest.CaptureFixture[str], tmp_path: Path) -
     ("old", "new", "wanted"),
     [
         ("1B1 ", "", "1B1 is missing on rank 1\n  at {path}:4"),
-        ("1B1 ", "1B1 1B1 ", "1B1 is there twice on rank 1: actions 4 and 5\n  at {path}:4"),
+        ("1B1 ", "1B1 1B1 ", "1B1 occurs twice on rank 1: actions 4 and 5\n  at {path}:4"),
         ("1B1 ", "1X1 ", "'1X1' is not an action\n  at {path}:4"),
         ("rank 1:", "rank 2:", "expected 'rank 1: ...', got 'rank 2: "),
         ("schedule", "timetable", "expected 'schedule NAME, M micro-batches"),

@@ -76,7 +76,7 @@ def test_what_is_done_is_forgotten() -> None:
         (RuntimeError("[gloo/tcp/pair.cc:100] read: Connection reset by peer"), "a rank has left"),
         (
             RuntimeError("[gloo/unbound_buffer.cc:84] Timed out waiting 300000ms"),
-            "nothing has come within communication.timeout_seconds (1000)",
+            "nothing was received within communication.timeout_seconds (1000)",
         ),
         (RuntimeError("something unheard of"), "the backend failed (RuntimeError)"),
     ],

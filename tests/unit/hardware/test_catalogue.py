@@ -81,7 +81,7 @@ def test_an_efficiency_may_be_that_of_a_dtype() -> None:
     for wrong, message in (
         ("{float16: 0.5}", "lacks 'float32'"),
         ("{float32: 2}", "above 0 and at most 1"),
-        ("{int7: 1}", "no key 'int7'"),
+        ("{int7: 1}", "unknown key 'int7'"),
     ):
         with pytest.raises(ClusterError, match=message):
             parse_cluster(f"hosts: [{{devices: {{model: T4, efficiency: {wrong}}}}}]\n")

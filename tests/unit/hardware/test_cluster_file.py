@@ -137,7 +137,7 @@ def test_pairs() -> None:
         ("hosts: [{devices: {model: T4, efficiency: 0}}]\n", "efficiency 0 is not a number above 0 and at most 1"),
         ("hosts: [{devices: {model: T4, flops: 3}}]\n", "flops is 3, not a mapping; it takes the keys float64"),
         ("hosts: [{devices: {model: T4, flops: {float33: 3}}}]\n", "hint: did you mean 'float32'?"),
-        ("hosts: [{devices: {model: T4, num_cores: 3}}]\n", "num_cores is given for model 'T4'; it is for model 'cpu' only"),
+        ("hosts: [{devices: {model: T4, num_cores: 3}}]\n", "num_cores is given for model 'T4'; only model 'cpu' takes it"),
         ("hosts: [{devices: {model: cpu, num_cores: 0}}]\n", "num_cores 0 is not a number above 0"),
         ("hosts: [{devices: {model: Q, memory: 1, bandwidth: 1, flops: {float16: 1}, efficiency: 1}}]\n", "flops lacks 'float32'"),
         ("hosts: [{devices: 2 x T4, link: {bandwidth: 3 GB/s}}]\n", "lacks 'latency'"),

@@ -41,15 +41,15 @@ def test_the_rest_of_the_cluster_stays() -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("V10", "there is no device 'V10' in cluster mixed"),
+        ("V10", "no device 'V10' in cluster 'mixed'"),
         (
             "V100:4",
-            r"V100:4 asks for 4 devices; cluster mixed has 3 of 3 left\n.*V100 takes all that are left",
+            r"V100:4 asks for 4 devices; cluster 'mixed' has 3 of 3 left\n.*V100 takes all that are left",
         ),
         ("V100:0", r"V100:0 asks for 0 devices; .*\n.*leave V100:0 out"),
-        ("T4,desk0:1", r"desk0:1 asks for 1 devices; cluster mixed has 0 of 2 left; T4 took the others\n.*leave desk0:1 out"),
-        ("big/1, T4, V100:3", r"V100:3 asks for 3 devices; cluster mixed has 2 of 3 left; big/1 took the others"),
-        ("", "there is no device ''"),
+        ("T4,desk0:1", r"desk0:1 asks for 1 devices; cluster 'mixed' has 0 of 2 left; T4 took the others\n.*leave desk0:1 out"),
+        ("big/1, T4, V100:3", r"V100:3 asks for 3 devices; cluster 'mixed' has 2 of 3 left; big/1 took the others"),
+        ("", "no device ''"),
     ],
 )
 def test_words_that_take_nothing_are_faults(text: str, said: str) -> None:

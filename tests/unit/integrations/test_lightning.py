@@ -45,7 +45,7 @@ def fit(module: Any, *, validates: bool = False, ckpt_path: str | None = None, *
         (lambda module, loss, batch_idx: loss * (2 if batch_idx % 2 else 1), "training_step uses its batch_idx, but is captured once"),
         (lambda module, loss, batch_idx: loss if batch_idx == 0 else 2 * loss, "uses its batch_idx"),
         (lambda module, loss, batch_idx: module.log("twice", 2 * loss) or loss, r"training_step logging other values than its loss .twice"),
-        (lambda module, loss, batch_idx: module.log("number", 1.0) or loss, r"self.log of what is no tensor .number: float"),
+        (lambda module, loss, batch_idx: module.log("number", 1.0) or loss, r"self.log of a value that is not a tensor .number: float"),
         (lambda module, loss, batch_idx: {"loss": loss, "twice": 2 * loss}, "training_step returning more than its loss .twice"),
         (
             lambda module, loss, batch_idx: loss * (1 + module.current_epoch),

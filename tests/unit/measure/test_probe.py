@@ -142,7 +142,7 @@ def test_gpus_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
         "GPU 0 - GPU 3: through one NUMA node",
         "GPU 1 - GPU 2: through one NUMA node",
         "GPU 1 - GPU 3: through one NUMA node",
-        "GPU 2 - GPU 3: through what the driver does not tell",
+        "GPU 2 - GPU 3: through an unknown connection",
     )
 
 

@@ -108,7 +108,7 @@ def test_more_stages_than_devices_are_as_many_as_devices_and_the_plan_says_so() 
     asked, two = ({"pipeline.num_micro_batch": 2, "pipeline.num_stages": count} for count in (5, 2))
     plan = make_plan(chain(8), cluster((1e9, 1e9)), Config(asked))
     assert plan.replicas == make_plan(chain(8), cluster((1e9, 1e9)), Config(two)).replicas
-    assert any("5 stages on 2 devices: consecutive ones are one" in choice.bound for choice in plan.choices)
+    assert any("5 stages on 2 devices: consecutive ones are merged" in choice.bound for choice in plan.choices)
 
 
 def test_more_stages_with_chunks_than_devices_or_places_to_cut() -> None:

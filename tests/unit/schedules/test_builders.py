@@ -150,9 +150,9 @@ def test_what_cannot_be_built_says_why() -> None:
     with pytest.raises(ConfigError, match="2 faults") as caught:
         build("gpipe", num_ranks=0, num_micro_batch=0)
     assert "has 0 ranks" in str(caught.value) and "has 0 micro-batches" in str(caught.value)
-    with pytest.raises(ConfigError, match=r"chunks: 2 does not go with schedule 1f1b, which has 1 chunk"):
+    with pytest.raises(ConfigError, match=r"chunks: 2 cannot be used with schedule 1f1b, which has 1 chunk"):
         build("1f1b", num_ranks=2, num_micro_batch=2, num_chunks=2)
-    with pytest.raises(ConfigError, match=r"group size 4 does not go with .*interleaved"):
+    with pytest.raises(ConfigError, match=r"group size 4 cannot be used with .*interleaved"):
         build("aiao", num_ranks=2, num_micro_batch=4, group_size=4)
 
 

@@ -41,19 +41,19 @@ def test_the_good_ones_are_good() -> None:
     [
         ("0F1 ", "", "0F1 is missing on rank 0"),
         ("0B1 ", "", "0B1 is missing on rank 0"),
-        ("0F1 ", "0F1 0F1 ", "0F1 is there twice on rank 0: actions 2 and 3"),
+        ("0F1 ", "0F1 0F1 ", "0F1 occurs twice on rank 0: actions 2 and 3"),
         ("0F1 ", "0F1 1F1 ", "1F1 (action 3 of rank 0) is on the wrong rank: stage 1 is on rank 1"),
-        ("0F1 ", "0F1 0F2 ", "0F2 (action 3 of rank 0) is of a micro-batch that is not there (micro-batches: 2)"),
-        ("0F1 ", "0F1 7F1 ", "7F1 (action 3 of rank 0) is of a stage that is not there (stages: 2)"),
-        ("0B0 ", "0W0 0I0 ", "0W0 (action 3 of rank 0) stands before 0I0 (action 4)"),
+        ("0F1 ", "0F1 0F2 ", "0F2 (action 3 of rank 0) is of a micro-batch that does not exist (micro-batches: 2)"),
+        ("0F1 ", "0F1 7F1 ", "7F1 (action 3 of rank 0) is of a stage that does not exist (stages: 2)"),
+        ("0B0 ", "0W0 0I0 ", "0W0 (action 3 of rank 0) comes before 0I0 (action 4)"),
         ("0B0 ", "0I0 ", "0W0 is missing on rank 0"),
-        ("0B0 ", "0I0 0W0 0B0 ", "the backward of stage 0, micro-batch 0 is there twice on rank 0: whole (0B0) and in parts"),
-        ("0B0 ", "0B0 0R0 ", "0B0 (action 3 of rank 0) stands before 0R0 (action 4)"),
-        ("0F0 ", "0R0 0F0 ", "0R0 (action 1 of rank 0) stands before 0F0 (action 2)"),
-        ("0F0 0F1 0B0", "0B0 0F1 0F0", "0B0 (action 1 of rank 0) stands before 0F0 (action 3)"),
+        ("0B0 ", "0I0 0W0 0B0 ", "the backward of stage 0, micro-batch 0 occurs twice on rank 0: whole (0B0) and in parts"),
+        ("0B0 ", "0B0 0R0 ", "0B0 (action 3 of rank 0) comes before 0R0 (action 4)"),
+        ("0F0 ", "0R0 0F0 ", "0R0 (action 1 of rank 0) comes before 0F0 (action 2)"),
+        ("0F0 0F1 0B0", "0B0 0F1 0F0", "0B0 (action 1 of rank 0) comes before 0F0 (action 3)"),
         ("0SYNC ", "", "0SYNC is missing on rank 0"),
-        ("0B1 0SYNC", "0SYNC 0B1", "0SYNC (action 4 of rank 0) stands before 0B1 (action 5)"),
-        ("0SYNC", "0SYNC 0SYNC", "0SYNC is there twice on rank 0: actions 5 and 6"),
+        ("0B1 0SYNC", "0SYNC 0B1", "0SYNC (action 4 of rank 0) comes before 0B1 (action 5)"),
+        ("0SYNC", "0SYNC 0SYNC", "0SYNC occurs twice on rank 0: actions 5 and 6"),
         (" STEP", "", "STEP is missing on rank 0"),
         ("0SYNC STEP", "STEP 0SYNC", "STEP (action 5 of rank 0) is not the last of its 6 actions"),
     ],
@@ -69,17 +69,17 @@ def test_faults_of_one_rank(old: str, new: str, wanted: str) -> None:
         (0, "0SEND_F1 ", "", "0SEND_F1 is missing on rank 0"),
         (1, "1RECV_F1 ", "", "1RECV_F1 is missing on rank 1"),
         (1, "1SEND_B0 ", "", "1SEND_B0 is missing on rank 1"),
-        (0, "0F0 0SEND_F0", "0SEND_F0 0F0", "0SEND_F0 (action 1 of rank 0) stands before 0F0 (action 2)"),
-        (1, "1RECV_F1 1F1", "1F1 1RECV_F1", "1F1 (action 7 of rank 1) stands before 1RECV_F1 (action 8)"),
-        (0, "0RECV_B0 0B0", "0B0 0RECV_B0", "0B0 (action 6 of rank 0) stands before 0RECV_B0 (action 7)"),
-        (1, "1B0 1SEND_B0", "1SEND_B0 1B0", "1SEND_B0 (action 5 of rank 1) stands before 1B0 (action 6)"),
+        (0, "0F0 0SEND_F0", "0SEND_F0 0F0", "0SEND_F0 (action 1 of rank 0) comes before 0F0 (action 2)"),
+        (1, "1RECV_F1 1F1", "1F1 1RECV_F1", "1F1 (action 7 of rank 1) comes before 1RECV_F1 (action 8)"),
+        (0, "0RECV_B0 0B0", "0B0 0RECV_B0", "0B0 (action 6 of rank 0) comes before 0RECV_B0 (action 7)"),
+        (1, "1B0 1SEND_B0", "1SEND_B0 1B0", "1SEND_B0 (action 5 of rank 1) comes before 1B0 (action 6)"),
         (0, "1POST_B0 ", "", "1POST_B0 is missing on rank 0"),
         (0, "1POST_B0 ", "0POST_F0 ", "0POST_F0 (action 5 of rank 0) is on the rank of stage 0 itself"),
-        (1, "0POST_F1 ", "0POST_F1 0POST_B0 ", "0POST_B0 (action 5 of rank 1) has no edge between ranks to come along"),
-        (1, "0POST_F0 1RECV_F0", "1RECV_F0 0POST_F0", "1RECV_F0 (action 1 of rank 1) stands before 0POST_F0 (action 2)"),
+        (1, "0POST_F1 ", "0POST_F1 0POST_B0 ", "0POST_B0 (action 5 of rank 1) receives along an edge that is not between ranks"),
+        (1, "0POST_F0 1RECV_F0", "1RECV_F0 0POST_F0", "1RECV_F0 (action 1 of rank 1) comes before 0POST_F0 (action 2)"),
         (0, "LOSS ", "", "LOSS is missing on rank 0"),
-        (1, "1SYNC 1SEND_B1", "1SEND_B1 1SYNC", "1SEND_B1 stands between 1B1 and 1SYNC on rank 1, where buckets start"),
-        (0, "0F0 ", "0RECV_F0 0F0 ", "0RECV_F0 (action 1 of rank 0) has no edge between ranks to go along"),
+        (1, "1SYNC 1SEND_B1", "1SEND_B1 1SYNC", "1SEND_B1 is between 1B1 and 1SYNC on rank 1, where buckets start"),
+        (0, "0F0 ", "0RECV_F0 0F0 ", "0RECV_F0 (action 1 of rank 0) sends along an edge that is not between ranks"),
         (0, "0F0 0SEND_F0 0F1 0SEND_F1", "0F0 0F1 0SEND_F1 0SEND_F0", "meets 0SEND_F1 (action 3 of rank 0): message 1 of that channel"),
         (0, "0SEND_F1 1POST_B0", "1POST_B0 0SEND_F1", "1POST_B0 (action 4 of rank 0) waits for rank 1, which stays at 0POST_F1"),
     ],
@@ -99,13 +99,13 @@ def test_communication_is_asked_for_with_edges() -> None:
 
 def test_deadlock_names_who_is_stuck_behind_what() -> None:
     told = message("0F0 0B0 0F1 0B1 0SYNC STEP", "1F0 1F1 1B0 1B1 1SYNC STEP")
-    assert "deadlock: 0B0 (action 2 of rank 0) waits for 1B0, which stands behind 1F1 on rank 1, itself stuck" in told
-    assert "deadlock: 1F1 (action 2 of rank 1) waits for 0F1, which stands behind 0B0 on rank 0, itself stuck" in told
+    assert "deadlock: 0B0 (action 2 of rank 0) waits for 1B0, which comes after 1F1 on rank 1, itself stuck" in told
+    assert "deadlock: 1F1 (action 2 of rank 1) waits for 0F1, which comes after 0B0 on rank 0, itself stuck" in told
 
 
 def test_deadlock_within_a_rank() -> None:
     text = "schedule custom, 1 micro-batches, stages on ranks 0 0\nrank 0: 1F0 0F0 1B0 0B0 0SYNC 1SYNC STEP"
-    with pytest.raises(ScheduleError, match=r"1F0 \(action 1 of rank 0\) waits for 0F0, which stands later on the same rank"):
+    with pytest.raises(ScheduleError, match=r"1F0 \(action 1 of rank 0\) waits for 0F0, which comes later on the same rank"):
         verify(Schedule.parse(text))
 
 
@@ -128,7 +128,7 @@ def test_all_faults_at_once_with_their_places() -> None:
     with pytest.raises(ScheduleError) as caught:
         verify(schedule, places=("s.txt:2", "s.txt:3"))
     told = str(caught.value)
-    for wanted in ("3 faults", "0F1 is missing on rank 0\n  at s.txt:2", "1B1 is missing on rank 1\n  at s.txt:3", "1B0 is there twice"):
+    for wanted in ("3 faults", "0F1 is missing on rank 0\n  at s.txt:2", "1B1 is missing on rank 1\n  at s.txt:3", "1B0 occurs twice"):
         assert wanted in told
 
 

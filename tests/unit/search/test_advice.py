@@ -81,9 +81,9 @@ def test_a_pipeline_over_several_kinds_says_who_is_in_front() -> None:
     (front,) = about(found, "front")
     assert found.found is not None
     kind = cluster.by_name[found.found.plan.replicas[0].stages[0].virtual_device.devices[0]].model
-    assert front.says.startswith(f"the {kind} takes the front of the pipeline: beside parameters the first stage keeps ")
+    assert front.says.startswith(f"the {kind} takes the front of the pipeline: besides parameters the first stage keeps ")
     if front.value is None:
-        assert front.beside is None and "no plan with another there was made" in front.says
+        assert front.beside is None and "no plan with another device type there was tried" in front.says
     else:
         assert front.value == found.found.value and front.beside is not None and front.beside >= front.value
 
@@ -150,7 +150,7 @@ def test_where_nothing_fits_it_says_what_would() -> None:
     assert more.says.startswith("one more 1e+09 in host h0: ")
     assert memory.value is not None and memory.beside == 100_000 < memory.value
 
-    assert [each.says for each in about(found, "state")] == ["memory.offload: auto: nothing fits with it either"]
+    assert [each.says for each in about(found, "state")] == ["memory.offload: auto: still nothing fits"]
     (hosts,) = about(advised(made([[(1e9, 190_000)]], network=1e9)), "state")
     assert hosts.says.startswith("memory.offload: auto: then it fits (") and "memory.offload: optimizer (" in hosts.says
     asked = advise(GRAPH, made([[(1e9, 190_000)]], network=1e9), Config({"memory.offload": "none"}), rows=16)
@@ -191,5 +191,5 @@ def test_of_depths_that_are_as_good_the_plainest_state_is_named() -> None:
 
 
 def test_a_model_that_is_divided_already_gets_no_advice() -> None:
-    with pytest.raises(ConfigError, match=r"advice needs searches, but planning\.search off leaves nothing to search"):
+    with pytest.raises(ConfigError, match=r"nothing to advise on: planning\.search off leaves nothing to search"):
         advised(made([[(1e9, GIB)]], network=1e9), search="off")

@@ -68,7 +68,7 @@ def test_what_leaves_no_range_is_an_error() -> None:
         decide(None, GRAPH, TWO, config, rows=8)
     with pytest.raises(ConfigError, match=r"planning.batch_rows 4\.\.8 needs a search, but planning.search off leaves nothing to search"):
         decided("4..8", **{"planning.search": "off"})
-    with pytest.raises(ConfigError, match="advice needs one number of rows"):
+    with pytest.raises(ConfigError, match="is a range; advice needs one number of rows"):
         advise(GRAPH, TWO, config)
 
 

@@ -98,7 +98,7 @@ def test_micro_batches_are_searched_for() -> None:
     found = found_for(graph, cluster, 64)
     assert found.plan.pipelines[0].num_micro_batch > 1
     assert found.plan.step_seconds < make_plan(graph, cluster, Config(), rows=64).step_seconds
-    assert "as it is divided, on 2 x 1e+09, " in found.plan.choices[0].decision
+    assert "divided as given, on 2 x 1e+09, " in found.plan.choices[0].decision
 
 
 def test_devices_are_tried_in_every_order() -> None:
@@ -171,7 +171,7 @@ def test_what_does_not_fit_says_with_how_much_more_it_would(counts: Sequence[int
     graph, memory = scoped([64] * 4, counts), 60_000
     with pytest.raises(MemoryShortage) as caught:
         found_for(graph, made([[(1e9, memory)] * 2], network=1e9))
-    said = re.match(r"devices with ([0-9.]+) KiB more to fill; or without that division about ", caught.value.hint or "")
+    said = re.match(r"use devices with ([0-9.]+) KiB more usable memory; or, without that division, about ", caught.value.hint or "")
     assert said is not None
     enough = math.ceil(memory + 1024 * (float(said[1]) + 0.01) / Costs.of(Config()).memory_fraction)
     assert found_for(graph, made([[(1e9, enough)] * 2], network=1e9)).plan.devices
@@ -223,4 +223,4 @@ def test_an_interrupt_keeps_the_best_so_far(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_advice_without_the_devices_that_scopes_ask_for() -> None:
     advised = advise(scoped([16, 16], (2, 1)), made([[(1e9, GIB)] * 3], network=1e9), Config({"planning.effort": 2}), rows=8)
-    assert any("on one there is no plan" in each.says for each in advised.advice)
+    assert any("one alone has no plan" in each.says for each in advised.advice)

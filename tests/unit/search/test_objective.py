@@ -131,7 +131,7 @@ def test_least_memory_computes_again_and_takes_small_micro_batches() -> None:
 
 def test_missing_prices_are_named() -> None:
     cluster = made([[(1e9, GIB)] * 2, [(3e9, GIB)]], network=1e9)
-    with pytest.raises(ClusterError, match=r"needs prices, and 2 x 1e\+09, 1 x 3e\+09 of cluster random have none") as caught:
+    with pytest.raises(ClusterError, match=r"needs prices, and 2 x 1e\+09, 1 x 3e\+09 of cluster .random. have none") as caught:
         search(layers([4]), cluster, Config({"planning.objective": "cost"}), rows=4)
     assert "price_per_hour" in (caught.value.hint or "")
 

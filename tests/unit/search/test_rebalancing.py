@@ -121,7 +121,7 @@ def test_a_throttled_device_is_found_within_20_steps_and_so_is_that_it_no_longer
     assert 50 < there <= 50 + WINDOW + EVERY and 120 < back <= 120 + WINDOW + EVERY
     assert first.plan.replica_rows(64)[1] == (48, 64) and second.plan.replica_rows(64)[1] == (32, 64)
     assert run.adapting.least_gain == LEAST_GAIN, "both have kept to what was predicted"
-    assert any("as fast as others again" in each for each in run.said)
+    assert any("as fast as the others again" in each for each in run.said)
 
 
 def test_each_time_that_a_device_becomes_slow_is_told_once() -> None:
@@ -135,7 +135,7 @@ def test_each_time_that_a_device_becomes_slow_is_told_once() -> None:
             run.adapting.looked_at()
             told.append(number // 60)
     assert told == [1, 3]
-    assert sum("as fast as others again" in each for each in run.said) == 2
+    assert sum("as fast as the others again" in each for each in run.said) == 2
 
 
 def test_more_is_wanted_after_a_move_that_brought_nothing() -> None:

@@ -146,7 +146,7 @@ def index_written(op: Op, reading: Reading) -> str:
 def _masked(indices: list[str | None], rank: int, letters: list[str], reading: Reading) -> str:
     """``x[mask] = one value`` is pointwise; with several values their number depends on data."""
     if len(indices) != 1 or indices[0] is None or rank:
-        raise RuleMisfit("what it writes where depends on data")
+        raise RuleMisfit("which elements it writes depends on data")
     mask = letters[: len(reading.dims[indices[0]][0])]
     return write([("input", letters), ("index", mask), ("values", [])], letters)
 

@@ -34,7 +34,7 @@ from whale.capture.source import is_users, line_of_traceback, user_line
 from whale.errors import CaptureError, WhaleError, raise_faults
 from whale.ir.scope import SourceLine
 
-READ = "here a number that is read from one does"
+READ = "it uses a number that is read from a tensor"
 CHECK_HINT = "; a check that raises may compare x.item()"
 INNER_HINT = "write torch.cond, while_loop and the like with ordinary tensor operations"
 
@@ -55,8 +55,10 @@ def as_capture_error(error: Exception, last_number: SourceLine | None) -> WhaleE
             + (CHECK_HINT if asked == READ else ""),
         )
     if isinstance(error, TorchDynamoException) and not isinstance(error, UserError):  # such an export compiles those alone
-        return CaptureError(f"the model has an inner program, which is not supported ({_first_line(error)})", where=where, hint=INNER_HINT)
-    read = "" if last_number is None else f"; a number that is not known was read of one at {last_number}"
+        return CaptureError(
+            f"the model uses a higher-order operator, which is not supported ({_first_line(error)})", where=where, hint=INNER_HINT
+        )
+    read = "" if last_number is None else f"; an unknown number was read from a tensor at {last_number}"
     return CaptureError(
         f"the model cannot be captured: its code fails ({type(error).__name__}: {in_rows(_first_line(error))}{read})",
         where=where,
@@ -67,11 +69,11 @@ def as_capture_error(error: Exception, last_number: SourceLine | None) -> WhaleE
 def _asked(error: Exception) -> str | None:
     """What was read of values, for a message (torch calls a condition ``Eq(u0, 1)``); None for other errors."""
     if isinstance(error, DynamicOutputShapeException):
-        return f"the result of {error.func} has sizes that only values tell"
+        return f"the size of the result of {error.func} depends on values"
     if isinstance(error, DataDependentOutputException):
         return f"{error.func} reads them"
     if isinstance(error, GuardOnDataDependentSymNode) and re.search(r"expression Eq\(u\d+, 1\) ", str(error)) is not None:
-        return "here a condition decides what is computed"
+        return "a condition decides what is computed"
     if isinstance(error, GuardOnDataDependentSymNode):
         return READ
     return None
@@ -85,7 +87,7 @@ def check_model(model: nn.Module) -> None:
     """Refuses what the model itself shows: lazy or hooked parameters, tensors that are not dense, models that torch divides already."""
     if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
         raise CaptureError(
-            f"the model is a {type(model).__name__}, which divides the work already",
+            f"the model is a {type(model).__name__}, which already divides the work",
             hint="pass model.module, the model inside",
         )
     faults: list[WhaleError] = [
@@ -265,7 +267,7 @@ class DataAccess(TorchFunctionMode):
             raise CaptureError(
                 "the model uses packed sequences, whose sizes depend on values in tensors",
                 where=user_line(),
-                hint="run the layer on the padded batch and read each row's last place: output[torch.arange(len(lengths)), lengths - 1]",
+                hint="run the layer on the padded batch and read the last of each row: output[torch.arange(len(lengths)), lengths - 1]",
             )
         return func(*args, **(kwargs or {}))
 

@@ -71,15 +71,15 @@ class Once:
 
 def _text_of_draws(drawn: tuple[str, ...], lines: tuple[str, ...]) -> str:
     return (
-        f"random numbers of Python and NumPy are drawn only during capture ({first_few([*lines, *drawn])}): each step has the same; draw "
-        "them with torch, as tensors (torch.rand(())), or in the data set, as a tensor of the batch"
+        f"random numbers of Python and NumPy are drawn only during capture ({first_few([*lines, *drawn])}): each step uses the "
+        "same numbers; draw them with torch, as tensors (torch.rand(())), or in the data set, as a tensor of the batch"
     )
 
 
 def _text_of_writes(written: tuple[str, ...]) -> str:
     return (
-        "what a loss keeps in plain values, or a model in globals and closures, is written only during capture: each step "
-        f"starts from what was there before ({first_few(written)}); write it in the script, between steps, or keep it in a buffer of "
+        "plain values that the loss writes, or the model in globals and closures, are written only during capture: each step "
+        f"starts from the values at capture ({first_few(written)}); write them in the script, between steps, or keep them in a buffer of "
         "the model"
     )
 
@@ -255,6 +255,6 @@ def _hooks(attributes: dict[str, Any]) -> frozenset[tuple[str, int]]:
 
 def warning_of(names: tuple[str, ...]) -> str:
     return (
-        "plain attributes that forward writes for its next call are written only during capture: each step starts from what was there "
-        f"before ({first_few(names)}); register_buffer what is to go on from step to step"
+        "plain attributes that forward writes for its next call are written only during capture: each step starts from the values "
+        f"at capture ({first_few(names)}); keep what the next step needs in a buffer (register_buffer)"
     )

@@ -221,10 +221,10 @@ def lift_casts(graph: fx.Graph, trained: Mapping[fx.Node, str], others: Mapping[
             graph.erase_node(made)
         elif others is not None:
             raise CaptureError(
-                f"parameter {name} is read in {others[name]} in training, but otherwise by %{made.name}; it is cast once per step, for "
-                "all modes",
+                f"parameter {name} is read in {others[name]} in training, but in another type by %{made.name}; it is cast once per step, "
+                "for all modes",
                 where=line_of(made),
-                hint="keep the autocast regions the same in training and in evaluation, and whatever plain values are",
+                hint="keep the autocast regions the same in training and in evaluation, and for all plain values",
             )
     return found if others is None else dict(others)
 

@@ -274,7 +274,7 @@ class _Flattening:
         if name == "wrap_with_autocast":
             return self._autocast_region(node, *cast(Any, args))
         raise CaptureError(
-            f"the model has an inner program, which is not supported ({name})",
+            f"the model uses a higher-order operator, which is not supported ({name})",
             where=line_of(node),
             hint=INNER_HINT,
         )

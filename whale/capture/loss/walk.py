@@ -76,7 +76,7 @@ class LossWalk:
             reason = reason or "the weight of the returned (sum, weight) depends on the parameters"
         counted = None if reason else self._counted(weight)
         if counted is None:
-            reason = reason or f"the weight of the returned (sum, weight), {describe(weight)}, is no sum over the rows of the batch"
+            reason = reason or f"the weight of the returned (sum, weight), {describe(weight)}, is not a sum over the rows of the batch"
 
             def quotient(build: NodeBuilder) -> Node:
                 return self._times_rows(build, build.call(aten.div.Tensor, total, weight))
@@ -238,7 +238,7 @@ class LossWalk:
         found = growth(node, self._facts)
         if found == "sum":
             return LossPart(node, the_node(node))
-        reason = "" if found == "mean" else f"{describe(node)} is no sum over the rows of the batch"
+        reason = "" if found == "mean" else f"{describe(node)} is not a sum over the rows of the batch"
         return LossPart(node, lambda build: self._times_rows(build, node), PerRow(ONE), reason=reason)
 
     def _times_rows(self, build: NodeBuilder, node: Node) -> Node:

@@ -40,7 +40,7 @@ class Redundancy:
             ("each step", "") if self.every == 1 else (f"each {self.every} steps", f", {format_seconds(self.step_seconds)} of a step")
         )
         device, num_bytes = self.sent_bytes
-        sent = f"{device} sends {format_bytes(num_bytes)}, {self.link} is busy longest" if self.link else "nothing is sent"
+        sent = f"{device} sends {format_bytes(num_bytes)}, the busiest link is {self.link}" if self.link else "nothing is sent"
         return (
             f"survives the loss of any one {self.survives}: copies after {when} take {format_seconds(self.seconds)}{mean} ({sent}), "
             f"and {format_bytes(most)} of the memory of {host}, {format_bytes(left)} more at a fault"

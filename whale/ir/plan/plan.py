@@ -173,7 +173,7 @@ def _describe_stage(stage: Stage, micro_batch: tuple[int, int]) -> Iterator[str]
         f"{stage.ops[0] if stage.ops else '-'} .. {stage.ops[-1] if stage.ops else '-'}, {counted(len(stage.parameters), 'tensor')} held"
     )
     if stage.shards:
-        halves = ", in two halves that take turns" if stage.overlap else ""
+        halves = ", in two alternating halves" if stage.overlap else ""
         yield f"      groups of {stage.split} cut {describe_shards(stage.shards)}{halves}"
     if stage.offloads:
         yield "      activations are offloaded to the host"
@@ -305,7 +305,7 @@ class Plan:
                 found.setdefault(form, {})[name] = None
         yield from (f"  {' and '.join(names)} form: {form}" for form, names in found.items())
         if sparse := [name for state in self.parameter_states if state.gradient and state.gradient.is_sparse for name in state.parameters]:
-            yield f"  gradients are values and indices: {first_few(sparse)}"
+            yield f"  sparse gradients: {first_few(sparse)}"
         for own in dict.fromkeys(state.gradient.dtype for state in self.parameter_states if state.casts_gradient and state.gradient):
             yield f"  gradients are accumulated in {own}"
         for dtype, feeds_back in dict.fromkeys((state.sum_dtype, state.feeds_back) for state in self.parameter_states):

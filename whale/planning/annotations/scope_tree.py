@@ -158,7 +158,7 @@ def _two_readings(outer: Scope, inner: Scope, layer: Op) -> AnnotationError:
     wide, narrow = outer.device_count, inner.device_count
     assert narrow is not None, "it says another count than the one that is stated"
     together = f"on the same devices, if both ask for as many ({inner.kind}({wide if wide else ''}))"
-    copies = f"in {wide or 'several'} copies of {counted(narrow, 'device')}, if the layers beside it stand in a scope of their own"
+    copies = f"in {wide or 'several'} copies of {counted(narrow, 'device')}, if the other layers have a scope of their own"
     return AnnotationError(
         f"{inner} inside {outer} (from {outer.where}) is ambiguous: {outer} also has layers of its own ({layer.name} at {layer.where})",
         where=inner.where,

@@ -70,7 +70,7 @@ def _placement(best: PricedPlacement, others: Mapping[str, str]) -> Choice:
         "placement",
         "devices of the stages",
         f"{counted(len(best.replicas), 'replica')} of {sizes}, {best.placement.rule}",
-        cost=f"ranked at {format_seconds(best.step_seconds)} per step, by a closed form that hides no sums" if others else "",
+        cost=f"ranked at {format_seconds(best.step_seconds)} per step, by a closed form without overlap of gradient sums" if others else "",
         bound=f"{used} of {used + len(best.placement.idle)} devices",
         runner_up="; ".join(f"{rule}: {price}" for rule, price in others.items()),
     )
@@ -367,9 +367,9 @@ def explain_step(step: StepEstimate) -> Iterator[Choice]:
         yield Choice(
             "estimate",
             "publishing",
-            f"{counted(len(given), 'bucket')} of updated weights on their way during the next forward passes{before}, on {slow.name}",
+            f"{counted(len(given), 'bucket')} of updated weights sent during the next forward passes{before}, on {slow.name}",
             cost=f"passes wait {format_seconds(waited)} for {format_bytes(round(sum(sync.num_bytes for sync in given)))}",
-            bound="before the step ends: parameters that replicas hold in unlike pieces, or all with communication.defer_weights: false"
+            bound="before the step ends: parameters that replicas hold in different pieces, or all with communication.defer_weights: false"
             if slow.num_given
             else "the slowest link of a ring",
         )

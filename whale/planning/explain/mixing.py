@@ -44,7 +44,7 @@ def explain_joining(joined: Sequence[Replica], plan: Plan, prices: Prices) -> It
             f"divided over one group of {stage.split} devices, {shard}",
             cost=f"{counted(len(bridges), 'bridge')}, {format_bytes(num_bytes)} per device",
             bound="; ".join(map(str, mixing)) or "another stage needs the batch whole",
-            runner_up=f"{counted(len(joined), 'replica')} by themselves: other numbers than those of one device",
+            runner_up=f"{counted(len(joined), 'replica')} each on its own rows: the numbers are not those of one device",
         )
 
 
@@ -106,7 +106,7 @@ def warn_of_mixing(mixing: Sequence[Mixing], plan: Plan, graph: ModelGraph) -> s
     for found in mixing:
         places.setdefault(place_of(found, graph), found.reason)
     shown = [f"  {place}: {reason}" for place, reason in list(places.items())[:MAX_PLACES]]
-    more = [f"  and {len(places) - MAX_PLACES} more places, which `whale plan --explain` tells"] if len(places) > MAX_PLACES else []
+    more = [f"  and {len(places) - MAX_PLACES} more places: see `whale plan --explain`"] if len(places) > MAX_PLACES else []
     counts = [pipeline.num_micro_batch for pipeline in plan.pipelines]
     pieces = f"{counted(len(plan.replicas), 'replica')} of {each_counted(list(dict.fromkeys(counts)), 'micro-batch')}"
     first = f"the batch is needed whole here, and {pieces} see only their own rows of it: the numbers are not those of one device"

@@ -54,7 +54,7 @@ def read_policy(policy: str | Shares, pipeline: PipelineShape) -> Policy:
     if any(pipeline.recomputed) and not pipeline.recomputed_stages:
         asked = policy if isinstance(policy, str) else dict(policy)
         raise ConfigError(
-            f"recompute.policy: {asked} does not go with schedule {pipeline.schedule}, which recomputes whole stages",
+            f"recompute.policy: {asked} cannot be used with schedule {pipeline.schedule}, which recomputes whole stages",
             hint="set recompute.policy: full, or by stage, full for at least one; other schedules recompute parts, with auto as little as "
             "memory needs",
         )

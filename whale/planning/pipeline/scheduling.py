@@ -242,7 +242,7 @@ def _check_chunks_alike(annotations: Annotations, stage_rank: tuple[int, ...], d
 
 def explain_schedule(pipeline: PipelineShape) -> Choice:
     held = ", ".join(str(count) for count in pipeline.in_flight)
-    shared = f" ({pipeline.num_asked} stages on {pipeline.num_ranks} devices: consecutive ones are one)"
+    shared = f" ({pipeline.num_asked} stages on {pipeline.num_ranks} devices: consecutive ones are merged)"
     shared = shared if pipeline.num_asked > pipeline.num_ranks else ""
     other = "gpipe" if pipeline.schedule != "gpipe" else "1f1b"
     runner_up = ""

@@ -203,7 +203,7 @@ class Block:
     def placements(self, memory: Sequence[float], work: Sequence[float] | None) -> tuple[Placement, ...]:
         """The placements worth pricing: the written one, else those for what its ranks hold and compute."""
         if self.asked.placed is not None:
-            return (Placement("as it is written", (self.asked.placed,), ()),)
+            return (Placement("as written in the plan", (self.asked.placed,), ()),)
         prefers = self.shape.config.cluster.device_place_prefer_intra_node
         return placements(self.cluster, self.shape.pipeline, memory, work, prefer_intra_node=prefers)
 
@@ -238,7 +238,7 @@ def _free(cluster: Cluster, blocks: Sequence[ReplicaBlock]) -> tuple[list[str], 
     named = {name: block for block in blocks for name in block.names}
     faults: list[WhaleError] = [
         ConfigError(
-            f"replicas.devices names {name}, which is not in cluster {cluster.name}",
+            f"replicas.devices names {name}, which is not in cluster {cluster.name!r}",
             where=block.at("devices"),
             hint=did_you_mean(name, cluster.by_name),
         )

@@ -41,7 +41,7 @@ def why_not_joined(replicas: Sequence[Replica]) -> str:
     if any(stage.split > 1 for replica in replicas for stage in replica.stages):
         return "a stage is split along another axis"
     if not _are_alike(replicas):
-        return "the replicas are not alike"
+        return "the replicas are not identical"
     return ""
 
 

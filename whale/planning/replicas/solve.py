@@ -295,7 +295,9 @@ def _divide(num_rows: int, models: Sequence[ReplicaModel], weights: Sequence[int
     sizes = divide(num_rows, weights, [curve.minimum for curve in curves])
     short, place = max((float(curve.excess[size]), curve.place) for curve, size in zip(curves, sizes, strict=True))
     if short > 0:
-        raise shortage(f"out of memory: rows by weight leave {place} {format_bytes(int(np.ceil(short)))} short", int(np.ceil(short)), sizes)
+        raise shortage(
+            f"out of memory: rows divided by weight leave {place} {format_bytes(int(np.ceil(short)))} short", int(np.ceil(short)), sizes
+        )
     return sizes
 
 

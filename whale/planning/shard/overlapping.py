@@ -75,7 +75,7 @@ class Overlapper:
     def _obstacle(self, scene: Scene, shards: tuple[Shard, ...], recompute: Recompute, rows: float) -> str:
         """Why a stage cannot be computed in halves; "" where it can."""
         if recompute.segments:
-            return "parts of it are computed again"
+            return "parts of it are recomputed"
         if rows < MIN_ROWS:
             return "it takes one row at a time"
         key = scene, unsized(shards)
@@ -119,9 +119,9 @@ def explain_overlap(found: Sequence[Sequence[Overlapping | None]]) -> Iterator[C
         yield Choice(
             "overlap",
             f"rows of stage {stage}{copies}",
-            "two halves, one computes while the other's messages travel" if overlapping.is_chosen else "at once",
+            "two halves: one computes during the communication of the other" if overlapping.is_chosen else "at once",
             cost=f"{format_seconds(overlapping.halves if overlapping.is_chosen else overlapping.whole)} per micro-batch",
-            bound=overlapping.reason or "time of the slowest device and of its messages",
+            bound=overlapping.reason or "compute and communication of the slowest device",
             runner_up=whole if overlapping.is_chosen else halves,
         )
 

@@ -112,7 +112,7 @@ def _refusal(scene: Scene, axis: str, width: int) -> Refusal | None:
         return whole_refusal(members[0], scene.role(members[0].name, axis))
     silent = next((op for op in scene.calls if axis in scene.axes_in(op.name) and axis not in scene.axes.ops[op.name].roles), None)
     if silent is not None:
-        return Refusal(f"{silent.target} does not say what it does with it (%{silent.name})", silent.where)
+        return Refusal(f"{silent.target} has no rule for it (%{silent.name})", silent.where)
     if axis != BATCH and axis in scene.axes.of_rows:
         return Refusal(f"the size of {axis} depends on the number of rows, which changes from batch to batch", members[0].where)
     size = scene.axes.by_name[axis].size
@@ -126,7 +126,7 @@ def _hint(op: Op, reason: str) -> str:
         return "correct the rule that whale.register_rule was given"
     if "no rule" not in reason:
         return ""
-    return f"whale.register_rule({op.target.rpartition('.')[0] or op.target!r}, ...) tells what the op does with its axes"
+    return f"whale.register_rule({op.target.rpartition('.')[0] or op.target!r}, ...) states what the op does with its axes"
 
 
 def _sharing(scene: Scene, axis: str) -> Refusal | None:
@@ -265,7 +265,7 @@ def _without_rule(scene: Scene, axis: str) -> Refusal | None:
 def _unknown(scope: Scope, scene: Scene) -> AnnotationError:
     assert scope.axis is not None
     if scope.axis == BATCH:
-        return AnnotationError("a split cannot cut the batch (axis='batch')", where=scope.where, hint="replicate is what cuts the batch")
+        return AnnotationError("a split cannot cut the batch (axis='batch')", where=scope.where, hint="use replicate, which cuts the batch")
     last = {name.rpartition(".")[2]: name for name in reversed(list(scene.members))}
     near = get_close_matches(scope.axis, [*scene.members, *last], MAX_NAMES, 0.5)
     names = list(dict.fromkeys(last.get(name, name) if name not in scene.members else name for name in near))

@@ -172,14 +172,14 @@ def _devices(plan: Plan, cluster: Cluster) -> Iterator[WhaleError]:
     unknown = sorted({name for name in plan.devices if name not in cluster.by_name})
     if unknown:
         yield PlanError(
-            f"the plan names devices that are not in cluster {cluster.name}: {', '.join(unknown)}",
+            f"the plan names devices that are not in cluster {cluster.name!r}: {', '.join(unknown)}",
             hint="pass the cluster that the plan was made for (--cluster, cluster=, or cluster: in the recipe), or plan again for this one",
         )
     else:  # a plan for another cluster has other idle devices too
         yield from _models(plan, cluster)
         idle = sorted(set(plan.idle_devices) & set(plan.devices) | (set(plan.idle_devices) - cluster.by_name.keys()))
         if idle:
-            yield PlanError(f"idle devices of the plan are in use or not in cluster {cluster.name}: {', '.join(idle)}")
+            yield PlanError(f"idle devices of the plan are in use or not in cluster {cluster.name!r}: {', '.join(idle)}")
     used = devices_of(plan.replicas)
     twice = sorted({name for name in used if used.count(name) > 1}) if len(set(used)) < len(used) else []
     if twice:

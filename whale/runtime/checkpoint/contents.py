@@ -190,7 +190,7 @@ def open_contents(path: Path, index: Index, fetch: ReadPiece | None = None) -> C
             raise _damage(path, piece, f"{found.dtype}{list(found.shape)} instead of {code}{list(form)}")
         checksum = zlib.crc32(_bytes_of(found))
         if checksum != piece.crc32:
-            raise _damage(path, piece, f"its checksum is {checksum:08x}, and was {piece.crc32:08x}")
+            raise _damage(path, piece, f"its checksum is {checksum:08x}, not {piece.crc32:08x}")
         return found if found.dtype == dtype else found.clone().view(dtype).reshape(piece.box.shape)
 
     def whole(key: str) -> Tensor:

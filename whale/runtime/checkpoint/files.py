@@ -180,11 +180,11 @@ def faults(path: Path) -> list[str]:
     try:
         number, files, checksums, _ = _marker(path)
     except FileNotFoundError:
-        return [f"{MARKER} is missing, which is written last"]
+        return [f"{MARKER}, which is written last, is missing"]
     except _MISREAD:
         return [f"{MARKER} is damaged"]
     if number != FORMAT:
-        return [f"it is of form {number}, and this version reads form {FORMAT}"]
+        return [f"it has format {number}, and this version reads format {FORMAT}"]
     found = []
     for name, size in files.items():
         file = path / name
@@ -193,7 +193,7 @@ def faults(path: Path) -> list[str]:
         elif file.stat().st_size != size:
             found.append(f"{name} has {file.stat().st_size} bytes instead of {size}")
         elif name in checksums and (checksum := _checksum(file)) != checksums[name]:
-            found.append(f"{name} is damaged: its checksum is {checksum:08x}, and was {checksums[name]:08x}")
+            found.append(f"{name} is damaged: its checksum is {checksum:08x}, not {checksums[name]:08x}")
     return found
 
 
@@ -236,7 +236,7 @@ def check_complete(path: Path) -> None:
         return
     nearby = previous(path) if not faults(previous(path)) else newest_complete(path.parent)
     hint = f"a complete checkpoint is at {nearby}" if nearby is not None else "there is no complete checkpoint next to it"
-    raise CheckpointError(f"the checkpoint {path} is not complete: {'; '.join(found)}", hint=hint)
+    raise CheckpointError(f"{path} is not a complete checkpoint: {'; '.join(found)}", hint=hint)
 
 
 def newest_complete(folder: Path) -> Path | None:

@@ -163,7 +163,7 @@ class Saving:
         name = aside(self.path) / f"rank_{self.world.rank}"
         if not name.parent.is_dir():
             raise CheckpointError(
-                f"rank {self.world.rank} does not see {name.parent}, which rank 0 has made",
+                f"rank {self.world.rank} does not see {name.parent}, which rank 0 made",
                 hint="save to a file system that all hosts share",
             )
         try:
@@ -209,7 +209,7 @@ class Saving:
 
     def _go_on(self) -> None:
         if self._given_up.is_set():
-            raise CheckpointError(f"{self.path} was given up before it was complete")
+            raise CheckpointError(f"{self.path} was abandoned before it was complete")
 
 
 _UNFINISHED: set[Saving] = set()

@@ -73,7 +73,7 @@ def keep_part(
     def write() -> None:
         folder.mkdir(mode=0o700, exist_ok=True)
         if size > (free := disk_usage(folder).free):
-            raise CheckpointError(f"{folder} has no room for what rank {rank} holds ({format_bytes(size)}; free: {format_bytes(free)})")
+            raise CheckpointError(f"{folder} has no room for the state of rank {rank} ({format_bytes(size)}; free: {format_bytes(free)})")
         data = name.with_suffix(".safetensors")
         try:
             stored = write_pieces(data, pieces, lambda: None)
@@ -166,7 +166,7 @@ def _wants(tensor: StoredTensor, piece: StoredPiece, tensors: Mapping[str, Tenso
 def _travel(world: World, values: Tensor, source: int, target: int, piece: StoredPiece) -> Tensor:
     flat = values.reshape(-1).view(torch.uint8)
     if flat.numel():
-        action, is_source = f"bringing {piece.name}, which a host kept", world.rank == source
+        action, is_source = f"fetching {piece.name}, which another host kept", world.rank == source
         with world.waits.speaking(action, [target if is_source else source]):
             work = dist.isend(flat, target) if is_source else dist.irecv(flat, source)
         assert work is not None
@@ -212,9 +212,9 @@ def find_kept(folder: Path, purpose: str, names: Sequence[str], world: World) ->
             there_are = {file: ours[name] for file, name in by_file.items()}
             found = SurvivingState(whole, there_are, {file: readers[name] for file, name in by_file.items()}, folder)
             return found, reason if last > step else ""
-        what = f"nobody is left who holds all of {first_few(missing)}" if missing else f"running statistics were not merged ({lacks[0]})"
+        what = f"no rank is left that holds all of {first_few(missing)}" if missing else f"running statistics were not merged ({lacks[0]})"
         if not reason:
-            reason, last = f"step {step} cannot be had from memory: {what}", step
+            reason, last = f"step {step} cannot be restored from memory: {what}", step
     return None, reason
 
 

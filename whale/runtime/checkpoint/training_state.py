@@ -247,7 +247,7 @@ def _tell_of_schedule(state: EngineState, extras: Extras) -> None:
     """Warns of a schedule that does not go on, for there is none here, or was none there."""
     if state.scheduler is not None:
         here = type(state.scheduler).__name__
-        warn(f"the checkpoint has no scheduler state: the scheduler of parallelize ({here}) begins at its start")
+        warn(f"the checkpoint has no scheduler state: the scheduler of parallelize ({here}) starts from the beginning")
     elif state.optimizer is not None and (there := extras.shared.get(f"{KIND}scheduler")) is not None:
         warn(
             f"the checkpoint has the state of a scheduler ({there}), but parallelize was given none: learning rates stay as they were saved"

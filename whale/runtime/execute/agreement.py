@@ -29,8 +29,8 @@ DEVICE_STEPS = 3
 """Steps in which batches on a device are compared by content, for which the host waits."""
 
 _KNOWN_BY = (
-    "A batch of engine.loader is known by its tensors: where all are replaced (x.to(device), which the engine does for you), replace them "
-    "inside the batch that the loader gave"
+    "A batch of engine.loader is recognised by its tensors: where all are replaced (x.to(device), which the engine does for you), replace "
+    "them inside the batch that the loader gave"
 )
 _NUM_OF_BATCH = call_check.NUM_TOLD - equal_copies.NUM_TOLD
 _CALLS: Mapping[str, call_check.Call] = {"train": "step", "eval": "evaluate", "predict": "predict", "eval_predict": "evaluate"}
@@ -256,7 +256,11 @@ class Agreement:
         first, reference = next(iter(known.items()))
         names = dict.fromkeys(name for contents in known.values() for name in contents)
         odd = {name: [rank for rank, contents in known.items() if contents.get(name) != reference.get(name)] for name in names}
-        listing = "; ".join(f"{name}: {listed('rank', ranks)} unlike rank {first}" for name, ranks in odd.items() if ranks)
+        listing = "; ".join(
+            f"{name}: {listed('rank', ranks)} {'differs' if len(ranks) == 1 else 'differ'} from rank {first}"
+            for name, ranks in odd.items()
+            if ranks
+        )
         raise BatchError(
             f"the batch differs between ranks ({listing})",
             hint="a DataLoader with shuffle=True gives each rank other rows unless it is seeded: pass it generator="

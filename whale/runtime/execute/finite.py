@@ -76,7 +76,7 @@ class LossWatch:
             step_number, account, loss = self._copied.popleft()
             if not math.isfinite(loss.read()):
                 self._bad_step = step_number  # peers may be lost while ranks report where it arose
-            self._check(step_number, account, loss.read(), "it has gone into the weights since, load a checkpoint")
+            self._check(step_number, account, loss.read(), "the weights have been updated with it since: load a checkpoint")
 
     def has_bad(self, num_steps: int) -> bool:
         """Whether a loss of the first `num_steps` steps, which is in the weights, is not finite; waits for nothing."""
@@ -92,11 +92,11 @@ class LossWatch:
     def ranks_of(self, account: LossAccount) -> str:
         """The ranks whose own part of the loss is not finite, for a message. A collective of the world."""
         ranks = [rank for rank, is_finite in enumerate(self._world.gather_objects(account.is_finite)) if not is_finite]
-        return f"on {listed('rank', ranks)}" if ranks else "on no rank by itself, in their sum"
+        return f"on {listed('rank', ranks)}" if ranks else "on no single rank, only in the sum over ranks"
 
     def _check(self, step_number: int, account: LossAccount, loss: float, kept: str) -> None:
         if not math.isfinite(loss):
             raise RuntimeFault(
                 f"the loss is {loss} at step {step_number + 1} {self.ranks_of(account)}; {kept}",
-                hint="lower the learning rate, or set gradient.clip_norm; gradient.skip_nonfinite leaves out such steps, with a warning",
+                hint="lower the learning rate, or set gradient.clip_norm; gradient.skip_nonfinite skips such steps, with a warning",
             )

@@ -126,7 +126,7 @@ class Compilation:
         first_line, cause = str(inner).partition("\n")[0], re.search(r"got (\w+\(.*\))$", str(inner), re.MULTILINE)
         reason = cause[1] if cause else f"{type(inner).__name__}: {first_line}"
         alike = len(self._alike[run.code]) - 1
-        others = f", as does what is alike ({counted(alike, 'run')})" if alike else ""
+        others = f" (and {counted(alike, 'equal run')})" if alike else ""
         warn(f"torch.compile fails on %{first} .. %{last}{place}, which run eagerly{others}: {reason}")
 
 

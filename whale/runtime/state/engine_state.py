@@ -38,7 +38,7 @@ class _Replaced(list[dict[str, Any]]):
 
     def _error(self) -> ConfigError:
         return ConfigError(
-            "this optimizer was replaced by engine.replan and trains nothing any more",
+            "this optimizer was replaced by engine.replan and has no effect any more",
             hint="read engine.optimizer and engine.scheduler again after engine.replan",
         )
 

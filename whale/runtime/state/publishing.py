@@ -219,7 +219,7 @@ class Publishing:
         now = self._read_versions()
         if written := dict.fromkeys(name for name, own in self._watched if self._versions[own] != now[own]):
             raise RuntimeFault(
-                f"weights were written since the last step ({first_few(list(written))}), but ranks read copies of them: write them by "
+                f"weights were written since the last step ({first_few(list(written))}), but ranks read copies of them: write weights by "
                 "engine.load_state_dict"
             )
 

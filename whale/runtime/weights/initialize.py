@@ -118,7 +118,7 @@ class _Builder:
         """Raises all faults, with all unfilled tensors as one."""
         if self.unfilled:
             listing = "".join(f"\n  {slot}" for slot in self.unfilled)
-            message = f"a model on the meta device needs its tensors filled, and nothing fills all of these {len(self.unfilled)}:{listing}"
+            message = f"a model on the meta device needs its tensors filled, and nothing fills these {len(self.unfilled)}:{listing}"
             self.faults.append(InitializationError(message, hint=_HINT))
         raise_faults(self.faults)
 

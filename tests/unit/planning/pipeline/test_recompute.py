@@ -229,7 +229,7 @@ def test_each_device_recomputes_as_its_own_memory_demands(golden: Callable[[str,
         ),
         (
             {"recompute.policy": "auto", "pipeline.schedule": "shifted_critical_path"},
-            r"recompute\.policy: auto does not go with schedule .*, which recomputes whole stages",
+            r"recompute\.policy: auto cannot be used with schedule .*, which recomputes whole stages",
         ),
         ({"recompute.policy": {0: 0.5}, "pipeline.schedule": "recompute_early"}, "schedule recompute_early, which recomputes whole stages"),
         ({"pipeline.schedule": "interleaved", "pipeline.num_chunks": 5}, r"the 10 stages of schedule interleaved with 5 chunks on 2 ranks"),

@@ -122,7 +122,7 @@ def test_every_row_is_given_out(shapes: list[tuple[int, int]]) -> None:
 @pytest.mark.parametrize(
     ("blocks", "message"),
     [
-        ([{"devices": ["h0/9"]}], r"h0/9, which is not in cluster test\n  hint: did you mean 'h0/"),
+        ([{"devices": ["h0/9"]}], r"h0/9, which is not in cluster 'test'\n  hint: did you mean 'h0/"),
         ([{"devices": 3, "num_stages": 2}], r"devices: 3 of replica 0 contradicts its stages, which need 1 \+ 1"),
         ([{"devices": 3, "split": 2}], "devices: 3 of replica 0 contradicts its stages, which need 2"),
         ([{"num_stages": 3}, {"split": 2}], "replica 1 takes 2, left: 1"),

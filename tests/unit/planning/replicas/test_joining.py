@@ -89,7 +89,7 @@ def said_apart(plan: Plan) -> str:
         ({"communication.gather_rows": False}, "communication.gather_rows is false"),
         (
             {"replicas": [{"devices": ["host0/0"]}, {"devices": ["host0/1", "host0/2"], "num_stages": 2}]},
-            "the replicas are not alike",
+            "the replicas are not identical",
         ),
     ],
 )

@@ -139,7 +139,7 @@ def spoil(plan: Plan, **fields: object) -> Plan:
     [
         ({"whole_in": ("nothing",)}, "does not have what its cut of .* names .*whole_in: nothing"),
         ({"whole_parameters": ("nothing",)}, "does not have what its cut of .* names .*whole_parameters: nothing"),
-        ({"scattered": ("up0",)}, "only a sum over another axis is scattered"),
+        ({"scattered": ("up0",)}, "only a sum over another axis can"),
         ({"arriving": ("up0",)}, "does not have what its cut of .* names .*arriving: up0"),
     ],
 )

@@ -64,7 +64,7 @@ def test_halves_where_messages_take_time() -> None:
     assert found.step_seconds < plain.step_seconds
     assert "its rows at once" in choice(found).runner_up
     assert choice(plain).bound == "communication.overlap: false"
-    assert "in two halves that take turns" in str(found)
+    assert "in two alternating halves" in str(found)
 
 
 def test_rows_at_once_where_starting_kernels_takes_time() -> None:

@@ -43,7 +43,7 @@ def with_edges(*edges: Edge) -> Plan:
     ("broken", "message"),
     [
         (lambda: replace(PLAN, model="other"), "made for another model"),
-        (lambda: replace(PLAN, devices=("h0/0", "nowhere")), "not in cluster test: nowhere"),
+        (lambda: replace(PLAN, devices=("h0/0", "nowhere")), "not in cluster 'test': nowhere"),
         (lambda: with_edges(), "layer2 in .* reads what the stage does not have: layer1"),
         (
             lambda: replace(PLAN, batch_axes=(("layer1", BatchAxis(1, 1, 1)),)),
@@ -70,7 +70,7 @@ def with_edges(*edges: Edge) -> Plan:
             "edge 0 -> 1 of replica 0 lists tensors twice: layer1",
         ),
         (lambda: replace(PLAN, idle_devices=("h0/0",)), "idle devices of the plan are in use or not in cluster .*: h0/0"),
-        (lambda: with_pipeline(group_size=2), "group size 2 does not go with schedule"),
+        (lambda: with_pipeline(group_size=2), "group size 2 cannot be used with schedule"),
         (
             lambda: with_stage(0, ops=(*PLAN.replicas[0].stages[0].ops, "no_op")),
             r"replica 0, stage 0 names ops that the model does not have: no_op",

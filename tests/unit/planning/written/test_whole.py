@@ -186,7 +186,7 @@ def test_rows_are_those_of_the_batch_that_is_planned(asked: int, tmp_path: Path)
         (
             [FIRST, LAST | {"devices": ["h0/9"]}],
             {},
-            r"stage 1 runs on h0/9, which is not in cluster test\n  at .*\n  hint: did you mean",
+            r"stage 1 runs on h0/9, which is not in cluster 'test'\n  at .*\n  hint: did you mean",
             "h0/9",
         ),
         ([FIRST | {"split": 2}, LAST], {}, r"split: 2 of stage 0 does not divide its 1 devices", "split"),
@@ -207,7 +207,7 @@ def test_rows_are_those_of_the_batch_that_is_planned(asked: int, tmp_path: Path)
             "recompute",
         ),
         ([FIRST, LAST], {"recompute": "selective"}, "recompute: selective cannot be given together with stages", "recompute"),
-        ([FIRST, LAST], {"num_chunks": 2}, r"chunks: 2 does not go with schedule 1f1b, which has 1 chunk per rank\n  at ", "num_chunks"),
+        ([FIRST, LAST], {"num_chunks": 2}, r"chunks: 2 cannot be used with schedule 1f1b, which has 1 chunk per rank\n  at ", "num_chunks"),
         ([FIRST, LAST], {"split": 2}, r"split cannot be given together with stages.* \(replica 0\)", "split"),
         ([FIRST, {"devices": ["h0/1"]}], {}, "stage 1 lacks ops", "h0/1"),
         ([FIRST, LAST | {"colour": 1}], {}, "unknown key 'colour' in a stage", "colour"),

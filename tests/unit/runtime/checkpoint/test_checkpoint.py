@@ -175,12 +175,12 @@ def test_a_save_that_fails_keeps_the_previous_one(tmp_path: Path, monkeypatch: p
 @pytest.mark.parametrize(
     ("harm", "complaint"),
     [
-        (lambda path: (path / "complete.json").unlink(), "complete.json is missing"),
+        (lambda path: (path / "complete.json").unlink(), "complete.json, which is written last, is missing"),
         (lambda path: (path / "complete.json").write_text("{"), "complete.json is damaged"),
         (lambda path: (path / "index.json").unlink(), r"index\.json is missing"),
         (lambda path: (path / "rank_0.safetensors").unlink(), r"rank_0\.safetensors is missing"),
         (lambda path: (path / "rank_0.safetensors").write_bytes(b"x"), r"rank_0\.safetensors has 1 bytes instead of \d+"),
-        (lambda path: (path / "complete.json").write_text(json.dumps({"format": 1, "files": {}})), "it is of form 1"),
+        (lambda path: (path / "complete.json").write_text(json.dumps({"format": 1, "files": {}})), "it has format 1"),
         (lambda path: shutil.rmtree(path), "no such folder"),
     ],
 )

@@ -227,7 +227,7 @@ def test_how_many_runs_share_a_graph_that_fails() -> None:
     engine = make_engine(make_model(drop=0.3), runtime__compile=True)
     with (
         mock.patch.object(torch._dynamo, "lookup_backend", lambda _: fails),
-        pytest.warns(UserWarning, match=r"which run eagerly, as does what is alike \(1 run\): .*no such kernel"),
+        pytest.warns(UserWarning, match=r"which run eagerly \(and 1 equal run\): .*no such kernel"),
     ):
         engine.step(make_batch(6))
     found = compilation(engine)

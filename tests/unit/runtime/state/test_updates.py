@@ -53,11 +53,11 @@ def test_an_undivided_batch_may_write_anything(name: str) -> None:
 
 
 REASONS = {
-    "variance": "vector: aten.var.dim (%var) makes it neither",
-    "decayed_sum": "vector: aten.add_.Tensor (%add_) makes it neither",
+    "variance": "vector: aten.var.dim (%var) gives neither",
+    "decayed_sum": "vector: aten.add_.Tensor (%add_) gives neither",
     "read_afterwards": "vector: it is read after it was written from rows",
     "random": "vector: it depends on random numbers",
-    "rows": "square: aten.copy_.default (%copy_) makes it neither",
+    "rows": "square: aten.copy_.default (%copy_) gives neither",
 }
 
 
