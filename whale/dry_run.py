@@ -27,7 +27,7 @@ from whale.ir.plan import Plan, Replica
 from whale.ir.schedule import Action, Kind, Schedule
 from whale.runtime.execute.batch import BatchView
 from whale.runtime.execute.roster import Roster
-from whale.runtime.program.captured import Captured
+from whale.runtime.program.stage_source import Captured
 from whale.runtime.program.watch import Watch
 from whale.runtime.runtime import Runtime
 from whale.runtime.state.engine_state import EngineState

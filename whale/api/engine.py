@@ -45,8 +45,7 @@ from whale.runtime.execute.call_check import Call
 from whale.runtime.runtime import Runtime
 from whale.runtime.state.engine_state import EngineState
 from whale.runtime.training import Accumulated, forward_backward, train_step, update
-from whale.runtime.weights.filling import fill_tensors
-from whale.runtime.weights.gathering import gather_tensors
+from whale.runtime.weights.gathering import fill_tensors, gather_tensors
 from whale.units import counted
 
 if TYPE_CHECKING:

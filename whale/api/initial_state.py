@@ -19,12 +19,12 @@ from whale.api.modes import Modes
 from whale.comm import Groups, World, together
 from whale.errors import ConfigError, WhaleError, first_few, warn
 from whale.ir.graph import ModelGraph
+from whale.runtime.execute.equal_copies import checksum
 from whale.runtime.execute.roster import Roster
 from whale.runtime.state.engine_state import EngineState
 from whale.runtime.state.holdings import Holdings
 from whale.runtime.state.joint import JointOptimizer, JointScheduler, Pattern, check_elementwise, divided, members_of
 from whale.runtime.state.publishing import home, in_forms
-from whale.runtime.weights.checksums import checksums
 from whale.runtime.weights.initialize import initial_tensors
 
 MakeOne = Callable[[list[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
@@ -104,7 +104,9 @@ def _take_from_rank_0(
 ) -> None:
     """Where ranks built the model with other weights than rank 0, rank 0's are sent, whole and one at a time, with one warning."""
     world = roster.world
-    sums = world.gather_objects(checksums(real if world.rank == 0 else {name: real[name] for name in tensors if name in real}))
+    mine = real if world.rank == 0 else {name: real[name] for name in tensors if name in real}
+    started = {name: checksum(value.detach()) for name, value in mine.items()}
+    sums = world.gather_objects({name: int(digest) for name, digest in started.items()})
     by_rank = [each for each in sums if isinstance(each, Mapping)]
     differing: dict[str, tuple[int, ...]] = {}
     for name in sorted(real):

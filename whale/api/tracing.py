@@ -21,8 +21,7 @@ from whale.ir.graph import ModelGraph
 from whale.ir.serialization import to_json
 from whale.ir.timeline import STEPS, StepRecording
 from whale.runtime.execute.roster import Roster
-from whale.runtime.recording.rank_step import RankStep, put_together
-from whale.runtime.recording.recorder import Recorder
+from whale.runtime.recording.recorder import RankStep, Recorder, put_together
 
 TRACE, REPORT = "trace.json", "report.html"
 

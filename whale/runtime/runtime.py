@@ -25,16 +25,16 @@ from whale.runtime.execute.finite import LossWatch
 from whale.runtime.execute.roster import Roster
 from whale.runtime.execute.status import StatusBoard
 from whale.runtime.execute.worker import Worker
-from whale.runtime.program.captured import Captured
 from whale.runtime.program.compiled import Compilation
+from whale.runtime.program.stage_source import Captured
 from whale.runtime.program.watch import NOBODY, Watch
-from whale.runtime.state.clipping import Clipping
 from whale.runtime.state.engine_state import EngineState
 from whale.runtime.state.gathered import GatheredWeights
 from whale.runtime.state.gradient_sync import GradientSync
 from whale.runtime.state.holdings import Holdings, discover_if_sharded
 from whale.runtime.state.host_copies import HostCopies
 from whale.runtime.state.publishing import Publishing
+from whale.runtime.state.scaling import Clipping
 from whale.runtime.state.updates import KeptBuffers, SharedBuffers, merge_buffers
 from whale.runtime.weights.gathering import lend_tensors
 from whale.schedules import alike_schedules

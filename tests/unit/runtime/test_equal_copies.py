@@ -8,7 +8,17 @@ import torch
 from whale.runtime.execute import equal_copies
 from whale.runtime.execute.equal_copies import checksum
 
-TYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.complex64, torch.int8, torch.bool)
+TYPES = (
+    torch.float64,
+    torch.float32,
+    torch.bfloat16,
+    torch.float8_e4m3fn,
+    torch.complex64,
+    torch.complex128,
+    torch.int8,
+    torch.int64,
+    torch.bool,
+)
 
 
 @pytest.mark.parametrize("dtype", TYPES)

@@ -19,10 +19,9 @@ from whale.ir.plan import ParameterState
 from whale.runtime.execute.roster import Roster
 from whale.runtime.state.engine_state import EngineState
 from whale.runtime.state.holdings import Holdings
-from whale.runtime.state.optimizer_state import OptimizerState
+from whale.runtime.state.optimizer_state import OptimizerState, fitted_state, read_scheduler
 from whale.runtime.state.perform import Whole, perform
 from whale.runtime.state.publishing import home, in_forms
-from whale.runtime.state.scheduler_state import fitted_state, read_scheduler
 from whale.sharding import IndexSpace, Sharding, reshard
 
 

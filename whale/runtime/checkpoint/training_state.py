@@ -31,9 +31,8 @@ from whale.runtime.execute.roster import Roster
 from whale.runtime.state.engine_state import EngineState, without_averages
 from whale.runtime.state.holdings import Holdings
 from whale.runtime.state.joint import JointOptimizer, JointScheduler, members_of
-from whale.runtime.state.optimizer_state import OptimizerState, check_optimizer, group_members
+from whale.runtime.state.optimizer_state import OptimizerState, check_optimizer, fitted_state, group_members, read_scheduler
 from whale.runtime.state.scaling import LossScale
-from whale.runtime.state.scheduler_state import fitted_state, read_scheduler
 
 
 def random_state() -> dict[str, Any]:

@@ -18,11 +18,10 @@ from whale.runtime.execute.connections import Connections
 from whale.runtime.execute.roster import RankPlace
 from whale.runtime.execute.stage import StageRunner
 from whale.runtime.program.away import kept_on_host
-from whale.runtime.program.captured import Captured
 from whale.runtime.program.compiled import Compilation
 from whale.runtime.program.lowering import StageShards
 from whale.runtime.program.shard import Slots
-from whale.runtime.program.stage_source import StageSource
+from whale.runtime.program.stage_source import Captured, StageSource
 from whale.runtime.state.gathered import GatheredWeights
 from whale.runtime.state.holdings import Holdings
 from whale.runtime.state.publishing import Publishing

@@ -14,16 +14,15 @@ from whale.ir.schedule import Schedule
 from whale.ir.updates import buffer_updates
 from whale.runtime.execute.agreement import Agreement, PendingAgreement
 from whale.runtime.execute.batch import BatchView, InputsAhead
-from whale.runtime.execute.boundary import Boundary
 from whale.runtime.execute.call_check import Call
 from whale.runtime.execute.connections import Connections
 from whale.runtime.execute.equal_copies import EqualCopies
-from whale.runtime.execute.exchange import Exchange
+from whale.runtime.execute.exchange import Boundary, Exchange
 from whale.runtime.execute.executor import ActionOrder, Executor, StepState
 from whale.runtime.execute.loss import LossAccount, weight_program
 from whale.runtime.execute.rank_stages import RankStages, make_stages
-from whale.runtime.program.captured import Captured
 from whale.runtime.program.compiled import Compilation
+from whale.runtime.program.stage_source import Captured
 from whale.runtime.state.gathered import GatheredWeights
 from whale.runtime.state.gradient_sync import GradientSync
 from whale.runtime.state.holdings import Holdings

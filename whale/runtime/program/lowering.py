@@ -21,7 +21,6 @@ from whale.runtime.program.overlap import overlap
 from whale.runtime.program.regather import keep_parts
 from whale.runtime.program.segments import Rewrite, with_segments
 from whale.runtime.program.shard import GROUP, Slots, lower_shards
-from whale.runtime.program.shared_gradient import divide_gradients
 from whale.runtime.program.watch import NOBODY, Watch
 
 
@@ -195,3 +194,31 @@ def _place(node: fx.Node, device: torch.device) -> None:
 
     node.args = tuple(moved(argument) for argument in node.args)
     node.kwargs = {key: moved(argument) for key, argument in node.kwargs.items()}
+
+
+class _Divided(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor, count: int) -> torch.Tensor:
+        ctx.count = count
+        return value.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradients[0] / ctx.count, None
+
+
+def divided(value: torch.Tensor, count: int) -> torch.Tensor:
+    """The same value; its gradient is divided by `count`."""
+    result: torch.Tensor = _Divided.apply(value, count)  # type: ignore[no-untyped-call]
+    return result
+
+
+def divide_gradients(graph: fx.Graph, model: ModelGraph, names: Collection[str], count: int) -> None:
+    """Inserts `divided` after the placeholders of some parameters, in place."""
+    for node in graph.find_nodes(op="placeholder"):
+        op = model.by_name.get(str(node.target))
+        if op is None or op.kind != "parameter" or model.parameter_by_name[op.target].name not in names:
+            continue
+        with graph.inserting_after(node):
+            part = graph.call_function(divided, (node, count))
+        node.replace_all_uses_with(part, delete_user_cb=lambda user, part=part: user is not part)

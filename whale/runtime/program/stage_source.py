@@ -1,12 +1,14 @@
-"""A stage's program for any number of rows, lowered once per captured graph, and per number of rows where those are cut.
+"""A captured mode of the model, and a stage's program for any number of rows: lowered once per captured graph.
 
-A stage that runs in halves has a second program for a single row, a compiled one another of static shapes for the first number of rows.
+Where rows are cut it is lowered once per number of rows. A stage that runs in halves has a second program for a single row, a compiled one
+another of static shapes for the first number of rows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
+from typing import Protocol
 
 import torch
 from torch import fx
@@ -18,6 +20,22 @@ from whale.runtime.program.bringing import Numbers
 from whale.runtime.program.compiled import Compilation, compile_runs
 from whale.runtime.program.lowering import StageProgram, StageShards, lower
 from whale.runtime.program.watch import NOBODY, Watch
+
+
+class Captured(Protocol):
+    """A captured mode."""
+
+    @property
+    def graph(self) -> ModelGraph:
+        pass
+
+    @property
+    def constants(self) -> Mapping[str, torch.Tensor]:
+        """Tensors that the model's code made, by op name."""
+
+    def graph_for(self, num_rows: int) -> fx.Graph:
+        """The program for pieces of `num_rows` rows."""
+
 
 GraphSource = Callable[[int], fx.Graph]
 """The captured graph by number of rows."""

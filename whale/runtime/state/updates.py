@@ -19,7 +19,24 @@ from whale.ir.graph import ModelGraph
 from whale.ir.updates import UpdateKind
 from whale.runtime.program.shard.pieces import Index, part, write_part
 from whale.runtime.state.holdings import Holdings
-from whale.runtime.state.wide import as_real, is_whole, wide, widened
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.complex128 if dtype.is_complex else torch.float64
+
+
+def widened(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to(wide(tensor.dtype))
+
+
+def as_real(tensor: torch.Tensor) -> torch.Tensor:
+    """A complex tensor as its real and imaginary parts, in the same memory; any other as it is."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+def is_whole(dtype: torch.dtype) -> bool:
+    """Whether values of a type are integers, so that a mean of them is rounded."""
+    return not dtype.is_floating_point and not dtype.is_complex
 
 
 def row_shares(holdings: Holdings, rank: int, names: Iterable[str]) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""Gathers what ranks hold in parts: whole state dicts, and the rows of predictions."""
+"""Whole tensors to and from the parts that ranks hold: state dicts gathered and loaded, and the rows of predictions."""
 
 from __future__ import annotations
 
@@ -8,17 +8,20 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
-from whale.comm import World
-from whale.errors import PlanError, warn
+from whale.comm import World, together
+from whale.errors import CheckpointError, PlanError, WhaleError, raise_faults, warn
 from whale.ir.graph import ModelGraph, Op
 from whale.ir.plan import BATCH, BatchAxis, Plan
 from whale.ir.writes import Reads
-from whale.runtime.program.shard.pieces import as_index, write_part
+from whale.runtime.execute.batch import combined, digests
+from whale.runtime.program.shard.pieces import as_index, part, write_part
+from whale.runtime.state.engine_state import EngineState
 from whale.runtime.state.holdings import Holdings
 from whale.runtime.state.perform import Whole, flat_bytes, perform
 from whale.sharding import Region, Sharding, reshard
 from whale.sharding.crossings import row_space
 from whale.sharding.index_sets import count
+from whale.units import listed
 
 
 def gather_tensors(
@@ -197,3 +200,48 @@ def _share(piece: torch.Tensor, mine: torch.Tensor | None, holder: int, world: W
     if not world.is_alone:
         with world.speaking("gathering predictions"):
             dist.broadcast(flat_bytes(piece), src=holder)
+
+
+def fill_tensors(
+    model: ModelGraph,  # names and shapes
+    holdings: Holdings,
+    rank: int | None,  # this rank of the plan; None if idle
+    state: EngineState,  # of this rank
+    given: Mapping[str, torch.Tensor],  # the state dict, equal on every rank
+    keys: Mapping[str, str],  # that it must have, with the canonical name of each
+    world: World,
+) -> None:
+    """Copies a state dict into the tensors of this rank; on an error nothing has changed.
+    Raises CheckpointError if keys are missing or unknown, shapes differ, or ranks have different state dicts.
+    """
+    together(world, lambda: _check(model, given, keys))
+    odd = _unlike_rank_0(combined(digests({key: given[key] for key in sorted(keys)})), world)
+    if odd:
+        raise CheckpointError(
+            f"ranks load different state dicts ({listed('rank', odd)} differs from rank 0)",
+            hint="read the same file on every rank, or send it from rank 0",
+        )
+    with torch.no_grad():
+        for key, name in keys.items():
+            if rank is not None and name in state.tensors:
+                own = holdings.cut_out(name, rank, given[key])
+                if state.tensors[name].untyped_storage().nbytes():  # else it is gathered when ops read it
+                    state.tensors[name].copy_(own)
+                if name in state.kept and state.kept[name] is not state.tensors[name]:
+                    index = holdings.kept_index(name, rank)
+                    state.kept[name].copy_(own if index is None else part(own, index))
+
+
+def _check(model: ModelGraph, given: Mapping[str, torch.Tensor], keys: Mapping[str, str]) -> None:
+    faults: list[WhaleError] = [CheckpointError(f"the state dict lacks {key}") for key in keys if key not in given]
+    faults += [CheckpointError(f"the state dict has {key}, which the model does not have") for key in given if key not in keys]
+    for key, name in keys.items():
+        here = model.parameter_by_name[name].spec.shape
+        if key in given and tuple(given[key].shape) != here:
+            faults.append(CheckpointError(f"{key} of the state dict has shape {list(given[key].shape)}, {list(here)} in the model"))
+    raise_faults(faults)
+
+
+def _unlike_rank_0(digest: int, world: World) -> list[int]:
+    found = world.gather_objects(digest)
+    return [rank for rank, other in enumerate(found) if other != found[0]]

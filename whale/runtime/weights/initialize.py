@@ -21,8 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from whale.errors import InitializationError, WhaleError, raise_faults
-from whale.runtime.weights.initializers import Initializer, find_initializers
-from whale.runtime.weights.shadow import Shadow, Slot, make_shadow, named_tensors
+from whale.runtime.weights.initializers import Initializer, Shadow, Slot, find_initializers, make_shadow, named_tensors
 
 _HINT = "pass initialize=function; it is called with each module and fills its tensors in place. Or build the model on a real device"
 _SENTINELS = (0x55, 0x2A)  # two bytes that differ in every bit but the highest; as booleans True and False

@@ -7,8 +7,7 @@ import torch
 from whale.comm import Channel, Clock
 from whale.ir.schedule import Action
 from whale.ir.timeline import Message
-from whale.runtime.recording.rank_step import Leg, RankStep, put_together
-from whale.runtime.recording.recorder import Recorder
+from whale.runtime.recording.recorder import Leg, RankStep, Recorder, put_together
 
 
 def seen(rank: int, start: float, sends: tuple[Leg, ...] = (), receives: tuple[Leg, ...] = (), error: float = 0.0) -> RankStep:

@@ -7,9 +7,8 @@ from torch import nn
 
 from whale.ir.graph import ModelGraph
 from whale.ir.plan import Pipeline, Plan, Replica, Stage, VirtualDevice
-from whale.runtime.state.clipping import Clipping
 from whale.runtime.state.holdings import Holdings
-from whale.runtime.state.scaling import scale
+from whale.runtime.state.scaling import Clipping, scale
 
 
 def holdings_of(*names: str) -> Holdings:

@@ -11,8 +11,7 @@ import torch
 from torch import nn
 from torch.optim import lr_scheduler as of
 
-from whale.runtime.state.optimizer_state import group_members, read_optimizer, write_optimizer
-from whale.runtime.state.scheduler_state import fitted_state, read_scheduler
+from whale.runtime.state.optimizer_state import fitted_state, group_members, read_optimizer, read_scheduler, write_optimizer
 
 torch.set_num_threads(1)
 NAMES = "abcd"

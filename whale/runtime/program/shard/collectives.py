@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from whale.runtime.program.shard.group import Arrival, Group
+from whale.runtime.program.shard.pieces import as_bytes
 from whale.runtime.program.shard.slots import Slots
 
 
@@ -64,8 +65,8 @@ def all_gather(value: Tensor, slots: Slots, group: Group, what: str) -> Pending:
         return _swap([value] * group.size, shapes, slots.put_together, group, f"all-gather of {what}")
     own = value.contiguous()
     received = [own.new_empty(shape) for shape in shapes]
-    wires = [_bytes(received[device]) for device in group.order]
-    return Pending(lambda: slots.put_together(received), group.all_gather(wires, _bytes(own), f"all-gather of {what}"))
+    wires = [as_bytes(received[device]) for device in group.order]
+    return Pending(lambda: slots.put_together(received), group.all_gather(wires, as_bytes(own), f"all-gather of {what}"))
 
 
 def reduce_scatter(value: Tensor, slots: Slots, group: Group, what: str) -> Pending:
@@ -125,8 +126,3 @@ def _swap(
         return join([arrived[device].to(dtype).reshape(shape) for device, shape in enumerate(shapes)])
 
     return Pending(finish, arrival)
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    """Booleans as bytes: not every backend sends booleans."""
-    return tensor.view(torch.uint8) if tensor.dtype is torch.bool else tensor

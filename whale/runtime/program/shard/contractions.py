@@ -16,7 +16,7 @@ from torch import Tensor, fx
 
 from whale.runtime.program.shard.call import Call
 from whale.runtime.program.shard.communication import Group, enter, gathered, largest, leave, leave_each, smallest
-from whale.runtime.program.shard.lookups import localize
+from whale.runtime.program.shard.pieces import localize
 from whale.sharding.index_sets import Runs
 
 
@@ -41,14 +41,6 @@ def _extreme(value: Tensor, own: Tensor, dims: list[int], keepdim: bool, choose:
     return whole if keepdim else whole.squeeze(dims)
 
 
-def part_any(own: Tensor, group: Group) -> Tensor:
-    return largest(own, group)
-
-
-def part_all(own: Tensor, group: Group) -> Tensor:
-    return smallest(own, group)
-
-
 def part_prod(own: Tensor, group: Group) -> Tensor:
     """The product of the parts' products: each device's factor carries its own gradient, the value is equal on all."""
     factors = gathered(own, group)
@@ -57,7 +49,7 @@ def part_prod(own: Tensor, group: Group) -> Tensor:
     return own_way + (torch.stack(factors).prod(0) - own_way).detach()
 
 
-FINISHES: dict[str, Callable[[Any, Any], Tensor]] = {"any": part_any, "all": part_all, "prod": part_prod}
+FINISHES: dict[str, Callable[[Any, Any], Tensor]] = {"any": largest, "all": smallest, "prod": part_prod}
 """Per way to combine, except sums: the whole result from a device's partial one."""
 
 

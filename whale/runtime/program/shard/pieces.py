@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from whale.axes.values import Axes
-from whale.sharding.index_sets import Runs
+from whale.sharding.index_sets import Runs, count_below
 
 Index = slice | Tensor
 """Positions along one dimension: a slice if they are consecutive, else a LongTensor."""
@@ -30,6 +30,11 @@ def as_index(runs: Runs) -> Index:
 def on_device(index: Sequence[Index], device: torch.device) -> tuple[Index, ...]:
     """An index on the device of its tensor: otherwise each use copies it, for which the host waits."""
     return tuple(place.to(device) if isinstance(place, Tensor) else place for place in index)
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """Booleans as bytes: not every backend sends booleans."""
+    return tensor.view(torch.uint8) if tensor.dtype is torch.bool else tensor
 
 
 def part(whole: Tensor, index: Sequence[Index]) -> Tensor:
@@ -68,3 +73,22 @@ def write_part(whole: Tensor, index: Sequence[Index], held: Tensor, *, add: bool
 
 def _positions(place: Index, target: Tensor, dim: int) -> Tensor:
     return place.to(target.device) if isinstance(place, Tensor) else torch.arange(target.shape[dim], device=target.device)
+
+
+def localize(indices: Tensor, runs: Runs, size: int) -> tuple[Tensor, Tensor]:
+    """Indices into a whole dimension as indices into the held part, and which of them it holds.
+
+    Args:
+        indices: into the whole; negative ones count from its end.
+        runs: the positions held.
+
+    Returns:
+        Local indices, 0 where a position is not held, and the mask of those that are.
+    """
+    positive = torch.where(indices < 0, indices + size, indices)
+    local, held = torch.zeros_like(positive), torch.zeros_like(positive, dtype=torch.bool)
+    for start, stop in runs:  # mostly one
+        inside = (positive >= start) & (positive < stop)
+        local = torch.where(inside, positive - start + count_below(runs, start), local)
+        held = held | inside
+    return local, held

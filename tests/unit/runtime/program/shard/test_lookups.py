@@ -7,8 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from whale.runtime.program.shard.lookups import localize, part_embedding, part_gather, part_index, part_index_select, part_one_hot
+from whale.runtime.program.shard.pieces import localize
 from whale.runtime.program.shard.slots import Slots
+from whale.runtime.program.shard.tables import part_embedding, part_gather, part_index, part_index_select, part_one_hot
 from whale.sharding.index_sets import Runs, merged
 
 SIZE = 11
