@@ -20,14 +20,14 @@ from torch import Tensor, nn
 import whale
 
 PlainKind = Literal["linear", "feed_forward", "norm", "attention", "convolution", "gelu", "buffer", "in_place"]
-BlockKind = PlainKind | Literal["batch_norm", "recurrent", "experts", "gated", "complex"]
+BlockKind = PlainKind | Literal["batch_norm", "recurrent", "experts", "gated", "complex", "pool"]
 LossKind = Literal["cross_entropy", "mse", "pair", "late_pair", "two_terms", "penalty", "whole_mean", "clamped", "plain_sum"]
 Placement = Literal["construction", "forward", "none"]
 
 CLASSES = 11
 IGNORED = -100
 BLOCKS: tuple[BlockKind, ...] = get_args(PlainKind)
-MORE_BLOCKS: tuple[BlockKind, ...] = (*BLOCKS, "recurrent", "experts", "gated", "complex")
+MORE_BLOCKS: tuple[BlockKind, ...] = (*BLOCKS, "recurrent", "experts", "gated", "complex", "pool")
 
 
 @dataclass(frozen=True)
@@ -171,6 +171,9 @@ class Step(nn.Module):
             return x * self.scale + self.offset
         if self.kind in ("convolution", "batch_norm"):
             return self.layer(x.transpose(1, 2)).transpose(1, 2)
+        if self.kind == "pool":
+            features = x.transpose(1, 2)
+            return (F.avg_pool1d(features, 3, 1, 1) + F.max_pool1d(features, 3, 1, 1)).transpose(1, 2)
         if self.kind == "feed_forward":
             return x + self.back(self.activation(self.layer(x)))
         if self.kind == "recurrent":

@@ -37,8 +37,8 @@ from tests.distributed.training import (
     trained,
 )
 from tests.distributed.world import RankFailure, World
-from tests.examples import at_most, slow
-from tests.models import Block, Description, LossKind, descriptions
+from tests.examples import at_most
+from tests.models import Block, Description, descriptions
 from whale.comm import Groups, Launched
 from whale.errors import RuntimeFault
 from whale.estimate import DeviceEstimate, estimate
@@ -206,7 +206,7 @@ def test_law(world: World, data: st.DataObject) -> None:
         case = replace(case, description=description)
         try:
             plan, graph = world.prepare(plan_case, case)
-        except whale.PlanError as error:  # too few places to cut at, or nothing to split
+        except (whale.PlanError, whale.AnnotationError) as error:  # too few places to cut at, or nothing to split
             note(str(error))
             assume(False)
             raise
@@ -217,15 +217,14 @@ def test_law(world: World, data: st.DataObject) -> None:
     check(world, case, (plans[0], plans[1]), saves=data.draw(st.booleans()))
 
 
-@pytest.mark.parametrize("loss", ["mse", slow("plain_sum")])
-def test_a_stage_that_other_modes_leave_without_ops(world: World, loss: LossKind) -> None:
+def test_a_stage_that_other_modes_leave_without_ops(world: World) -> None:
     """A drawn case of the law: the last stage trains the loss alone, on parts of what a convolution of the first one makes whole.
 
     The table is shared, so an evaluation runs head and loss on the first stage.
     """
     blocks = (Block("convolution"), Block("convolution", repeats=2))
     case = unlike({"num_stages": 2, "split": 2, "num_micro_batch": 2}, evaluates=True)
-    case = replace(case, description=Description(tokens=True, blocks=blocks, extra_at=1, tied=True, loss=loss))
+    case = replace(case, description=Description(tokens=True, blocks=blocks, extra_at=1, tied=True, loss="mse"))
     plan, graph = world.prepare(plan_case, case)
     first, last = plan.replicas[0].stages
     last = replace(last, shards=(Shard("values:1", (1, 2)),))

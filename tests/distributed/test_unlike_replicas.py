@@ -87,7 +87,7 @@ def test_law_of_plans_by_hand(world: World, replicas: Blocks, description: Descr
     case = replace(unlike(*replicas, config=config, seed=seed), description=replace(description, placement="none", copies=None))
     try:
         plan, graph = world.prepare(plan_case, case)
-    except whale.PlanError as error:  # too few places to cut at, or nothing to split
+    except (whale.PlanError, whale.AnnotationError) as error:  # too few places to cut at, or nothing to split
         note(str(error))
         assume(False)
         raise

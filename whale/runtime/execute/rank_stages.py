@@ -70,7 +70,7 @@ def make_stages(
     mine = replica.pipeline.stages_of(rank_place.pipeline_rank)
     for index in mine:
         stage = replica.stages[index]
-        shards = _shards(replica, stage, captured.graph, axes, holdings, rank_place.position)
+        shards = shards_of(replica, stage, captured.graph, axes, holdings, rank_place.position)
         splits = any(action.kind is Kind.BACKWARD_WEIGHT and action.stage == index for action in actions)
         lacks = holdings.lacks(replica.index, stage)
         brought, awaited = (
@@ -100,7 +100,9 @@ def make_stages(
     return RankStages(runners, outputs, frozenset(index for index in mine if rank_place.position % replica.stages[index].split == 0))
 
 
-def _shards(replica: Replica, stage: Stage, model: ModelGraph, axes: Axes | None, holdings: Holdings, position: int) -> StageShards | None:
+def shards_of(
+    replica: Replica, stage: Stage, model: ModelGraph, axes: Axes | None, holdings: Holdings, position: int
+) -> StageShards | None:
     """The cuts of a stage in this mode, over what its devices hold in all modes."""
     held = holdings.shardings.pattern_at[replica.index, stage.index]
     if not held.shards:
