@@ -95,16 +95,13 @@ class FaultKeeper:
             world.waits.heed(self.folder / LOST)
         self.training = str(world.broadcast_object(uuid4().hex))
         if self._redundancy != "0":
-            hosts = list(map(str, world.gather_objects(f"{socket.gethostname()}:{folder}")))  # what is lost as one
-            if world.rank == 0 and len(set(hosts)) == 1:
-                survives = (
-                    "no loss: there is no other rank" if world.is_alone else "the loss of a rank, not of the host: there is only one host"
-                )
-                warn(f"memory.redundancy: {self._redundancy} survives {survives}")
-            if not world.is_alone:
-                from whale.runtime.checkpoint.copies import StateCopies  # needed here alone
+            if world.is_alone:
+                warn(f"memory.redundancy: {self._redundancy} survives no loss: there is no other rank")
+                return
+            from whale.runtime.checkpoint.copies import StateCopies  # needed here alone
 
-                self.copies = StateCopies(world, hosts)
+            hosts = world.gather_objects(f"{socket.gethostname()}:{folder}")  # what is lost as one
+            self.copies = StateCopies(world, list(map(str, hosts)))
 
     # ---- while training --------------------------------------------------------------------------------------
 
@@ -125,6 +122,8 @@ class FaultKeeper:
         self.opening, self.state, self.runtime = opening, state, runtime
         if self.copies is not None:
             self.copies.take_up(runtime.roster, runtime.holdings, opening.modes.train.graph)
+            if self.copies.survives == "device" and opening.world.rank == 0 and self.purpose is None:
+                warn(f"memory.redundancy: {self._redundancy} survives the loss of a rank, not of the host: there is only one host")
             if self.folder is not None and runtime.roster.world.local_rank == 0:
                 check_room(self.folder, self.copies.host_bytes)
 

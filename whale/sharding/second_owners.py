@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from heapq import heapify, heappop, heappush, heapreplace, nsmallest
+from typing import Literal
 
 from whale.ir.graph import DTYPE_BYTES, ModelGraph
 from whale.ir.plan import ParameterState, Plan
@@ -34,6 +35,7 @@ class SecondOwners:
     held_bytes: tuple[int, ...]  # per device, of weights and their optimizer state
     copied_bytes: tuple[int, ...]
     sent_bytes: tuple[int, ...]
+    survives: Literal["host", "device"]  # what may be lost: a host, or a device where all are on one host
 
     @cached_property
     def sources(self) -> Mapping[int, tuple[int, ...]]:
@@ -63,7 +65,8 @@ def second_owners(plan: Plan, graph: ModelGraph, shardings: ParameterShardings, 
         shardings: of the plan; devices are its ranks.
         hosts: of each device of the plan, then of the idle ones.
     """
-    if len(set(hosts)) == 1:
+    survives: Literal["host", "device"] = "host" if len(set(hosts)) > 1 else "device"
+    if survives == "device":
         hosts = [str(device) for device in range(len(hosts))]
     load, held = [0] * len(hosts), [0] * len(hosts)
     copied: list[dict[str, list[int]]] = [{} for _ in hosts]
@@ -91,6 +94,7 @@ def second_owners(plan: Plan, graph: ModelGraph, shardings: ParameterShardings, 
         tuple(held),
         tuple(load),
         tuple(sent_bytes),
+        survives,
     )
 
 

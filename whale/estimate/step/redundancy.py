@@ -22,7 +22,7 @@ from whale.units import format_bytes, format_seconds
 class Redundancy:
     """The copies of a plan's state."""
 
-    survives: str  # what may be lost: ``host``, or ``device`` where there is one host
+    survives: str  # what may be lost: ``host`` or ``device``
     every: int  # steps from one copying to the next
     seconds: float  # of a copying: to copy, to send, and to compare the state with the copies as the next step begins
     link: str  # the side of a link that is busy longest; empty where nothing is sent
@@ -73,7 +73,7 @@ def redundancy_of(plan: Plan, prices: Prices, every: int) -> Redundancy | None:
     link = max(busy, key=busy.__getitem__, default="")
     first = max(range(len(devices)), key=found.sent_bytes.__getitem__)
     return Redundancy(
-        "host" if len(set(hosts)) > 1 else "device",
+        found.survives,
         every,
         2 * max(own) + busy.get(link, 0.0),
         link,

@@ -78,12 +78,14 @@ class StateCopies:
         steps: those that are whole, the newest first.
         duty: of this rank, under the plan at work.
         host_bytes: of the copies of all ranks of this host.
+        survives: what may be lost, as of `SecondOwners`.
         follows_steps: whether copies are made as a step ends; else as the next begins, for the script writes into the state in between.
         is_with_script: whether the script may have changed what there are copies of, and others have not been asked yet.
     """
 
     duty: Duty
     host_bytes: int
+    survives: str
     follows_steps = True
     is_with_script = False
 
@@ -97,7 +99,7 @@ class StateCopies:
         """Goes on under a plan; the copies that there are stay."""
         order = [*roster.world_ranks, *sorted(set(roster.all_ranks) - set(roster.world_ranks))]
         found = second_owners(roster.plan, model, holdings.shardings, [self._hosts[rank] for rank in order])
-        own = order.index(self._world.rank)
+        own, self.survives = order.index(self._world.rank), found.survives
         host = self._hosts[self._world.rank]
         self.host_bytes = sum(found.host_bytes(device) for device, rank in enumerate(order) if self._hosts[rank] == host)
         target, sources = found.targets.get(own), sorted(order[source] for source in found.sources.get(own, ()))
