@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
@@ -121,8 +120,7 @@ def lose(rank: int, size: int, loss: Loss, folder: str) -> None:
         engine.step(next(batches))
     if loss.hosts[rank] in loss.lost:  # another rank of this host was the first to die
         die()
-    with suppress(RuntimeFault):  # weights of those that are lost may be on their way
-        engine.close()
+    engine.close()  # weights of those that are lost may be on their way
 
 
 def write(engine: Engine) -> None:

@@ -80,7 +80,7 @@ class HasRuntime(Protocol):
     runtime: Runtime
     turn: Turn
 
-    def leave_state(self) -> None:
+    def lose_peers(self) -> None:
         """Keeps what this rank holds for ranks that begin anew, where that is asked for: its peers are lost."""
 
 
@@ -100,7 +100,7 @@ def all_ranks(method: Callable[Concatenate[E, P], T]) -> Callable[Concatenate[E,
                 return method(self, *args, **kwargs)
             except RuntimeFault as fault:
                 if fault.lost_peers:  # else the fault may be in what this rank holds
-                    self.leave_state()
+                    self.lose_peers()
                 raise
 
     return call

@@ -70,6 +70,8 @@ class Engine:
         turn: whose thread it works for.
     """
 
+    _saving: Saving | None
+
     def __init__(
         self,
         modes: Modes,
@@ -84,7 +86,7 @@ class Engine:
         self.modes, self.opening = modes, opening
         self.turn = Turn()
         self._data = DataPosition(state)
-        self._saving: Saving | None = None
+        self._saving, self._has_lost_peers = None, False
         self._accumulated: Accumulated | None = None
         self._metrics: Mapping[str, torch.Tensor] = {}
         world, train, trains = runtime.roster.world, modes.train, opening.optimizer is not None
@@ -381,18 +383,22 @@ class Engine:
     def close(self) -> None:
         """Gives back process groups; the engine cannot step afterwards. Other engines are not touched.
 
+        After a call that has failed because peers are lost it waits for nothing.
+
         Raises:
             RuntimeFault: the loss of one of the last steps, which a GPU reports late, is not finite.
             CheckpointError: a checkpoint that was being written could not be.
         """
+        waits = not self._has_lost_peers and sys.exception() is None  # else the others may be elsewhere
         try:
-            self.runtime.losses.settle()
-            if sys.exception() is None:  # else the others may be elsewhere
+            if not self._has_lost_peers:
+                self.runtime.losses.settle()
+            if waits:
                 self._finish_saving()
                 self.modes.prove("close")
         finally:
             try:
-                self.runtime.close()
+                self.runtime.close(waits=waits)
             finally:
                 self.runtime.roster.world.notice.leave()
                 self._log.close()
@@ -570,8 +576,14 @@ class Engine:
         self._finish_saving()
         return resume(Path(folder), self._keeping, self._load)
 
-    def leave_state(self) -> None:
+    def lose_peers(self) -> None:
         """Keeps what this rank holds in memory of its host, where `resume` was called: its peers are lost."""
+        self._has_lost_peers = True
+        self.leave_state()
+        self._log.lose_peers()
+
+    def leave_state(self) -> None:
+        """Keeps what this rank holds in memory of its host, where `resume` was called."""
         self._keeping.leave(self._accumulated)
 
     def _finish_saving(self) -> None:
@@ -609,7 +621,11 @@ class Engine:
         found = on_first_rank(opening.world, lambda: None if cluster is None else opening.on(cluster).attachment.cluster)
         if found is not None:
             opening = opening.on(found)
-        return self._bring(self._checked(opening, opening.decide()))
+        move = self._checked(opening, opening.decide())
+        before, after = self.opening.settings.runtime, opening.settings.runtime
+        if (before.log_file, before.progress) != (after.log_file, after.progress):
+            self._log.change(after)
+        return self._bring(move)
 
     def _checked(self, opening: Opening, decided: Decided) -> PlanMove:
         return PlanMove.checked(opening, decided, self.state, self._data)

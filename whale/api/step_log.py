@@ -95,6 +95,7 @@ class StepLog:
     path: Path | None
     shows: bool
     last: StepFigures | None = None
+    _progress: bool = False
     _is_wanted: bool = False
     _file: TextIO | None = None
     _counted: _Counted | None = None
@@ -110,21 +111,30 @@ class StepLog:
         Raises:
             ConfigError: the file cannot be written.
         """
-        log = StepLog(world, None if settings.log_file is None else Path(settings.log_file), settings.progress)
-        on_first_rank(world, log._open)
+        log = StepLog(world, None, shows=False)
+        log.change(settings)
+        if world.rank == 0:
+            close_at_exit(log)
         return log
 
-    def _open(self) -> None:
-        self._is_wanted = self.shows or self.path is not None
-        if self.path is not None:
-            try:
-                self.path.parent.mkdir(parents=True, exist_ok=True)
-                self._file = self.path.open("a")
-            except OSError as error:
-                raise ConfigError(
-                    f"cannot write the log of steps {self.path}: {error.strerror}", hint="--log or runtime.log_file names the file"
-                ) from error
-        close_at_exit(self)
+    def change(self, settings: RuntimeSettings) -> None:
+        """Goes on as other settings ask for; all ranks call it.
+
+        Raises:
+            ConfigError: the file cannot be written. Nothing has changed.
+        """
+        on_first_rank(self.world, lambda: self._change(None if settings.log_file is None else Path(settings.log_file), settings.progress))
+
+    def _change(self, path: Path | None, shows: bool) -> None:
+        if path != self.path:
+            file = None if path is None else _opened(path)
+            self._read(0)
+            if self._file is not None:
+                self._file.close()
+            self.path, self._file = path, file
+        if shows != self._progress:
+            self.shows = self._progress = shows
+        self._is_wanted |= shows or path is not None  # a bar may ask for figures, too
 
     def with_bar(self) -> Callable[[], str]:
         """Has figures worked out for a bar, which asks for them; where standard error is no terminal, lines are printed too."""
@@ -180,6 +190,12 @@ class StepLog:
         self._printed, self._told = time.monotonic(), self.last
         print(f"whale: {self.last}", file=sys.stderr, flush=True)
 
+    def lose_peers(self) -> None:
+        """Writes the steps whose figures are here: a GPU may wait for ever for the rest."""
+        while self._copied and all(copy is None or copy.has_arrived for copy in self._copied[0][1:]):
+            self._read(len(self._copied) - 1)
+        self._copied.clear()
+
     def close(self) -> None:
         """Writes what is left."""
         self._read(0)
@@ -188,6 +204,16 @@ class StepLog:
         if self._file is not None:
             self._file.close()
         self._file, self._is_wanted, self.shows = None, False, False
+
+
+def _opened(path: Path) -> TextIO:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return path.open("a")
+    except OSError as error:
+        raise ConfigError(
+            f"cannot write the log of steps {path}: {error.strerror}", hint="--log or runtime.log_file names the file"
+        ) from error
 
 
 def _num_tokens(view: BatchView) -> int:

@@ -316,10 +316,14 @@ class Runtime:
         if not self._workers:
             raise RuntimeFault("the engine is closed")
 
-    def close(self) -> None:
-        """Releases process groups and state; no step can follow. Other runtimes are not touched."""
+    def close(self, *, waits: bool = True) -> None:
+        """Releases process groups and state; no step can follow. Other runtimes are not touched.
+
+        Args:
+            waits: whether for weights that others have published; where an error is under way it does not.
+        """
         try:
-            if sys.exception() is None:  # else the others may not come here
+            if waits and sys.exception() is None:  # else the others may not come here
                 self.arrive()
         finally:
             self._let_go()

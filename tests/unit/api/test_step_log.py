@@ -56,3 +56,19 @@ def test_figures_beside_a_bar(capsys: pytest.CaptureFixture[str]) -> None:
         engine.step(batch)
     shown = capsys.readouterr().err
     assert "epoch 1" in shown and "samples/s" in shown
+
+
+def test_another_plan_may_have_another_file(tmp_path: Path) -> None:
+    files = [tmp_path / name for name in ("one.jsonl", "two.jsonl")]
+    engine = parallelize(config={"runtime.log_file": str(files[0])})
+    engine.step(BATCH)
+    engine.replan(config={"runtime.log_file": str(files[1])})
+    engine.step(BATCH)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="cannot write the log of steps"):
+        engine.replan(config={"runtime.log_file": str(tmp_path / "file" / "steps.jsonl")})
+    engine.step(BATCH)
+    engine.replan(config={"runtime.log_file": None})
+    engine.step(BATCH)
+    engine.close()
+    assert [[json.loads(line)["step"] for line in file.read_text().splitlines()] for file in files] == [[1], [2, 3]]
