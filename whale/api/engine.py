@@ -8,7 +8,7 @@ import sys
 import time
 import weakref
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -100,6 +100,7 @@ class Engine:
         weakref.finalize(self, world.notice.leave).atexit = False  # while the interpreter ends, SIGTERM stays unheard
         self._adapting = None if world.is_alone else _adapting_to(is_first)
         self._take_up(state, runtime, tracing, decided, overhead)
+        _OPEN.add(self)
 
     def _take_up(self, state: EngineState, runtime: Runtime, tracing: Tracing | None, decided: Decided, overhead: float) -> None:
         """Goes on with a state, and a plan at work on it."""
@@ -235,7 +236,7 @@ class Engine:
             self.runtime.losses.settle()
             self.runtime.merge_statistics(self.state)
             self._keeping.copy_changes("save")
-            self.leave_state()
+            self._leave_all()
             raise Preempted("")
         path = Path(folder) / f"step_{step_number}"
         where, when, extra = self._saved or (None, None, None)
@@ -397,6 +398,7 @@ class Engine:
                 self._finish_saving()
                 self.modes.prove("close")
         finally:
+            _OPEN.discard(self)
             try:
                 self.runtime.close(waits=waits)
             finally:
@@ -577,10 +579,16 @@ class Engine:
         return resume(Path(folder), self._keeping, self._load)
 
     def lose_peers(self) -> None:
-        """Keeps what this rank holds in memory of its host, where `resume` was called: its peers are lost."""
+        """Keeps what this rank holds in memory of its host, of this engine and all others: its peers are lost."""
         self._has_lost_peers = True
-        self.leave_state()
+        self._leave_all()
         self._log.lose_peers()
+
+    def _leave_all(self) -> None:
+        self.leave_state()
+        for other in _OPEN - {self}:
+            with suppress(RuntimeFault), other.turn.taken("leave_state"):  # else another thread is in it, and ends too
+                other.leave_state()
 
     def leave_state(self) -> None:
         """Keeps what this rank holds in memory of its host, where `resume` was called."""
@@ -835,6 +843,10 @@ class Engine:
         self.runtime.status.set(f"the script after step {self.state.step_number}")
         if self.runtime.compilation is not None and self.runtime.roster.world.rank == 0 and (news := self.runtime.compilation.news()):
             print(f"whale: {news}", file=sys.stderr, flush=True)
+
+
+_OPEN: weakref.WeakSet[Engine] = weakref.WeakSet()
+"""The engines of this process that are not closed."""
 
 
 def _adapting_to(is_first: bool) -> Adapting:

@@ -192,7 +192,10 @@ class StepLog:
 
     def lose_peers(self) -> None:
         """Writes the steps whose figures are here: a GPU may wait for ever for the rest."""
-        while self._copied and all(copy is None or copy.has_arrived for copy in self._copied[0][1:]):
+        while self._copied:
+            _, loss, norm, others = self._copied[0]
+            if not all(copy is None or copy.has_arrived for copy in (loss, norm, *others.values())):
+                break
             self._read(len(self._copied) - 1)
         self._copied.clear()
 

@@ -116,6 +116,23 @@ def test_what_is_damaged_is_left_for_the_checkpoint_and_what_is_for_others_stays
     assert engine.step_number == 2 and [*(tmp_path / "kept").iterdir()] == []
 
 
+def test_all_engines_of_a_script_leave_their_state(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first, second, closed = (parallelize(config=keeping(tmp_path / "kept")) for _ in range(3))
+    for engine, name in ((first, "one"), (second, "two"), (closed, "three")):
+        engine.resume(tmp_path / name)
+        engine.step(BATCH)
+    second.step(BATCH)
+    expected = weights(second)
+    closed.close()
+    lose_peers(first)
+    first.close()
+    said = capsys.readouterr().err
+    assert "step 1 of rank 0 is kept" in said and "step 2 of rank 0 is kept" in said and len([*(tmp_path / "kept").glob("*.json")]) == 2
+    again = parallelize(config=keeping(tmp_path / "kept"))
+    again.resume(tmp_path / "two")
+    assert again.step_number == 2 and same(weights(again), expected)
+
+
 def test_an_error_that_is_caught_leaves_memory_on(tmp_path: Path) -> None:
     engine = parallelize(config=keeping(tmp_path / "kept"))
     engine.resume(tmp_path / "saved")
