@@ -1,6 +1,6 @@
-"""Following how fast the devices of a run are, and finding when its plan is no longer for their speeds.
+"""Following the speeds of the devices of a run, and finding when its plan no longer fits them.
 
-Every rank hears the same numbers, and comes to the same end without asking: that another plan is to be looked for. Rank 0 looks for it.
+Every rank has the same numbers and decides alike, without communication, that another plan is to be searched; rank 0 searches.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ class Adapting:
     """What is known of the devices of the plan at work.
 
     Attributes:
-        is_first: whether this is rank 0, which speaks.
-        tell: is given what there is to say.
-        overhead: seconds that planning, and putting a plan to work, took the last time.
-        least_gain: of a step, that the next move has to bring by its prediction: twice as much after one that did not keep to its own,
-            and half as much again after one that did.
+        is_first: whether this is rank 0, which prints.
+        tell: prints a message.
+        overhead: seconds of the last planning and opening of a plan.
+        least_gain: the share of a step that the next move must save by its prediction: doubled after a move that did not keep its
+            prediction, halved after one that did.
     """
 
     is_first: bool
@@ -68,7 +68,7 @@ class Adapting:
         """Follows the devices of a plan from here on.
 
         Args:
-            own_seconds: per rank of the plan, what it is predicted to compute in a step; empty where nothing is predicted.
+            own_seconds: predicted computing time of a step per rank of the plan; empty without a prediction.
             cluster: with the speeds that the plan was made for.
         """
         self._health, self._looked_at = self.health, None
@@ -84,10 +84,10 @@ class Adapting:
 
         Args:
             step_number: steps done.
-            busy: what each rank of the plan has computed in one of the last; None where some rank has told nothing.
+            busy: computing time of one of the last steps per rank of the plan; None where some rank has reported nothing.
 
         Returns:
-            Whether the devices persistently have speeds that the plan was not made for and nobody has looked at: the same on all ranks.
+            Whether devices persistently have speeds that the plan was not made for and nobody has looked at: the same on all ranks.
         """
         now, before = self.clock(), self._ended
         self._ended = now
@@ -125,16 +125,15 @@ class Adapting:
         return self._health
 
     def look(self, opening: Opening, plan: Plan, data: DataPosition, check: Check) -> PlanMove | None:
-        """Looks at devices that are persistently faster or slower than the plan was made for; all ranks do so after the same step.
+        """Reacts to devices that are persistently faster or slower than planned; all ranks call it after the same step.
 
         Args:
-            opening: of the plan at work.
-            plan: at work.
+            opening, plan: at work.
             data: of the engine.
-            check: makes a move of a plan, or raises why it cannot be made.
+            check: makes a move to a plan, or raises why it cannot be made.
 
         Returns:
-            The move that is to be made; None for none.
+            The move to make; None for none.
         """
         mode, slowdowns = opening.settings.runtime.rebalance, self.health.slowdowns
         self._say_slow(opening, plan, slowdowns)
@@ -149,16 +148,16 @@ class Adapting:
     def better(
         self, opening: Opening, plan: Plan, slowdowns: Mapping[str, float], check: Check, *, moves: bool, stays: bool
     ) -> PlanMove | None:
-        """Looks for a plan that pays at other speeds, and says what it finds; all ranks do so together.
+        """Searches a plan that pays at other speeds, and prints the result; all ranks call it.
 
         Args:
             opening, plan, check: as of `look`.
             slowdowns: by device.
             moves: whether training goes on under it.
-            stays: whether it goes on under the plan at work where such a move cannot be made; otherwise that is an error.
+            stays: whether a move that cannot be made is a message; otherwise it is an error.
 
         Returns:
-            The move that is to be made; None for none.
+            The move to make; None for none.
         """
         found = on_first_rank(opening.world, lambda: self._search(opening, plan, slowdowns, moves=moves))
         if found is None or not moves:
@@ -190,7 +189,7 @@ class Adapting:
         self._is_postponed = True
 
     def _say_slow(self, opening: Opening, plan: Plan, slowdowns: Mapping[str, float]) -> None:
-        """Says, once and on rank 0, which devices are slower than the plan was made for, and what that costs."""
+        """Prints, once and on rank 0, which devices are slower than planned, and the cost."""
         if self._is_said:
             return
         self._is_said = True
@@ -204,7 +203,7 @@ class Adapting:
     def _search(
         self, opening: Opening, plan: Plan, slowdowns: Mapping[str, float], *, moves: bool
     ) -> tuple[Cluster, Decided, float] | None:
-        """The cluster with these speeds, a plan that pays there, and the share of a step that it saves; None where none pays."""
+        """The cluster at these speeds, a plan that pays there, and the share of a step that it saves; None where none pays."""
         begun, graph, cluster = time.perf_counter(), opening.modes.train.graph, opening.attachment.cluster
         try:
             move = best_move(
@@ -226,7 +225,7 @@ class Adapting:
         return (move.cluster, Decided(move.plan, move.own_seconds, time.perf_counter() - begun), move.gain) if move.pays else None
 
     def _judge(self) -> None:
-        """Looks, once, whether the last move has brought what it promised; where it has not, more is wanted of the next."""
+        """Compares, once, the last move with its prediction, and demands more of the next one where it fell short."""
         if self._promise is None or len(self._seconds) < WINDOW:
             return
         (promised, before), self._promise = self._promise, None

@@ -1,4 +1,4 @@
-"""Global batches on their way through the captures of a model: found, divided, and run without backward."""
+"""Global batches on their way through the captures of a model: recognised, divided, and run without backward."""
 
 from __future__ import annotations
 
@@ -30,16 +30,9 @@ Found = TypeVar("Found")
 
 @dataclass(frozen=True)
 class ForwardPass:
-    """A pass without backward.
+    """A pass without backward."""
 
-    Attributes:
-        step: this rank's part.
-        captured: what it ran.
-        view: of the batch.
-        runtime: of the plan at work.
-    """
-
-    step: StepState
+    step: StepState  # this rank's part
     captured: CapturedMode
     view: BatchView
     runtime: Runtime
@@ -77,13 +70,7 @@ class ForwardPass:
 
 
 class BatchPasses:
-    """Of one engine.
-
-    Args:
-        modes: the captured model.
-        guards: look at what the script has done before each pass.
-        data: the engine's loaders.
-    """
+    """Of one engine: its captures, the checks before each pass, and its loaders."""
 
     state: EngineState
     runtime: Runtime
@@ -113,7 +100,7 @@ class BatchPasses:
     def view(
         self, name: ModeName, batch: Any, call: Call | None = None, like: BatchStructure | None = None
     ) -> tuple[str, CapturedMode, BatchView]:
-        """What is prepared for a batch, its capture, and the batch in parts; where that fails on this rank alone, the others do not wait.
+        """The key of the prepared program, its capture, and the batch in parts; where this fails on one rank, the others hear of it.
 
         Args:
             name: of the mode.
@@ -140,7 +127,7 @@ class BatchPasses:
             return key, captured, view
 
     def _like_elsewhere(self, name: ModeName, batch: Any) -> BatchStructure | None:
-        """The structure of a batch on a rank that has rows of it, where ranks outside the plan have none of a loader's; all ranks ask."""
+        """The structure of a batch from a rank with rows of it, where ranks outside the plan have none of a loader's; all ranks ask."""
         roster = self.runtime.roster
         if len(roster.plan.devices) == roster.world.size:
             return None

@@ -1,4 +1,4 @@
-"""Around what users call: errors show their own frames, inference mode is left, and all ranks work on one call of an engine at a time."""
+"""Around what users call: errors show the user's frames, inference mode is left, and all ranks are in the same call of an engine."""
 
 from __future__ import annotations
 
@@ -22,9 +22,8 @@ E = TypeVar("E", bound="HasRuntime")
 def user_call(function: Callable[P, T]) -> Callable[P, T]:
     """For a function that users call.
 
-    An error that the user can mend, and Ctrl-C, show the user's own frames; ``WHALE_DEBUG=1`` shows all, and the causes.
-    `torch.inference_mode` is left for as long as the function runs: what it makes is trained on, or kept, and in that mode optimizers would
-    write to weights that autograd knows nothing of.
+    Errors that the user can fix, and Ctrl-C, show the user's own frames; ``WHALE_DEBUG=1`` shows all, and the causes.
+    `torch.inference_mode` is left while the function runs: in that mode optimizers write to weights unseen by autograd.
     """
 
     @functools.wraps(function)
@@ -43,11 +42,7 @@ def user_call(function: Callable[P, T]) -> Callable[P, T]:
 
 
 class Turn:
-    """Whose thread an engine works for.
-
-    Attributes:
-        holder: the method under way, and its thread.
-    """
+    """Which thread is inside an engine; ``holder`` names the method and the thread."""
 
     def __init__(self) -> None:
         self.holder = ""
@@ -81,13 +76,13 @@ class HasRuntime(Protocol):
     turn: Turn
 
     def lose_peers(self) -> None:
-        """Keeps what this rank holds for ranks that begin anew, where that is asked for: its peers are lost."""
+        """Keeps what this rank holds for ranks that start again, where that is set: its peers are lost."""
 
 
 def all_ranks(method: Callable[Concatenate[E, P], T]) -> Callable[Concatenate[E, P], T]:
-    """For a method that all ranks call together: where it ends in an error that the others know nothing of, they hear of it at once.
+    """For a method that all ranks call together: an error that the others do not know of reaches them at once.
 
-    Arguments that the method does not take are the caller's error before anything has begun: the engine goes on.
+    Arguments that the method does not take are an error before anything has begun: the engine goes on.
     """
     signature = inspect.signature(method)
 

@@ -1,4 +1,4 @@
-"""The engine: the face of a parallelised model. It steps, evaluates, predicts, saves and loads."""
+"""The engine, what a user calls: it trains, evaluates, predicts, saves and loads a parallelised model."""
 
 from __future__ import annotations
 
@@ -60,14 +60,14 @@ class Engine:
         modes: the captured model.
         state: what training changes.
         runtime: the plan at work.
-        opening: how it was put to work, and another would be.
-        decided: the plan, as it was decided on.
-        overhead: seconds that planning, and putting the plan to work, took.
-        tracing: records chosen steps; None where none are.
+        opening: how this plan was opened, and others would be.
+        decided: the decision for the plan.
+        overhead: seconds of planning and opening.
+        tracing: records chosen steps; None for none.
 
     Attributes:
         modes, state, runtime, opening: as given.
-        turn: whose thread it works for.
+        turn: which thread is inside.
     """
 
     _saving: Saving | None
@@ -130,19 +130,17 @@ class Engine:
 
         Args:
             batch: the global batch, equal on every rank, or a batch of `loader`.
-            update: whether its gradients, and those that `forward_backward` has left, are applied; otherwise it is `forward_backward`.
+            update: whether its gradients, and those of earlier `forward_backward` calls, are applied; otherwise it is `forward_backward`.
 
         Returns:
-            The loss of the global batch: a 0-dim tensor on this rank's device, equal on all ranks. The device is not
-            synchronised.
+            The loss of the global batch: 0-dim, on this rank's device (not synchronised), equal on all ranks.
 
         Raises:
-            BatchError: the batch is not of the example's form, too small, or unequal on two ranks. Nothing has changed.
-            CaptureError: layers were replaced since the capture, parameters frozen or unfrozen, or `torch.autocast` is in force.
-            RuntimeFault: a peer died, or a wait outlasted ``communication.timeout_seconds``; or ranks hold unlike weights of one
-                parameter, or have changed the optimizer's settings in unlike ways, or the script has written weights of which ops read
-                copies; or the loss is no finite number, and has not gone
-                into the weights (on a GPU it may have: it is looked at two steps later).
+            BatchError: the batch has not the example's form, is too small, or differs between ranks. Nothing has changed.
+            CaptureError: layers were replaced since the capture, parameters frozen or unfrozen, or `torch.autocast` is active.
+            RuntimeFault: a peer died, or a wait outlasted ``communication.timeout_seconds``; or weights of one parameter or settings of
+                the optimizer differ between ranks, or the script has written weights of which ops read copies; or the loss is not finite,
+                and has not gone into the weights (on a GPU it may have: it is read two steps later).
         """
         return self._begin(batch, "step" if update else "forward_backward")
 
@@ -150,14 +148,14 @@ class Engine:
     def forward_backward(self, batch: Any) -> torch.Tensor:
         """Adds the gradients of one global batch to those that wait for `update`; nothing is applied.
 
-        As after ``loss.backward()``, they are sums over the batches: ``update(scale=1 / num_batches)`` applies their mean. `gradients` and
-        `clip_grad_norm_` are for what comes between.
+        As after ``loss.backward()``, they are sums over the batches: ``update(scale=1 / num_batches)`` applies their mean. In between,
+        `gradients` reads and `clip_grad_norm_` clips them.
 
         Args:
-            batch: as `step` takes it.
+            batch: as of `step`.
 
         Returns:
-            The loss of the global batch, as `step` returns it.
+            The loss of the global batch, as of `step`.
 
         Raises:
             WhaleError: as `step`; where the batch is refused, the gradients are those of the batches before it.
@@ -166,14 +164,14 @@ class Engine:
 
     @all_ranks
     def update(self, *, scale: float = 1.0) -> None:
-        """Applies the gradients that `forward_backward` has left: clips them by ``gradient.clip_norm``, steps optimizer and scheduler.
+        """Applies the gradients of `forward_backward`: clips them by ``gradient.clip_norm``, steps optimizer and scheduler.
 
         Args:
             scale: factor on the gradients, before they are clipped.
 
         Raises:
-            ConfigError: there are none, or the scale is no finite number.
-            RuntimeFault: as `step`, or ranks give unlike scales.
+            ConfigError: there are none, or the scale is not finite.
+            RuntimeFault: as `step`, or scales differ between ranks.
         """
         self.runtime.check_open()
         self.runtime.call_together("update", scale)
@@ -187,7 +185,7 @@ class Engine:
 
     @all_ranks
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
-        """Scales the gradients that wait for `update` so that their 2-norm is at most a number; each element counts once over all ranks.
+        """Scales the gradients that wait for `update` so that their 2-norm, with each element once over all ranks, is at most a number.
 
         Args:
             max_norm: the largest norm; ``math.inf`` clips nothing.
@@ -197,7 +195,7 @@ class Engine:
 
         Raises:
             ConfigError: no gradients wait, or the norm is not above 0.
-            RuntimeFault: a peer died, or ranks give unlike norms.
+            RuntimeFault: a peer died, or norms differ between ranks.
         """
         self.runtime.check_open()
         self.runtime.call_together("clip_grad_norm_", max_norm)
@@ -220,12 +218,9 @@ class Engine:
         return self._train(batch, call)
 
     def _end_if_told(self) -> None:
-        """Where SIGTERM has come to any rank, saves and ends the run, before what the script asks for; all ranks do so together.
+        """Raises Preempted where SIGTERM has come to any rank, after a save; on all ranks before the same call.
 
         While gradients wait for an update it goes on: a checkpoint does not have them.
-
-        Raises:
-            Preempted: it has.
         """
         folder, number = self.opening.settings.runtime.save_on_sigterm, self.runtime.num_noticed
         if not number or not self._hears_sigterm or self._accumulated is not None:
@@ -307,12 +302,12 @@ class Engine:
         """The loss of a global batch in evaluation mode, equal on all ranks; nothing is trained.
 
         Args:
-            batch: as `step` takes it.
-            averaged: whether by the averages of weights (`average`).
+            batch: as of `step`.
+            averaged: whether with the averages of weights (`average`).
             outputs: whether the model's output is returned too, of the same pass.
 
         Returns:
-            The loss, as `step` returns it; with ``outputs=True`` the pair of it and what `predict` returns.
+            The loss, as of `step`; with ``outputs=True`` the pair of it and the result of `predict`.
         """
         with self._weights("evaluate(averaged=True)" if averaged else "evaluate"):
             done = self._passes.forward("eval_predict" if outputs else "eval", batch)
@@ -326,10 +321,10 @@ class Engine:
         """The model's output for the whole global batch, in evaluation mode, on every rank.
 
         Args:
-            batch: as `step` takes it.
-            averaged: whether by the averages of weights (`average`).
-            gather: whether every rank gets all rows. Otherwise each gets some or none, those that it computes, and no two the same: for
-                metrics that are summed over ranks.
+            batch: as of `step`.
+            averaged: whether with the averages of weights (`average`).
+            gather: whether every rank gets all rows. Otherwise each gets those that it computes, or none, and no two the same: for metrics
+                that are summed over ranks.
 
         Returns:
             The output; with ``gather=False`` the pair of it and the numbers of its rows in the global batch, int64 of shape [rows].
@@ -344,16 +339,16 @@ class Engine:
     def average(self, decay: float) -> None:
         """Keeps an exponential moving average of all weights from the next step on: ``decay * average + (1 - decay) * weight``.
 
-        Each rank averages what its optimizer steps, in its type and memory, so the averages are shared out, cut and offloaded as the
-        optimizer's state is. The first average is the weight after one step, as with `torch.optim.swa_utils.AveragedModel`. Checkpoints
-        have them, and `replan` brings them along; called again it changes the decay alone.
+        Each rank averages what its optimizer steps, in its type and memory, so averages are shared out, cut and offloaded like optimizer
+        state. The first average is the weight after one step, as with `torch.optim.swa_utils.AveragedModel`. Checkpoints have them,
+        `replan` keeps them; a second call changes the decay alone.
 
         Args:
             decay: from 0 to 1.
 
         Raises:
             ConfigError: it is not.
-            RuntimeFault: ranks give unlike ones.
+            RuntimeFault: decays differ between ranks.
         """
         self.runtime.check_open()
         self.runtime.call_together("average", decay)
@@ -382,13 +377,13 @@ class Engine:
         return loader
 
     def close(self) -> None:
-        """Gives back process groups; the engine cannot step afterwards. Other engines are not touched.
+        """Releases process groups; the engine cannot step afterwards. Other engines are not touched.
 
-        After a call that has failed because peers are lost it waits for nothing.
+        After a call that failed because peers are lost it waits for nothing.
 
         Raises:
             RuntimeFault: the loss of one of the last steps, which a GPU reports late, is not finite.
-            CheckpointError: a checkpoint that was being written could not be.
+            CheckpointError: a checkpoint under way could not be written.
         """
         waits = not self._has_lost_peers and sys.exception() is None  # else the others may be elsewhere
         try:
@@ -412,10 +407,9 @@ class Engine:
     def gradients(self) -> dict[str, torch.Tensor]:
         """The gradients that this rank's optimizer has, by parameter name: summed over ranks, and corrected.
 
-        After `step` they are those that were applied, clipped; after `forward_backward` those that wait for `update`, which applies
-        them as they are then.
+        After `step` they are those that were applied, clipped; after `forward_backward` those that `update` applies, changes included.
 
-        They are views of the buckets that gradients are summed in: the next step writes over them. Clone what is to be kept.
+        They are views of the buckets in which gradients are summed: the next step overwrites them. Clone what is to be kept.
         """
         return self.state.gradients()
 
@@ -425,7 +419,7 @@ class Engine:
 
         Args:
             rank: gather on this rank only (the others get None); None gathers on every rank.
-            averaged: whether the averages of weights (`average`) are gathered in their place.
+            averaged: whether the averages of weights (`average`) are gathered instead.
 
         Raises:
             RuntimeFault: there is no such rank, or ranks name different ones.
@@ -450,13 +444,13 @@ class Engine:
 
     @all_ranks
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Takes the weights of a ``model.state_dict()``, whatever trained them; all ranks call it with the same one.
+        """Loads the weights of a ``model.state_dict()``, whatever trained them; all ranks call it with the same one.
 
-        Keys are those of the model inside what ``torch.compile`` makes; those of the outside are known, too.
-        The optimizer keeps its state, as torch's do. `load` reads whole checkpoints.
+        Keys are those of the model, also of its ``torch.compile`` wrapper. The optimizer keeps its state, as torch's do; `load` reads
+        whole checkpoints.
 
         Raises:
-            CheckpointError: keys are missing or unknown, shapes differ, or ranks were given unlike ones. Nothing has changed.
+            CheckpointError: keys are missing or unknown, shapes differ, or ranks were given different ones. Nothing has changed.
         """
         self.runtime.call_together("load_state_dict")
         self._guards.exchange()
@@ -483,16 +477,16 @@ class Engine:
     ) -> None:
         """Writes a checkpoint: parameters, buffers, optimizer, scheduler, step, random state and data position.
 
-        It is written aside and renamed when complete, so a checkpoint at the path is never a half one.
+        It is written aside and renamed when complete, so a checkpoint at the path is never a partial one.
 
         Args:
             path: a folder of the checkpoint's own, that all ranks see.
-            wait: until it is complete. Otherwise what is kept is copied to host memory and written while training goes on; the next
-                `save`, `load` or `close` waits for it, and so does the end of the script.
+            wait: until it is complete. Otherwise the state is copied to host memory and written while training goes on; the next `save`,
+                `load` or `close` waits for it, and so does the end of the script.
             extra: plain data of yours (numbers, text, None, tensors, and lists, tuples, dicts and sets of them), equal on all ranks.
                 `load` returns it.
-            keep: how many checkpoints stay in the folder that the path is in, the newest; the others are removed when this one is
-                complete. None for all.
+            keep: how many checkpoints stay in the parent folder, the newest; the others are removed when this one is complete. None for
+                all.
             score: of this one, less is better. The checkpoint with the least is kept besides the newest.
 
         Raises:
@@ -527,14 +521,13 @@ class Engine:
         """Reads a checkpoint that any plan of the same model wrote.
 
         One of weights alone, as `whale checkpoint import` makes it, changes the weights alone, as `load_state_dict` does.
-        Its data position is taken up by the loader that feeds the steps; where none has yet, by the first loader that was or will
-        be made of the same samples.
+        Its data position goes to the loader that feeds the steps; where there is none yet, to the first loader over the same samples.
 
         Args:
             path: that it was saved at.
 
         Returns:
-            What `save` was given as `extra`; None without.
+            The ``extra`` of `save`; None without.
 
         Raises:
             CheckpointError: it is incomplete, damaged, of another model or optimizer, or of another loader. Nothing has changed.
@@ -560,16 +553,16 @@ class Engine:
 
     @all_ranks
     def resume(self, folder: str | Path) -> Any:
-        """Goes on from the newest state there is, if there is one, so that one script both begins and goes on.
+        """Goes on from the newest state, if there is one, so that one script both starts and goes on.
 
-        That is the checkpoint of a folder that was complete last; under ``whale run --elastic`` the step before the fault, where the
-        hosts that are there have all pieces of it in memory. What was lost is said on standard error.
+        That is the checkpoint of a folder that was completed last; under ``whale run --elastic`` the step before the fault, where the
+        present hosts have all pieces of it in memory. What was lost is printed on standard error.
 
         Args:
-            folder: in which checkpoints are saved; rank 0 looks into it.
+            folder: in which checkpoints are saved; rank 0 reads it.
 
         Returns:
-            What `load` returns; None where there was nothing to load, and where the state was in memory.
+            As of `load`; None where there was nothing to load, and where the state was in memory.
 
         Raises:
             CheckpointError: as `load`.
@@ -579,7 +572,7 @@ class Engine:
         return resume(Path(folder), self._keeping, self._load)
 
     def lose_peers(self) -> None:
-        """Keeps what this rank holds in memory of its host, of this engine and all others: its peers are lost."""
+        """Notes that peers are lost: keeps what this rank holds, of this engine and all others, in memory of its host."""
         self._has_lost_peers = True
         self._leave_all()
         self._log.lose_peers()
@@ -602,15 +595,15 @@ class Engine:
 
     @all_ranks
     def replan(self, plan: Plan | str | Path | None = None, *, config: Source = None, cluster: Cluster | None = None) -> Plan:
-        """Goes on under another plan: weights, optimizer and scheduler are brought to where it wants them, in memory, name by name.
+        """Goes on under another plan: weights, optimizer and scheduler are moved in memory, name by name.
 
         The training is the one that it would have been under that plan from the start: the same global batches, and loaders go on
-        where they are. All ranks call it, between two steps. `optimizer` and `scheduler` are others afterwards, made by the functions
-        that `whale.parallelize` was given, and `gradients` are those of the next step. What is recorded begins anew.
+        where they are. All ranks call it, between two steps. `optimizer` and `scheduler` are new afterwards, made by the functions
+        given to `whale.parallelize`, and `gradients` are those of the next step. Recording starts anew.
 
         Args:
-            plan: as `whale.parallelize` takes it; None plans, by the settings.
-            config: settings that change, as `whale.parallelize` takes them; they win over all others from now on.
+            plan: as of `whale.parallelize`; None plans, by the settings.
+            config: settings that change, as of `whale.parallelize`; they override all others from now on.
             cluster: the same devices with other figures, to plan for from now on: ``cluster.slowed({"host0/1": 3.0})``. That of rank 0
                 counts.
 
@@ -660,19 +653,19 @@ class Engine:
 
     @all_ranks
     def rebalance(self, slowdowns: Mapping[str, float] | None = None) -> Plan:
-        """Goes on under the plan that is best at the speeds that devices have now, where that pays within ``runtime.rebalance_horizon``.
+        """Goes on under the plan that is best at the present speeds of devices, where that pays within ``runtime.rebalance_horizon``.
 
-        What the user has set, stages and schedule say, stays as it is set. With ``runtime.rebalance: on`` it is called as need arises.
+        Stages and schedule that the user has set stay. With ``runtime.rebalance: on`` it is called when needed.
 
         Args:
-            slowdowns: by device, so many times as long as the figures of the cluster say does it take for what it computes; those of rank
-                0 count, and others are as they were. None for what was measured (`health`).
+            slowdowns: by device, the factor on computing times by the figures of the cluster; those of rank 0 count, and other devices
+                keep theirs. None for the measured ones (`health`).
 
         Returns:
             The plan at work: another, or the same.
 
         Raises:
-            WhaleError: as `replan`; and a `ConfigError` where a slowdown is of no device, or not above 0.
+            WhaleError: as `replan`; and a `ConfigError` where a device is unknown, or a slowdown not above 0.
         """
         self.runtime.check_open()
         self.runtime.call_together("rebalance")
@@ -695,9 +688,9 @@ class Engine:
 
     @property
     def health(self) -> Health:
-        """How fast the devices of the plan are beside what it was made for, over the last steps of full batches.
+        """The speeds of the plan's devices relative to those that it was made for, over the last steps of full batches.
 
-        Every rank knows it; no rank waits for it. There is nothing in it for a device alone.
+        Every rank has it; no rank waits for it. It is empty for a single device.
         """
         from whale.ir.health import Health
 
@@ -710,7 +703,7 @@ class Engine:
 
     @property
     def optimizer(self) -> torch.optim.Optimizer | None:
-        """The user's optimizer over the parameters that this rank owns; None if it owns none, or none was given."""
+        """The user's optimizer over the parameters that this rank owns; None where it owns none, or none was given."""
         return self.state.optimizer
 
     @property
@@ -725,12 +718,12 @@ class Engine:
 
     @property
     def gradient_norm(self) -> torch.Tensor:
-        """The 2-norm of all gradients of the last step, each element once, before they were clipped: 0-dim float64, equal on all ranks.
+        """The 2-norm of all gradients of the last step, each element once, before clipping: 0-dim float64, equal on all ranks.
 
         It lies on this rank's device, which is not synchronised.
 
         Raises:
-            ConfigError: no setting has it worked out.
+            ConfigError: no setting asks for it.
             RuntimeFault: no step has been done since `parallelize` or `replan`, or the engine is closed.
         """
         self.runtime.check_open()
@@ -750,7 +743,7 @@ class Engine:
 
     @property
     def was_skipped(self) -> bool:
-        """Whether the last step left out its update, as its loss or gradients were not finite (``fp16``, ``gradient.skip_nonfinite``)."""
+        """Whether the last step left out its update, since loss or gradients were not finite (``fp16``, ``gradient.skip_nonfinite``)."""
         return self.state.was_skipped
 
     @property
@@ -760,10 +753,10 @@ class Engine:
 
     @property
     def parameters(self) -> OwnedParameters:
-        """The parameters that this rank's optimizer steps, or its parts of them, by name; called, as a module's are, an iterator over them.
+        """The parameters that this rank's optimizer steps, or its parts of them, by name; called, an iterator over them.
 
         Warns:
-            UserWarning: they are gone through, some are parts, and a norm of each (for a max-norm, say) would be that of the part.
+            UserWarning: the script goes through them, some are parts, and a norm of each (for a max-norm, say) would be that of the part.
         """
         return OwnedParameters(self.state.kept, self._tell_of_parts)
 
@@ -779,7 +772,7 @@ class Engine:
 
     @property
     def peak_in_flight(self) -> int:
-        """The most micro-batches, over this rank's stages, whose activations the last step held at once: from F to B or W."""
+        """The most micro-batches whose activations this rank's stages held at once in the last step: from F to B or W."""
         return self.runtime.peak_in_flight
 
     def __repr__(self) -> str:
@@ -827,7 +820,7 @@ class Engine:
             )
 
     def _tell_of_parts(self) -> None:
-        """Warns, once, that what this rank holds are parts; the first rank that holds parts of those speaks for the others."""
+        """Warns, once, that this rank holds parts; the first rank that holds parts of them speaks for the others."""
         holders = self.runtime.holdings.holders_of_parts
         parts = [name for name in self.state.kept if self.rank in holders(name)]
         if parts and not self._has_told_of_parts and self.rank == min(holders(parts[0])):
@@ -838,7 +831,7 @@ class Engine:
             )
 
     def _rest(self) -> None:
-        """States that the script goes on, so that what stops it there is not laid to a wait that is over."""
+        """Notes that the script goes on, so that what stops it there is not blamed on a wait that is over."""
         self.runtime.status.step = self.state.step_number
         self.runtime.status.set(f"the script after step {self.state.step_number}")
         if self.runtime.compilation is not None and self.runtime.roster.world.rank == 0 and (news := self.runtime.compilation.news()):

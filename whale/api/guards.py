@@ -1,17 +1,14 @@
-"""What a script may do to the model that it gave, after which an engine would not be what the script takes it for: a warning, or an error.
+"""What a script may do to its model that an engine would not follow: a warning, or an error.
 
 An engine trains copies of the tensors of a captured model.
 
-- A capture decides which layers there are, which parameters are trained and in which types ops compute. What was
-  frozen has no gradient in it, and `torch.autocast` would change the types of some of its ops behind the plan's back.
-- A target network that is synchronised by hand (``model.target.load_state_dict(...)``), weights that are loaded late or
-  clamped after each step do not reach the engine. torch counts the writes to each tensor. A script that has asked the engine for its
-  weights may put them into the model, to look at it; writes that follow `Engine.state_dict` are let pass.
-- Who saves ``model.state_dict()`` or the model at the end, or validates by ``model(x)``, would have an untrained model.
-  torch's own hooks of modules hear of these; they are silent once they have spoken, and taken away when the script has weights from the
-  engine. What reads parameters one by one, as averages of weights do
-  (`for average, p in zip(averages, model.parameters()): average.lerp_(p, 0.1)`), would mix untrained values in at every step: that is an
-  error. The parameters hear of it themselves, by torch's protocol for subclasses of tensors.
+- The capture fixes layers, trained parameters and the types of ops. A frozen parameter has no gradient in it, and `torch.autocast`
+  would change types that the plan does not know of.
+- Writes to the model (a target network, weights loaded late, clamping) do not reach the engine: torch's version counters show them.
+  Writes after `Engine.state_dict` pass: the script may put the trained weights into its model.
+- ``model.state_dict()`` and ``model(x)`` give untrained values: torch's hooks of modules warn, once, and are removed when the script has
+  weights from the engine. Code that reads parameters one by one (an average of weights) would mix in untrained values: an error, raised by
+  `__torch_function__` of a subclass.
 """
 
 from __future__ import annotations
@@ -32,11 +29,7 @@ from whale.ir.graph import ModelGraph
 
 
 def check_types(device: torch.device) -> None:
-    """Checks that no `torch.autocast` is in force.
-
-    Raises:
-        CaptureError: it is.
-    """
+    """Raises a CaptureError where `torch.autocast` is active."""
     if torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type):
         dtype = str(torch.get_autocast_dtype(device.type)).removeprefix("torch.")
         raise CaptureError(
@@ -46,15 +39,15 @@ def check_types(device: torch.device) -> None:
 
 
 class Guards:
-    """What is looked at around each step of an engine.
+    """Checks around each step of an engine.
 
     Args:
         model: the user's.
         graph: the captured model.
         users: the user's own tensors, by canonical name.
         device: where this rank computes.
-        trains: whether the engine does.
-        warns: whether this rank says what it finds.
+        trains: whether the engine trains.
+        warns: whether this rank warns.
     """
 
     def __init__(
@@ -72,13 +65,13 @@ class Guards:
         self._flags = [(name, held[name]) for held in (self._users, owned) for name in self._was_trained if name in held]
 
     def check(self) -> None:
-        """Looks at what the script has done since the last step.
+        """Checks what the script has done since the last step.
 
         Raises:
-            CaptureError: a layer or parameter was replaced since the capture, or frozen or unfrozen; or `torch.autocast` is in force.
+            CaptureError: a layer or parameter was replaced, frozen or unfrozen since the capture; or `torch.autocast` is active.
 
         Warns:
-            UserWarning: tensors of the user's model were written to.
+            UserWarning: tensors of the user's model were written.
         """
         with torch._C.DisableTorchFunctionSubclass():  # of the user's parameters, which hear of who reads them
             check_types(self._device)
@@ -105,13 +98,13 @@ class Guards:
         self._stale.listen()
 
     def exchange(self) -> None:
-        """Notes that the script has weights from the engine, or has given it some: it may write them to the model too."""
+        """Notes that the script has weights from the engine, or gave it some: it may write them to the model too."""
         self._writes.let_pass()
         self._stale.forget()
 
 
 def _parts(model: nn.Module, *kinds: str) -> Iterator[tuple[str, dict[str, Any], str, Any]]:
-    """What the modules of a model hold: its path, where it is held, under which key, and itself."""
+    """Per parameter, buffer or submodule: its path, the dict that holds it, its key there, and itself."""
     for path, module in model.named_modules():
         for kind in kinds:
             held = getattr(module, kind)
@@ -120,12 +113,7 @@ def _parts(model: nn.Module, *kinds: str) -> Iterator[tuple[str, dict[str, Any],
 
 
 class _OutsideWrites:
-    """The writes to parameters and buffers of the user's model that have been seen.
-
-    Args:
-        model: the user's.
-        warns: whether this rank says what it finds.
-    """
+    """The writes to parameters and buffers of the user's model that have been seen."""
 
     def __init__(self, model: nn.Module, *, warns: bool) -> None:
         self._model, self._warns = model, warns
@@ -165,7 +153,7 @@ _GRADIENT = vars(torch._C.TensorBase)["grad"].__get__  # what the script has com
 
 
 class _Untrained(nn.Parameter):
-    """A parameter that an engine trains a copy of: its shape, type and place are as good as ever, its values are not read."""
+    """A parameter that an engine trains a copy of: its shape, type and device may be read, its values may not."""
 
     @classmethod
     def __torch_function__(cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -183,7 +171,7 @@ class _Untrained(nn.Parameter):
 
 
 def _makes_tensors(found: object, args: tuple[Any, ...]) -> bool:
-    """Whether an operation has read a parameter to make or change a tensor; what is written to the parameter itself is not read."""
+    """Whether an operation read a parameter to make or change another tensor."""
     if not isinstance(found, (Tensor, tuple, list)):
         return False
     written = args[0] if args and found is args[0] else None
@@ -192,13 +180,13 @@ def _makes_tensors(found: object, args: tuple[Any, ...]) -> bool:
 
 
 def _is_trained_by_script(args: tuple[Any, ...]) -> bool:
-    """Whether a parameter among them has a gradient: the script trains the model outside the engine, by an optimizer of its own."""
+    """Whether a parameter has a gradient: the script trains the model itself, outside the engine."""
     with torch._C.DisableTorchFunctionSubclass():
         return any(isinstance(leaf, _Untrained) and leaf.grad is not None for leaf in pytree.tree_leaves(args))
 
 
 def _is_our_own() -> bool:
-    """Whether it is Whale that asks: another engine is made of the same model, or it is captured for other sizes."""
+    """Whether Whale reads: for another engine of the same model, or another capture."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None and str(frame.f_globals.get("__name__", "")).startswith("torch."):
         frame = frame.f_back
@@ -206,13 +194,7 @@ def _is_our_own() -> bool:
 
 
 class _StaleModel:
-    """Warns, once, where the model is asked for what training has not changed; refuses that its parameters are read one by one.
-
-    Args:
-        model: the user's.
-        trains: whether the engine does.
-        warns: whether this rank says what it finds.
-    """
+    """Warns, once, where untrained values of the model are used; refuses to have its parameters read one by one."""
 
     def __init__(self, model: nn.Module, *, trains: bool, warns: bool) -> None:
         self._model, self._listens, self._warns = model, trains, warns
@@ -249,16 +231,13 @@ class _StaleModel:
 
 
 class _StaleHook:
-    """The hook: it goes with a copy of the model, which lags behind as well, and has nothing more to say once the model is pickled."""
+    """The hook: a copy of the model, which is stale too, keeps it; a pickled model does not."""
 
     def __init__(self, told: _StaleModel | None) -> None:
         self._told = told
 
     def __call__(self, _: nn.Module, given: object, keep_vars: bool = False) -> None:
-        """Is called with the arguments of `forward`, or with those of ``state_dict``.
-
-        An engine that captures the model for other sizes calls it too, and takes the names of its tensors with ``keep_vars``.
-        """
+        """Called with the arguments of ``forward`` or of ``state_dict``; captures call it too, with ``keep_vars`` where they read names."""
         if not torch.compiler.is_exporting() and not keep_vars:
             self.tell()
 
@@ -276,7 +255,7 @@ class _StaleHook:
 
 
 def warn_of_hooks(model: nn.Module) -> None:
-    """Warns of forward hooks of the user's own: torch's own (weight norm) are tensor operations alone."""
+    """Warns of forward hooks of the user; torch's own (weight norm) are tensor operations only."""
     forward = list(_hooks(model, "_forward_hooks", "_forward_pre_hooks"))
     if forward:
         warn(

@@ -1,4 +1,4 @@
-"""What a module or a trainer has and an engine does in another way: asking for it says how."""
+"""Attributes of modules and trainers that an engine lacks: the error says what to use."""
 
 from __future__ import annotations
 
@@ -54,12 +54,7 @@ class NotOfAnEngine(ConfigError, AttributeError):
 
 
 def answer(name: str, known: Iterable[str]) -> AttributeError:
-    """The error for an attribute that an engine has not.
-
-    Args:
-        name: of the attribute.
-        known: what an engine has.
-    """
+    """The error for an attribute that an engine lacks; ``known`` are those that it has."""
     if name not in _ANSWERS:
         found = nearest(name, (each for each in known if not each.startswith("_")), cutoff=0.75)
         meant = f", did you mean {found!r}?" if found else ""
@@ -68,7 +63,7 @@ def answer(name: str, known: Iterable[str]) -> AttributeError:
 
 
 def warn_of_evaluation_mode(model: nn.Module) -> None:
-    """Warns where the whole model is in evaluation mode when it is given; where parts alone are, they stay in it."""
+    """Warns where the whole model is in evaluation mode when it is passed; single parts stay in it."""
     if not model.training:
         warn(
             f"the model is in evaluation mode, but step runs all of it in training mode ({_NO_MODE}): call model.train() before "

@@ -1,8 +1,7 @@
-"""The state that a training starts from: weights that all ranks agree on, and the user's optimizer over them.
+"""The initial state of a training: weights that all ranks agree on, and the user's optimizer over them.
 
-A model with real tensors keeps them, a meta model is filled from the seed. A plan that cuts a model into stages or layers gives each rank
-some of its parameters. An optimizer that steps each of them by itself does there what it does over a whole model; one that reads them all
-(a clipped norm, a trust ratio of the model) cannot.
+A model with real tensors keeps them, a meta model is filled from the seed. Under a plan that cuts a model a rank has some of the
+parameters: an optimizer that steps each by itself works as over a whole model, one that reads them all (a norm, a trust ratio) cannot.
 """
 
 from __future__ import annotations
@@ -45,12 +44,10 @@ def initial_state(
 
     Args:
         modes: the captured model.
-        roster: who owns what.
-        holdings: who holds which part of it.
+        roster, holdings: who owns what, and which part of it.
         seed: of the weights of a model on the meta device.
         initialize: the user's own filling of one of its modules.
-        optimizer: called with what this rank owns, if it owns anything.
-        scheduler: called with the optimizer, if there is one.
+        optimizer, scheduler: the user's functions.
 
     Raises:
         ConfigError: as `make_optimizer` and `make_scheduler`.
@@ -82,11 +79,7 @@ def with_optimizer(
     scheduler: MakeScheduler | None,
     world: World,
 ) -> None:
-    """Gives a state the user's optimizer over its parameters, and the scheduler; all ranks of the world call it.
-
-    Raises:
-        ConfigError: as `make_optimizer` and `make_scheduler`.
-    """
+    """Gives a state the user's optimizer and scheduler; all ranks of the world call it. Raises as `make_optimizer` and `make_scheduler`."""
     shapes = {name: graph.parameter_by_name[name].spec.shape for name in state.kept}
     stepped = {name: own for name, own in state.kept.items() if own.requires_grad}
     in_parts = {name: holdings.is_cut_by_keepers(name) for name, own in stepped.items() if own.shape != shapes[name]}
@@ -102,7 +95,7 @@ def _take_from_rank_0(
     roster: Roster,
     shard: Callable[[str, torch.Tensor], torch.Tensor],
 ) -> None:
-    """Where ranks built the model with other weights than rank 0, rank 0's are sent, whole and one at a time, with one warning."""
+    """Where ranks built the model with different weights, sends those of rank 0, whole and one at a time, with one warning."""
     world = roster.world
     mine = real if world.rank == 0 else {name: real[name] for name in tensors if name in real}
     started = {name: checksum(value.detach()) for name, value in mine.items()}
@@ -131,24 +124,21 @@ def _take_from_rank_0(
 def make_optimizer(
     make: MakeOptimizer | None, owned: Mapping[str, nn.Parameter], sharded: Mapping[str, bool], trained: Collection[str], world: World
 ) -> torch.optim.Optimizer | None:
-    """Makes the optimizer of this rank; all ranks of the world call it.
+    """Makes the optimizer of this rank; None without a function or parameters. All ranks of the world call it.
 
     Args:
         make: the user's function.
         owned: the parameters of this rank, by name.
-        sharded: those of which it has a part, with whether it is keepers of shared-out state that have the others.
-        trained: the names of all parameters that are trained, on whatever rank.
+        sharded: those of which it has a part, with whether keepers of shared-out state have the rest.
+        trained: the names of all trained parameters, of all ranks.
         world: this process among its peers.
 
-    Returns:
-        None where there is no function, or this rank owns nothing.
-
     Warns:
-        UserWarning: the optimizer may look at all of its parameters at once, and some rank has not all of them.
+        UserWarning: the optimizer may combine parameters, and some rank lacks some of them.
 
     Raises:
         ConfigError: the function returned no optimizer, one of other parameters, one that needs a closure, or one that would step a part
-            of a parameter otherwise than the whole; or it fails on the parameters of one rank.
+            of a parameter differently from the whole; or it fails on the parameters of one rank.
     """
     lacks_some = bool(sharded) or not set(trained) <= owned.keys()
 
@@ -173,7 +163,7 @@ def make_optimizer(
 
 
 def make_scheduler(make: MakeScheduler | None, optimizer: torch.optim.Optimizer | None, world: World) -> Any:
-    """Makes the scheduler of this rank's optimizer, if there are both; all ranks of the world call it.
+    """Makes the scheduler of this rank's optimizer, if both exist; all ranks of the world call it.
 
     Raises:
         ConfigError: the function returned no scheduler.
@@ -199,11 +189,7 @@ def _scheduled(make: Callable[[torch.optim.Optimizer], Any], optimizer: torch.op
 def _made_by_pattern(
     make: Mapping[Pattern, MakeOne], owned: Mapping[str, nn.Parameter], trained: Collection[str], lacks_some: bool
 ) -> torch.optim.Optimizer | None:
-    """An optimizer for each pattern that has parameters on this rank.
-
-    Raises:
-        ConfigError: no pattern matches some parameter of the model, or a pattern none.
-    """
+    """An optimizer per pattern with parameters here; a ConfigError where a parameter of the model or a pattern matches nothing."""
     of_model = divided(trained, make)
     idle = [pattern for pattern, names in of_model.items() if not names]
     if idle:
@@ -238,7 +224,7 @@ def _made(make: MakeOne | None, owned: Mapping[str, nn.Parameter], lacks_some: b
 
 
 def _check_own(optimizer: torch.optim.Optimizer, owned: Mapping[str, nn.Parameter]) -> None:
-    """An optimizer made outside the engine, or over the parameters of the user's model, would train nothing."""
+    """Refuses an optimizer over other parameters (of the user's model, say): it would train nothing."""
     own = {id(parameter) for parameter in owned.values()}
     others = [parameter for group in optimizer.param_groups for parameter in group["params"] if id(parameter) not in own]
     if others:
@@ -259,7 +245,7 @@ def _check_no_closure(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _reason_to_look_at_all(optimizer: torch.optim.Optimizer) -> str:
-    """Why an optimizer may do more than step each parameter by itself, as torch's own do; "" where nothing says so."""
+    """Why an optimizer may combine parameters; "" for torch's own without hooks."""
     name = type(optimizer).__name__
     if type(optimizer).__module__.partition(".")[0] != "torch":
         return f"{name} is not one of torch's"
@@ -271,11 +257,7 @@ _RETURNED = {"optimizer": ("an optimizer", ("step", "param_groups", "state_dict"
 
 
 def _check_returned(name: str, value: object) -> None:
-    """Checks what the function that was given as ``optimizer=`` or ``scheduler=`` has returned.
-
-    Raises:
-        ConfigError: nothing that can be stepped.
-    """
+    """Raises a ConfigError where the function passed as ``optimizer=`` or ``scheduler=`` returned nothing that can be stepped."""
     kind, wanted = _RETURNED[name]
     if not all(hasattr(value, each) for each in wanted):
         returned = "None" if value is None else type(value).__name__

@@ -106,11 +106,7 @@ class FaultKeeper:
     # ---- while training --------------------------------------------------------------------------------------
 
     def check_settings(self, opening: Opening) -> None:
-        """Finds that an opening of another plan wants copies where there are none, or the reverse.
-
-        Raises:
-            ConfigError: it does.
-        """
+        """Raises a ConfigError where another opening wants copies and this one has none, or the reverse."""
         if (after := opening.settings.memory.redundancy) != self._redundancy:
             raise ConfigError(
                 f"engine.replan: memory.redundancy: {after} has no effect, as training began with {self._redundancy}",
@@ -175,11 +171,7 @@ class FaultKeeper:
     # ---- copies ----------------------------------------------------------------------------------------------
 
     def copy_changes(self, call: Call) -> None:
-        """Copies what no copies have: the state of a start, or what the script has written since the last step.
-
-        Args:
-            call: of the engine, that all ranks are in.
-        """
+        """Copies what no copies have: an initial state, or what the script wrote since the last step; all ranks are in the same call."""
         self._copy_changes(call, self._data.now)
 
     def copy_for_script(self) -> None:
@@ -230,10 +222,10 @@ class FaultKeeper:
     # ---- after a fault ---------------------------------------------------------------------------------------
 
     def leave(self, accumulated: Accumulated | None) -> None:
-        """Keeps the last whole step, as far as this rank holds it, and its copies in memory of the host; says so, or why it cannot.
+        """Keeps the last whole step, as far as this rank holds it, and its copies in memory of the host; prints so, or why it cannot.
 
-        Of a rank in the middle of an update or of another change, copies alone are kept, and so of one whose GPU does not finish. What a
-        loss that is not finite may have gone into is not kept.
+        A rank in the middle of an update or another change, or whose GPU does not finish, keeps copies alone. What a loss that is not
+        finite may have reached is not kept.
 
         Args:
             accumulated: batches that wait for an update.
@@ -293,7 +285,7 @@ class FaultKeeper:
 
 
 def check_room(folder: Path, num_bytes: int) -> None:
-    """Warns where copies of so many bytes, of all ranks of the host, could not be left in its memory as well."""
+    """Warns where the copies of all ranks of the host could not be left in its memory as well."""
     if num_bytes > (free := disk_usage(folder.parent).free):
         warn(
             f"memory.redundancy: copies of {format_bytes(num_bytes)} do not fit in {folder.parent} when ranks are lost "
@@ -302,11 +294,7 @@ def check_room(folder: Path, num_bytes: int) -> None:
 
 
 def await_device(device: torch.device) -> None:
-    """Waits until a GPU has done what was launched, no longer than `DEVICE_SECONDS`.
-
-    Raises:
-        CheckpointError: it takes longer.
-    """
+    """Waits until a GPU has done what was launched; a CheckpointError after `DEVICE_SECONDS`."""
     if device.type != "cuda":
         return
     event = torch.cuda.Event()  # type: ignore[no-untyped-call]

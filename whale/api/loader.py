@@ -46,24 +46,22 @@ def make_loader(
     """Makes a loader of a rank's rows.
 
     Args:
-        dataset: with ``__getitem__`` and ``__len__``; or a `torch.utils.data.IterableDataset` that gives every rank the same samples,
+        dataset: with ``__getitem__`` and ``__len__``; or a `torch.utils.data.IterableDataset` that yields the same samples on every rank,
             of which each rank reads all and keeps its own, with at most one worker.
         global_batch_size: rows of a batch over all ranks.
         plan: says which rows a rank needs.
-        rank: this rank's number in the plan; None for a rank outside it, which reads the first row of each batch, for the script to
-            see its form.
-        shuffle: another order in every epoch, equal on all ranks; not for an iterable dataset.
+        rank: this rank's number in the plan; a rank outside it (None) reads the first row of each batch, so that the script sees its form.
+        shuffle: a new order in every epoch, equal on all ranks; not for an iterable dataset.
         seed: of the order, and of the workers' random numbers.
-        drop_last: leaves out a last batch of fewer rows, which otherwise is divided again in proportion.
+        drop_last: leaves out a smaller last batch, which otherwise is divided again in proportion.
         collate: makes a batch of a list of samples, dimension 0 of its tensors being the samples; torch's default otherwise.
         num_workers: processes that read ahead.
-        progress: gives the text next to a progress bar per epoch on standard error, on the plan's rank 0; None for no bar.
-        whole_batches: lets every rank read all rows of each batch: for a collate function that must see them all, as one that pads to
-            the longest row.
+        progress: the text next to a progress bar per epoch on standard error, on the plan's rank 0; None for no bar.
+        whole_batches: every rank reads all rows of each batch: for a collate function that must see them all (padding to the longest row).
         **options: of `torch.utils.data.DataLoader`: ``pin_memory``, ``prefetch_factor``, ``worker_init_fn``, ``timeout`` ...
 
     Raises:
-        BatchError: full batches, or the short last one, are too small for the plan; or the options do not go together.
+        BatchError: full batches, or the short last one, are too small for the plan; or the options contradict one another.
     """
     for name in sorted(_OWN_OPTIONS & options.keys()):
         raise BatchError(
@@ -87,12 +85,7 @@ def make_loader(
 
 
 def leave_group(init: Callable[[int], None] | None, worker: int) -> None:
-    """Begins a worker that signals to the process group of its rank do not reach: torchrun's SIGTERM would end it, and fail the rank.
-
-    Args:
-        init: what else it begins with.
-        worker: its number.
-    """
+    """Starts a worker in a process group of its own: torchrun's SIGTERM to the group of a rank would end it, and the rank would fail."""
     os.setpgid(0, 0)
     if init is not None:
         init(worker)
@@ -101,12 +94,12 @@ def leave_group(init: Callable[[int], None] | None, worker: int) -> None:
 class Loader:
     """Iterates over the batches of one epoch; iterate again for the next.
 
-    An iteration starts with the epoch's first batch, or where a `position` that was set says. An epoch left early starts again.
+    An iteration starts with the epoch's first batch, or at a `position` that was set. An epoch left early starts again.
 
     Attributes:
-        in_hand: the batch that was handed out last in the iteration under way, and where it comes from.
+        in_hand: the batch handed out last in the iteration under way, and where it comes from.
         placed: where `set_epoch` continues, since a batch was last stepped on or a checkpoint read; else None.
-        left: the number of the last batch of the last iteration that was gone through to its end.
+        left: the number of the last batch of the last complete iteration.
     """
 
     def __init__(self, source: RowSource, seed: int, options: Mapping[str, Any], *, progress: Callable[[], str] | None = None) -> None:
@@ -144,17 +137,17 @@ class Loader:
         return {"epoch": epoch, "row": row, **self._source.identity}
 
     def mismatch(self, position: Mapping[str, int]) -> str | None:
-        """What makes a position one of other samples, or of another order, with both values; None where nothing does."""
+        """Why a position is of other samples or another order, with both values; None where it fits."""
         for key, value in self._source.identity.items():
             if position.get(key) != value:
                 return f"{key} there: {position.get(key)}, here: {value}"
         return None
 
     def check(self, position: Mapping[str, int]) -> None:
-        """Fails where a position is not one of this loader's.
+        """Checks a position.
 
         Raises:
-            CheckpointError: it comes from a loader of other samples or another order.
+            CheckpointError: it is of a loader of other samples or another order.
         """
         if (values := self.mismatch(position)) is not None:
             raise CheckpointError(
@@ -180,7 +173,7 @@ class Loader:
         """Batches of a whole epoch.
 
         Raises:
-            TypeError: the dataset is iterable and does not say.
+            TypeError: of an iterable dataset without a length.
         """
         return self._source.num_batches()
 
@@ -246,11 +239,7 @@ class _Words(ProgressColumn):
 
 
 class DataPosition:
-    """The loaders of one engine.
-
-    Attributes:
-        state: its `position` is one that was read, until a step has been fed from there.
-    """
+    """The loaders of one engine; `position` of its state is one that was read, until a step was fed from there."""
 
     def __init__(self, state: EngineState) -> None:
         self.state = state
@@ -286,10 +275,10 @@ class DataPosition:
         return found
 
     def feed(self, batch: RankRows) -> None:
-        """States what the next step is given.
+        """Notes what the next step is given.
 
         Raises:
-            CheckpointError: a position has been read, and the batch is of a loader that does not go on from there.
+            CheckpointError: a position was read, and the batch is of a loader that does not go on from there.
         """
         if not isinstance(batch.source, Loader):
             return
@@ -300,7 +289,7 @@ class DataPosition:
         source.placed = None
 
     def _check_goes_on(self, source: Loader, batch: RankRows, read: Mapping[str, int]) -> None:
-        """Finds that a batch of a loader is not the one that follows a position which has been read."""
+        """Raises where a batch does not follow the position that was read."""
         if source is not self._resumed:
             source.check(read)
             raise CheckpointError(
@@ -316,10 +305,10 @@ class DataPosition:
             )
 
     def check(self, position: Mapping[str, int]) -> None:
-        """Finds that a position is not one of the training's loader before anything is done with it.
+        """Checks a position before anything is done with it.
 
         Raises:
-            CheckpointError: it is of other samples, or of another order.
+            CheckpointError: it is of other samples or another order than the training's loader.
         """
         if self._feeding is not None:
             self._feeding.check(position)
@@ -333,10 +322,10 @@ class DataPosition:
 
     @property
     def needed(self) -> str:
-        """A batch that the script may still give to the engine, and which another plan would make useless, in words; "" for none.
+        """A batch that the script may still pass to the engine, and which another plan would make useless, in words; "" for none.
 
-        That is one that is alive, but for the last one that was trained on, and the last of an epoch, which a ``for`` leaves behind. Where
-        the script has used a batch again after training on it, it may do so again.
+        That is a live batch other than the last one trained on, and than the last of an epoch, which a ``for`` leaves behind. A script that
+        has used a batch again after training on it may do so again.
         """
         if self._uses_again:
             return "the script uses a batch of engine.loader again after training on it"

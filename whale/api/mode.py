@@ -25,20 +25,19 @@ ModeName = Literal["train", "eval", "predict", "eval_predict"]
 
 
 class CapturedMode:
-    """A capture that can be repeated for other row counts where one does not serve all.
+    """A capture, repeated for other row counts where one does not serve all.
 
     Args:
-        model: the user's model.
+        model, loss: the user's.
         batch: the example, or its structure.
-        loss: the user's loss.
-        name: which mode.
-        batch_dims: which tensors of the batch have rows, where that is not plain from their sizes.
-        device: the kind of device that it runs on, whose autocast counts; None for any.
-        precision: in which types ops compute there; None for those of the model.
+        name: of the mode.
+        batch_dims: which tensors of the batch have rows, where sizes do not show it.
+        device: the device type that it runs on, whose autocast counts; None for any.
+        precision: the types of ops there; None for those of the model.
         key: tells this capture from others of the mode; its name by default.
-        read_as: the types in which the first capture of the model reads parameters that are cast once per step; None for the first.
+        read_as: the types in which the first capture reads parameters that are cast once per step; None for the first.
         kept: where the capture is kept on disk.
-        found: what was found there, which is the capture; None captures.
+        found: the capture that was found there; None captures.
 
     Attributes:
         key: as given.
@@ -89,13 +88,10 @@ class CapturedMode:
         return self._unproven is not None and self.is_used
 
     def check_again(self, when: str) -> None:
-        """Traces the model once more and compares.
-
-        Args:
-            when: it is done, in words.
+        """Traces the model once more and compares; ``when`` names the time in words.
 
         Raises:
-            CaptureError: it computes something else than what was captured, or cannot be traced any more.
+            CaptureError: it computes something else than was captured, or cannot be traced any more.
         """
         kept, self._unproven = self._unproven, None
         fault = f"the model changed since it was captured (traced again before {when}"
@@ -116,11 +112,7 @@ class CapturedMode:
         raise CaptureError(f"{fault}: {found.what})", where=found.where, hint=_STALE)
 
     def prepare(self, row_counts: Collection[int]) -> None:
-        """Captures for pieces of these numbers of rows, where one capture does not serve all.
-
-        Raises:
-            CaptureError: as `graph_for`.
-        """
+        """Captures for these numbers of rows, where one capture does not serve all; raises as `graph_for`."""
         for num_rows in sorted(row_counts):
             self.graph_for(num_rows)
 
@@ -160,7 +152,7 @@ class CapturedMode:
         return program.graph
 
     def _check_loss(self, other: ModelGraph) -> None:
-        """The terms of the loss are those of all rows: what is divided once must be divided alike in every piece."""
+        """The terms of the loss are those of all rows: what is divided once must be divided by the same in every piece."""
         for ours, theirs in zip(self.graph.loss, other.loss, strict=True):
             if replace(ours, reason="", where=None) != replace(theirs, reason="", where=None):
                 raise CaptureError(
@@ -198,9 +190,9 @@ def _term_text(term: LossTerm) -> str:
 
 
 def structure_for(batch: Any, known: Any, batch_dims: BatchDims | None = None) -> BatchStructure:
-    """The structure of the example of batches like this one, in parts: that of what is known already where it fits.
+    """The structure of the example for batches like this one: parts of the known example where they fit.
 
-    The known example is the same on every rank, and has rows enough; a rank's own rows may be one, or none.
+    The known example is the same on every rank and has enough rows; a rank's own rows may be one, or none.
 
     Args:
         batch: the batch to come; None where this rank has no rows of it.
@@ -229,7 +221,7 @@ def view_of(structure: BatchStructure, batch: Any) -> BatchView:
         batch: the global batch in the user's form, or a `RankBatch` of a loader.
 
     Raises:
-        BatchError: it is not of the example's form, or has not the rows that the loader gave.
+        BatchError: it has not the example's form, or not the rows that the loader gave.
     """
     with_rows = frozenset(part.name for part in structure.inputs if part.has_rows and part.name is not None)
     if isinstance(batch, RankBatch):

@@ -1,6 +1,6 @@
-"""The captures of one model: the training's, the others when first asked for, those of batches of other sizes and of other plain values.
+"""The captures of one model: the training's, the others when first used, those of batches of other sizes and of other plain values.
 
-Each is worked on under a plan for it, and for the number of rows of its batches, made from the training's.
+Each is executed under a plan made from the training's, for it and for the number of rows of its batches.
 """
 
 from __future__ import annotations
@@ -37,23 +37,14 @@ RETRACE_SECONDS = 8.0
 
 @dataclass
 class _Mode:
-    """The captures of one mode.
+    """The captures of one mode."""
 
-    Attributes:
-        base: the first.
-        then: the values near the model when it was made.
-        read: paths of the places that captures of the mode have read.
-        others: of other sizes and values; the last was used last.
-        kinds: values other than the base's, each with a number of its own.
-        num_calls: that were served.
-    """
-
-    base: CapturedMode
-    then: Seen
-    read: frozenset[str]
-    others: list[_Other] = field(default_factory=list)
-    kinds: list[Seen] = field(default_factory=list)
-    num_calls: int = 0
+    base: CapturedMode  # the first
+    then: Seen  # the values near the model when it was made
+    read: frozenset[str]  # paths of the places that captures of the mode have read
+    others: list[_Other] = field(default_factory=list)  # of other sizes and values; the most recently used last
+    kinds: list[Seen] = field(default_factory=list)  # values other than the base's, each with its own number
+    num_calls: int = 0  # served
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,14 +58,13 @@ class Modes:
     """The model in its modes.
 
     Args:
-        model: the user's model.
-        loss: the user's loss.
+        model, loss: the user's.
         batch: the example.
         world: this process among its peers; all ranks capture together.
-        settings: how many captures there are of each mode besides the first, when the model is traced again, to see that it still
-            computes what was captured, and where captures are kept for the next start.
-        batch_dims: which tensors of the batch have rows, where that is not plain from their sizes.
-        precision: in which types ops compute; None for those of the model.
+        settings: how many captures each mode keeps besides the first, when the model is traced again to check them, and where captures are
+            kept for the next start.
+        batch_dims: which tensors of the batch have rows, where sizes do not show it.
+        precision: the types of ops; None for those of the model.
 
     Attributes:
         model: as given.
@@ -110,7 +100,7 @@ class Modes:
         return self._modes[name].base
 
     def ensure(self, name: ModeName, batch: Any, like: BatchStructure | None = None) -> CapturedMode:
-        """The capture of a mode, made if it is not there yet; all ranks of the world call it.
+        """The first capture of a mode, made where it is missing; all ranks of the world call it.
 
         Args:
             name: of the mode.
@@ -125,7 +115,7 @@ class Modes:
         return self._modes[name].base
 
     def structure(self, name: ModeName, batch: Any) -> BatchStructure:
-        """That of a batch of which this rank has rows: like the mode's first, or like the last one with the parts that it has.
+        """The structure of a batch of which this rank has rows: like the mode's first, or like the last one with the same parts.
 
         Raises:
             BatchError: the batch is not like the example.
@@ -141,16 +131,13 @@ class Modes:
         return like.like(data)
 
     def fitting(self, name: ModeName, batch: Any, forget: Callable[[str], None], like: BatchStructure | None = None) -> CapturedMode:
-        """The capture of a mode that serves a batch of this rank's; one more where its sizes are new, or values near it have changed.
+        """The capture of a mode that serves a batch of this rank; a new one where its sizes are new, or values near the model have changed.
 
-        But for the training, also one more where it has other parts than those before: labels, say, or none.
-
-        After 1, 2, 4, 8 ... calls of a mode, before the next one, the model is traced again and compared with what was captured.
-
-        No other rank takes part.
+        Except in training, also where it has other parts (labels, say) than those before. After 1, 2, 4, 8 ... calls of a mode the model is
+        traced again and compared. No other rank takes part.
 
         Args:
-            name: of a mode that is there.
+            name: of a mode with a first capture.
             batch: the batch to come, of which this rank may have no rows.
             forget: called with the key of a capture that is dropped for it.
             like: the structure of the batch where this rank has no rows of it; None for that of the first.
@@ -177,7 +164,7 @@ class Modes:
         return captured
 
     def prove(self, call: str) -> None:
-        """Traces the model again where it was trained as a capture says that was found on disk, and no later step has proven that.
+        """Traces the model again where training used a capture found on disk that no later step has verified.
 
         Args:
             call: before which, in words.
@@ -222,7 +209,7 @@ class Modes:
             raise CaptureError(f"{_of_parts(parts)}: {error.message}", where=error.where, hint=error.hint) from None
 
     def _kept(self, structure: BatchStructure) -> tuple[KeptCapture | None, tuple[ModelGraph, CapturedProgram] | None]:
-        """Where the capture of the training is kept, and what is there, unless it is another thing on another rank."""
+        """Where the capture of the training is kept, and the capture there, unless ranks found different ones."""
         kept = found = None
         if self._folder is not None and self._retrace != "off":
             kept = KeptCapture.of(self._folder, self._near, self._loss, structure, *self._made.keywords.items())
@@ -293,7 +280,7 @@ def _of_parts(parts: str) -> str:
 
 
 def _compare_captures(graph: ModelGraph | None, world: World) -> None:
-    """Fails before anything is sent where ranks captured different models; None for a rank without a batch of its own."""
+    """Raises, before anything is sent, where ranks captured different models; None for a rank without a batch of its own."""
     prints = world.gather_objects(None if graph is None else graph.fingerprint)
     first = next(rank for rank, fingerprint in enumerate(prints) if fingerprint is not None)
     odd = [rank for rank, fingerprint in enumerate(prints) if fingerprint not in (None, prints[first])]
@@ -310,14 +297,7 @@ def _compare_captures(graph: ModelGraph | None, world: World) -> None:
 
 
 def prepare_forward(runtime: Runtime, modes: Modes, captured: CapturedMode, num_rows: int) -> None:
-    """Prepares a mode without backward for batches of so many rows, unless it is prepared already.
-
-    Args:
-        runtime: of the training.
-        modes: holds the captured training.
-        captured: in the mode.
-        num_rows: of the global batch.
-    """
+    """Prepares a mode without backward for global batches of so many rows, unless it is prepared already."""
     fitting = runtime.roster.plan.with_micro_batches_for(num_rows)
     prepared = runtime.plan_of(captured.key)
     if prepared is None or prepared.pipelines != fitting.pipelines:
@@ -331,12 +311,6 @@ def prepare_training(runtime: Runtime, modes: Modes, captured: CapturedMode, num
     """Prepares training on batches of the sizes of a capture and of so many rows, unless it is prepared already.
 
     A batch with too few rows for all micro-batches is trained in fewer.
-
-    Args:
-        runtime: of the training.
-        modes: holds the captured training.
-        captured: for these sizes.
-        num_rows: of the global batch.
 
     Returns:
         The name under which it is prepared.
@@ -365,12 +339,6 @@ def _in_fewer(key: str) -> str:
 
 
 def warn_where_apart(plan: Plan, graph: ModelGraph, world: World) -> None:
-    """Says once, on rank 0, which lines mix samples of which the plan computes some by themselves.
-
-    Args:
-        plan: for the graph.
-        graph: the captured mode.
-        world: of the ranks.
-    """
+    """Warns once, on rank 0, of lines that mix samples which the plan computes separately."""
     if world.rank == 0 and (text := warn_of_mixing(mixed_apart(plan, graph), plan, graph)):
         warn(text)

@@ -1,6 +1,6 @@
-"""Putting a plan to work: which rank is which device, what each rank holds, and the runtime for it.
+"""Opening a plan: which rank is which device, what each rank holds, and the runtime for it; and the move to another plan.
 
-Done once, and again for each other plan. Which rank stands for which device follows from what the ranks are, never from their numbers.
+Which rank stands for which device follows from host and hardware of the ranks, never from their numbers.
 """
 
 from __future__ import annotations
@@ -43,31 +43,16 @@ from whale.units import counted, listed
 
 @dataclass(frozen=True)
 class Decided:
-    """A plan, as rank 0 decided on it.
-
-    Attributes:
-        plan: the plan.
-        own_seconds: per rank of the plan, what it is predicted to compute itself in a step; empty where nothing was predicted.
-        seconds: that it took to decide.
-    """
+    """A plan, as decided on rank 0."""
 
     plan: Plan
-    own_seconds: tuple[float, ...] = ()
-    seconds: float = 0.0
+    own_seconds: tuple[float, ...] = ()  # predicted computing time of a step per rank of the plan; empty without a prediction
+    seconds: float = 0.0  # of the decision
 
 
 @dataclass(frozen=True)
 class Opening:
-    """What an engine is made of besides its plan and its state.
-
-    Attributes:
-        world: this process among its peers.
-        modes: the captured model.
-        attachment: the cluster, and its ranks.
-        settings: to plan and run by.
-        optimizer, scheduler: the user's functions.
-        given: the plan that the user gave; None where none was.
-    """
+    """What an engine is made of besides its plan and its state."""
 
     world: World
     modes: Modes
@@ -75,10 +60,10 @@ class Opening:
     settings: Config
     optimizer: MakeOptimizer | None
     scheduler: MakeScheduler | None
-    given: Plan | str | Path | None = None
+    given: Plan | str | Path | None = None  # the user's plan; None where none was given
 
     def on(self, cluster: Cluster) -> Opening:
-        """The same on the same devices, of which other figures are known.
+        """The same for the same devices with other figures.
 
         Raises:
             ClusterError: they are others.
@@ -92,10 +77,10 @@ class Opening:
         return replace(self, attachment=replace(self.attachment, cluster=cluster))
 
     def checked_slowdowns(self, slowdowns: Mapping[str, float]) -> dict[str, float]:
-        """Slowdowns by device, where all are of devices that there are.
+        """Slowdowns by device.
 
         Raises:
-            ConfigError: some are not, or are not above 0.
+            ConfigError: a device is unknown, or a value is not above 0.
         """
         known = self.attachment.cluster.by_name
         wrong = [f"{name}: {value}" for name, value in slowdowns.items() if name not in known or not 0 < value < math.inf]
@@ -110,7 +95,7 @@ class Opening:
         """The same with some other settings, which win over its own and the environment's; all ranks of the world call it.
 
         Raises:
-            ConfigError: unknown keys or wrong values, or ranks give unlike ones.
+            ConfigError: unknown keys or wrong values, or they differ between ranks.
             ClusterError: as `attach`.
         """
         if config is None:
@@ -123,7 +108,7 @@ class Opening:
         return replace(self, settings=settings, attachment=attachment)
 
     def decide(self) -> Decided:
-        """The plan, on all ranks; `whale.search.decide` says from what, and what is raised. One that stands to reason has no figures."""
+        """The plan, on all ranks, as of `whale.search.decide`; one that needs no search has no figures."""
         world, graph, cluster, plan = self.world, self.modes.train.graph, self.attachment.cluster, self.given
         whole = self._whole_plan() if plan is None and world.size == 1 else None
         if whole is not None:
@@ -138,14 +123,14 @@ class Opening:
             return replace(on_first_rank(world, found), seconds=time.perf_counter() - begun)
 
     def with_figures(self, plan: Plan) -> Plan:
-        """A plan of this opening with what its step takes, and why it is so: worked out now where it stood to reason."""
+        """A plan of this opening with its step time and reasons, computed now where it needed no search."""
         return decide(None, self.modes.train.graph, self.attachment.cluster, self.settings)[0] if plan == self._whole_plan() else plan
 
     def _whole_plan(self) -> Plan | None:
         return whole_plan(self.modes.train.graph, self.attachment.cluster, self.settings)
 
     def prepare(self, plan: Plan) -> tuple[Roster, Holdings]:
-        """Who is who, and who holds what; the model is captured for the rows that this rank takes.
+        """Roster and holdings of a plan; the model is captured for the rows that this rank takes.
 
         Raises:
             CaptureError: it cannot be.
@@ -177,7 +162,7 @@ class Opening:
         return runtime, tracing
 
     def _watch(self) -> Watch:
-        """What measures how long this rank computes; nobody does where it is alone, or trains nothing."""
+        """Measures how long this rank computes, unless it is alone or trains nothing."""
         if self.world.is_alone or self.optimizer is None:
             return NOBODY
         from whale.runtime.recording.meter import Meter  # needed beside other ranks alone
@@ -187,20 +172,13 @@ class Opening:
 
 @dataclass(frozen=True)
 class PlanMove:
-    """A move that can be made.
-
-    Attributes:
-        opening: of the plan.
-        decided: the plan.
-        roster, holdings: under it.
-        loaders: those that the script still has, with what they read from under it.
-    """
+    """A move that can be made."""
 
     opening: Opening
     decided: Decided
     roster: Roster
     holdings: Holdings
-    loaders: list[tuple[Loader, RowSource]]
+    loaders: list[tuple[Loader, RowSource]]  # that the script still has, with what they read from under the plan
 
     @staticmethod
     def checked(opening: Opening, decided: Decided, state: EngineState, data: DataPosition) -> PlanMove:
@@ -233,15 +211,10 @@ class PlanMove:
 
 @dataclass(frozen=True)
 class Attachment:
-    """A cluster with the rank of each of its devices.
-
-    Attributes:
-        cluster: to plan for.
-        rank_of: world rank by device name.
-    """
+    """A cluster with the rank of each of its devices."""
 
     cluster: Cluster
-    rank_of: dict[str, int]
+    rank_of: dict[str, int]  # world rank by device name
 
     def roster(self, plan: Plan, world: World) -> Roster:
         """The ranks of a plan for this cluster."""
@@ -249,18 +222,18 @@ class Attachment:
 
 
 def attach(settings: ClusterSettings, world: World, cluster: Cluster | str | Path | None = None) -> Attachment:
-    """Finds the ranks that stand for a cluster's devices; with no cluster, this machine's devices are the cluster.
+    """Finds the ranks that stand for a cluster's devices; without a cluster, this machine's devices are the cluster.
 
-    Ranks whose host and hardware are what the cluster file says take those devices first, then those whose hardware is; the others follow
-    in order, so a plan for other hardware can be tried on CPU ranks.
+    Ranks with the host and hardware of a device take it first, then those with its hardware; the others follow in order, so that a plan for
+    other hardware can be tried on CPU ranks.
 
     Args:
-        settings: its file, which of its devices are meant, as `select` reads them, and whether all of them are there.
+        settings: the cluster file, which of its devices are used, and whether all must be there.
         world: this process among its peers.
         cluster: in place of the file.
 
     Raises:
-        ClusterError: the cluster has more devices than the world has ranks, or not those that are named.
+        ClusterError: the cluster has more devices than the world has ranks, or lacks named ones.
     """
     described = together(world, lambda: _described(settings.file if cluster is None else cluster, settings.devices))
     own = local_profile(world.local_rank, world.local_size)

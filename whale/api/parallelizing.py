@@ -1,4 +1,4 @@
-"""`whale.parallelize`: from an ordinary model to an engine on the devices of a plan, one pass after another."""
+"""`whale.parallelize`: from an ordinary model to an engine on the devices of a plan."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def parallelize(
 
 
 def _uncompiled(model: nn.Module, settings: Config, *, tells: bool) -> tuple[nn.Module, Config]:
-    """The module inside what torch.compile made, and the settings by which its programs are compiled in its place."""
+    """The module inside one made by torch.compile, and the settings by which its programs are compiled instead."""
     inner = getattr(model, "_orig_mod", model)
     is_compiled = any(hasattr(each, "_orig_mod") or each._compiled_call_impl is not None for each in model.modules())
     if is_compiled and settings.runtime.compile is None:
@@ -151,7 +151,7 @@ def resolve_config(config: Config | dict[str, object] | str | Path | None) -> Co
 
 
 def _join(resolve: Callable[[], Config]) -> tuple[World, Config]:
-    """Joins the world with the settings that `resolve` finds on this rank; where that fails on one rank alone, it fails on all."""
+    """Joins the world with the settings that `resolve` gives; where it fails on one rank, it fails on all."""
     fault: WhaleError | None = None
     try:
         settings = resolve()
@@ -170,7 +170,7 @@ def _join(resolve: Callable[[], Config]) -> tuple[World, Config]:
 
 
 def _functions(**arguments: object) -> dict[str, object]:
-    """Arguments that are functions, or functions by pattern, by the name under which a fault in one is told."""
+    """Functions, or functions by pattern, by their names in messages."""
     found: dict[str, object] = {}
     for name, value in arguments.items():
         found |= {f"{name}[{key!r}]": each for key, each in value.items()} if isinstance(value, Mapping) else {name: value}
@@ -197,11 +197,11 @@ _HINTS = {
 
 
 def _check_arguments(model: object, kinds: Mapping[str, tuple[object, tuple[type, ...]]], **functions: object) -> None:
-    """Checks the model, what may be left out by its kinds, and the functions that are called for it.
+    """Checks the model, optional arguments by their types, and functions.
 
     Raises:
         CaptureError: the model is no module.
-        ConfigError: something that is called is no function, or another argument is of none of its kinds.
+        ConfigError: a function is not callable, or another argument has a wrong type.
     """
     if not isinstance(model, nn.Module):
         raise CaptureError(f"model= is {type(model).__name__}, not a torch.nn.Module")
@@ -218,15 +218,7 @@ _BY_POSITION = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_
 
 
 def _as_loss(loss: Callable[..., Any] | None, model: nn.Module, batch: Any) -> Callable[..., Any] | None:
-    """The loss as it is called, ``loss(output, batch)``.
-
-    One whose second argument is called ``target`` (`torch.nn.CrossEntropyLoss()`, `torch.nn.functional.mse_loss`) gets the part of
-    the batch that the model's forward does not take.
-
-    Args:
-        loss: the user's.
-        model: the user's.
-        batch: the example.
+    """The loss, called as ``loss(output, batch)``; one with a second argument ``target``, as torch's, gets the part that forward leaves.
 
     Raises:
         ConfigError: there is no such part, or there are several; or torch's loss takes something else.
@@ -268,14 +260,7 @@ def _left_over(model: nn.Module, batch: Any) -> list[Any]:
 
 
 def _warn_of_profile(file: str | None) -> None:
-    """Warns of what makes a profile less than it seems.
-
-    Args:
-        file: of the profile; None for no profile.
-
-    Raises:
-        ConfigError: the file cannot be read, or holds no profile.
-    """
+    """Warns of devices or a torch version that a profile does not cover; a ConfigError where the file is no profile."""
     if file is None:
         return
     profile = read_profile(file)

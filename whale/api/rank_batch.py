@@ -1,7 +1,6 @@
-"""Batches that are one rank's rows of a global batch: the user's own structure, and what is known of where it comes from.
+"""Batches that are one rank's rows of a global batch: the user's own structure, and where it comes from.
 
-A structure may be of any type, be unpacked and put together anew, so the tensors carry the mark; in a separate table, so that they
-pickle as others do.
+A structure may have any type, be unpacked and rebuilt, so its tensors are marked; in a separate table, so that they pickle as others do.
 
     loader     {"x": X, "y": Y}                 X, Y: of batch 7
     script     {"x": X, "y": Y.long(), "m": M}  X:    of batch 7, and so is the whole
@@ -77,7 +76,7 @@ class RankBatch:
     mixed: str = ""
 
     def check(self, plan: Plan, rank: int | None) -> None:
-        """Finds that it does not hold what a rank needs under a plan.
+        """Checks that it has what a rank needs under a plan.
 
         Raises:
             BatchError: its tensors are of several batches, or of rows that another plan gave to the rank.
@@ -100,13 +99,10 @@ class RankBatch:
             )
 
     def check_rows(self, num_rows: int) -> None:
-        """Finds that the script has taken rows out, or put some in.
-
-        Args:
-            num_rows: that its tensors have.
+        """Checks the number of rows of its tensors.
 
         Raises:
-            BatchError: they are not the rows that the loader gave.
+            BatchError: the script has removed rows, or added some.
         """
         if num_rows != self.origin.num_held:
             raise BatchError(
@@ -127,18 +123,18 @@ def living() -> list[RankRows]:
 
 
 def mark(batch: Any, origin: RankRows) -> None:
-    """Lets the tensors with rows of a batch be known again for as long as they live; not one that is in several batches."""
+    """Lets the tensors with rows of a batch be recognised while they live; not one that is in several batches."""
     for tensor in tensors_of(batch).values():
         if tensor.dim() and len(tensor) == (origin.num_held or 1):
             ORIGINS[tensor] = None if tensor in ORIGINS else origin
 
 
 def recognized(batch: Any, in_hand: Iterable[tuple[Any, RankRows]] = ()) -> Any:
-    """A `RankBatch` of a batch some of whose tensors are a loader's; any other batch unchanged, as a global batch.
+    """A `RankBatch` for a batch with tensors of a loader's; any other batch unchanged, as a global batch.
 
     Args:
-        batch: as the user gives it.
-        in_hand: batches that loaders have handed out last, which are known by themselves too, whatever was put into them.
+        batch: of the user.
+        in_hand: batches that loaders handed out last, which are recognised by identity too.
     """
     found: list[tuple[str, RankRows]] = [("", origin) for data, origin in in_hand if data is batch]
     found += [(path, origin) for path, tensor in tensors_of(batch).items() if (origin := ORIGINS.get(tensor)) is not None]

@@ -1,4 +1,4 @@
-"""What an engine hands to the script: the loss of a step, its parameters, its weights under the keys of the user's state dict."""
+"""What an engine returns to the script: the loss of a step, its parameters, its weights under the keys of the user's state dict."""
 
 from __future__ import annotations
 
@@ -14,12 +14,7 @@ from whale.ir.graph import ModelGraph
 
 
 class OwnedParameters(dict[str, nn.Parameter]):
-    """Parameters by name; ``engine.parameters()`` iterates over them, as for a norm or a count.
-
-    Args:
-        parameters: by name.
-        asked: called where somebody goes through their values.
-    """
+    """Parameters by name; ``engine.parameters()`` iterates over them. ``asked`` is called where the script goes through their values."""
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], asked: Callable[[], None]) -> None:
         super().__init__(parameters)
@@ -41,10 +36,10 @@ _EXTRA = nn.modules.module._EXTRA_STATE_KEY_SUFFIX
 
 
 def state_keys(model: nn.Module, graph: ModelGraph) -> dict[str, str | None]:
-    """Per key of ``model.state_dict()``, in its order, the canonical name of the tensor; None of what is no tensor of the engine's.
+    """Per key of ``model.state_dict()``, in its order, the canonical name of the tensor; None of what the engine has no tensor for.
 
     Raises:
-        CheckpointError: a hook has put a tensor there that is none of the model's own: it would be that of the untrained model.
+        CheckpointError: a hook has added a tensor that is not the model's own: it would be that of the untrained model.
     """
     named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
     own = {id(tensor): name for name, tensor in named}
@@ -61,7 +56,7 @@ def state_keys(model: nn.Module, graph: ModelGraph) -> dict[str, str | None]:
 
 
 def whole_state(model: nn.Module, names: Mapping[str, str | None], tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    """The state dict of trained tensors, by canonical name; what else belongs to it is as the model has it now."""
+    """The state dict of trained tensors, by canonical name; other entries are the model's of now."""
     others = model.state_dict(keep_vars=True) if None in names.values() else {}
     return {key: others[key] if name is None else tensors[name] for key, name in names.items()}
 

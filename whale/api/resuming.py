@@ -1,4 +1,4 @@
-"""Going on from the newest state there is: what ranks have kept in memory where they lost peers, or the last checkpoint."""
+"""Going on from the newest state: what ranks have kept in memory after a fault, or the last checkpoint."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from whale.units import counted
 class Fall:
     """What the launchers of this run saw last: when the first rank fell, in seconds of ``time.time()``, and the steps done by then.
 
-    Of these nothing is known where no host had room to note them.
+    The steps are None where no host had room to note them.
     """
 
     when: float
@@ -45,7 +45,7 @@ class Fall:
 
 
 def resume(folder: Path, keeper: FaultKeeper, load: Callable[[Path, SurvivingState | None], Any]) -> Any:
-    """Loads the newest state, if there is one, and says what was lost; all ranks of the world call it.
+    """Loads the newest state, if there is one, and prints what was lost; all ranks of the world call it.
 
     Args:
         folder: of checkpoints.
@@ -91,14 +91,13 @@ def resume(folder: Path, keeper: FaultKeeper, load: Callable[[Path, SurvivingSta
 
 
 def say_resumed(step: int, source: str, fall: Fall | None, before: Sequence[str], now: Sequence[str], reason: str) -> None:
-    """Says where training goes on, and what was lost.
+    """Prints where training goes on, and what was lost.
 
     Args:
         step: steps done.
         source: of the state.
         fall: of the ranks before; None where none fell.
-        before: devices then, if that is known.
-        now: devices.
+        before, now: devices, where they are known.
         reason: why no later step serves.
     """
     parts = [f"resumes after step {step}, from {source}"]

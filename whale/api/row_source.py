@@ -1,7 +1,6 @@
-"""Where a loader's rows come from: datasets that are indexed, and datasets that are streams.
+"""Where a loader's rows come from: indexed datasets, and streams.
 
-Both read a whole share of a batch at once, in the worker process where there are workers, so that
-`torch.utils.data.DataLoader` only has to fetch and carry.
+Both read a whole share of a batch at once, in the worker process if there is one: `torch.utils.data.DataLoader` only fetches.
 """
 
 from __future__ import annotations
@@ -60,18 +59,14 @@ class Division:
         return {}
 
     def rows(self, num_rows: int) -> Rows:
-        """Intervals of a global batch's rows that this rank reads; worked out once for each number of rows."""
+        """Intervals of a global batch's rows that this rank reads; cached by number of rows."""
         if num_rows not in self._known_rows:
             own = rank_rows(self.plan.with_micro_batches_for(num_rows), self.rank, num_rows)
             self._known_rows[num_rows] = ((0, num_rows),) if own and self.whole_batches else own
         return self._known_rows[num_rows]
 
     def check(self, num_rows: int) -> None:
-        """Checks that the plan can divide batches of so many rows.
-
-        Raises:
-            BatchError: it cannot.
-        """
+        """Raises a BatchError where the plan cannot divide batches of so many rows."""
         check_rows(self.plan.with_micro_batches_for(num_rows), num_rows)
 
     def positions(self, num_rows: int) -> Iterator[int]:
@@ -148,7 +143,7 @@ class _Requests:
 
 
 class _IndexedShares(Dataset[Share]):
-    """Reads samples with random numbers of their own, so that what is random in a dataset is equal on all ranks that read it."""
+    """Reads samples, each with its own random numbers, so that random transforms are equal on all ranks that read a sample."""
 
     def __init__(self, dataset: Sized, division: Division, place: tuple[str, int, int]) -> None:
         self.dataset, self.division, self.place = dataset, division, place
@@ -168,7 +163,7 @@ class _IndexedShares(Dataset[Share]):
         return list(itertools.chain.from_iterable(self._one_by_one(indices, numbers, fetch_all)))
 
     def _one_by_one(self, indices: list[int], numbers: OwnNumbers, fetch_all: Callable[[list[int]], Any] | None) -> Iterator[Any]:
-        """Each sample in a list, with random numbers that other samples of the same read do not move on."""
+        """Each sample in a list, with random numbers that do not depend on the other samples of the read."""
         for index in indices:
             numbers.seed(seed_of(*self.place, index))
             yield [self.dataset[index]] if fetch_all is None else fetch_all([index])

@@ -1,4 +1,4 @@
-"""Figures of the steps of a run: next to a loader's bar or in a line every few seconds, and as a line of JSON for each step in a file.
+"""Figures of the steps of a run: next to a loader's bar or in a line every few seconds, and as a line of JSON per step in a file.
 
 Rank 0 alone writes. A GPU is not waited for: the figures of a step are read two steps later, when they have long been copied.
 """
@@ -31,29 +31,17 @@ LINE_SECONDS = 10.0
 
 @dataclass(frozen=True, slots=True)
 class StepFigures:
-    """A step.
+    """A step."""
 
-    Attributes:
-        step: its number, from 1.
-        loss: of the global batch; of several batches in one `update` their sum, by its scale. None where it is no finite number.
-        seconds: since the step before it ended, or since it began.
-        samples_per_second: rows of the global batch.
-        tokens_per_second: elements of the batch's first tensor of whole numbers with two dimensions or more; None where there is none.
-        learning_rates: of the parameter groups, as this step used them, each value once.
-        gradient_norm: before clipping; None where it is not worked out.
-        peak_bytes: of rank 0: memory of its GPU that tensors have taken at most; on the CPU the resident memory of the process.
-        metrics: what the loss function returned with the loss, of the last batch; None where it is not finite.
-    """
-
-    step: int
-    loss: float | None
-    seconds: float
-    samples_per_second: float
-    tokens_per_second: float | None
-    learning_rates: tuple[float, ...]
-    gradient_norm: float | None
-    peak_bytes: int
-    metrics: Mapping[str, float | None] = field(default_factory=dict)
+    step: int  # its number, from 1
+    loss: float | None  # of the global batch; of several in one `update` their sum, scaled; None where not finite
+    seconds: float  # since the step before it ended, or since it began
+    samples_per_second: float  # rows of the global batch
+    tokens_per_second: float | None  # elements of the batch's first integer tensor with two dimensions or more
+    learning_rates: tuple[float, ...]  # of the parameter groups, as this step used them, each value once
+    gradient_norm: float | None  # before clipping; None where not computed
+    peak_bytes: int  # of tensors on rank 0's GPU; on the CPU the process's resident memory
+    metrics: Mapping[str, float | None] = field(default_factory=dict)  # returned with the loss of the last batch; None where not finite
 
     @property
     def json(self) -> str:
@@ -72,7 +60,7 @@ class StepFigures:
 
 @dataclass
 class _Counted:
-    """Batches since the last step ended: when the first began, their rows and tokens, and learning rates before the step."""
+    """Batches since the last step ended: when the first began, rows, tokens, and learning rates before the step."""
 
     begun: float
     num_rows: int = 0
@@ -82,19 +70,12 @@ class _Counted:
 
 @dataclass(eq=False)
 class StepLog:
-    """The steps of a run; on other ranks than the first it does nothing.
-
-    Attributes:
-        world: this process among its peers.
-        path: of the lines of JSON, to which they are added; None for none.
-        shows: whether a line is printed every now and then.
-        last: figures of the last step that are known, where they are wanted.
-    """
+    """The steps of a run; a no-op on ranks other than 0."""
 
     world: World
-    path: Path | None
-    shows: bool
-    last: StepFigures | None = None
+    path: Path | None  # of the lines of JSON, which are appended; None for none
+    shows: bool  # whether a line is printed every few seconds
+    last: StepFigures | None = None  # figures of the last known step, where they are wanted
     _progress: bool = False
     _is_wanted: bool = False
     _file: TextIO | None = None
@@ -106,11 +87,7 @@ class StepLog:
 
     @staticmethod
     def of(settings: RuntimeSettings, world: World) -> StepLog:
-        """The log that rank 0's settings ask for.
-
-        Raises:
-            ConfigError: the file cannot be written.
-        """
+        """The log that rank 0's settings ask for; raises as `change`."""
         log = StepLog(world, None, shows=False)
         log.change(settings)
         if world.rank == 0:
@@ -118,7 +95,7 @@ class StepLog:
         return log
 
     def change(self, settings: RuntimeSettings) -> None:
-        """Goes on as other settings ask for; all ranks call it.
+        """Goes on with other settings; all ranks call it.
 
         Raises:
             ConfigError: the file cannot be written. Nothing has changed.
@@ -137,7 +114,7 @@ class StepLog:
         self._is_wanted |= shows or path is not None  # a bar may ask for figures, too
 
     def with_bar(self) -> Callable[[], str]:
-        """Has figures worked out for a bar, which asks for them; where standard error is no terminal, lines are printed too."""
+        """Computes figures for a bar, which asks for them; where standard error is no terminal, lines are printed too."""
         if self.world.rank == 0:
             self._is_wanted, self.shows = True, not sys.stderr.isatty()
         return lambda: "" if self.last is None else str(self.last)
@@ -156,14 +133,7 @@ class StepLog:
             self._counted.num_tokens += _num_tokens(view)
 
     def end(self, step_number: int, loss: torch.Tensor, norm: torch.Tensor | None, metrics: Mapping[str, torch.Tensor]) -> None:
-        """After a step.
-
-        Args:
-            step_number: steps done.
-            loss: 0-dim.
-            norm: of the gradients, 0-dim; None where it is not worked out.
-            metrics: 0-dim, by name.
-        """
+        """After a step; loss, norm of the gradients (None where not computed) and metrics are 0-dim."""
         counted, self._counted, now = self._counted, None, time.perf_counter()
         if counted is None:
             return

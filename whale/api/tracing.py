@@ -1,7 +1,6 @@
 """Recording chosen steps of a run: `trace.directory` gets trace.json for Perfetto, report.html, the picture of a step, and steps.json.
 
-After each recorded step the ranks hand what they saw to rank 0, which writes the files anew; so a run that ends early
-leaves what it has done.
+After each recorded step rank 0 gathers the recordings and writes the files anew, so that a run that ends early leaves what it has done.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ class Tracing:
 
     @staticmethod
     def of(config: Config, graph: ModelGraph, cluster: Cluster, roster: Roster) -> Tracing | None:
-        """The recording that rank 0's settings ask for, on all ranks; None where they ask for none.
+        """The recording that rank 0's settings ask for, on all ranks; None for none.
 
         Raises:
             ConfigError: the folder cannot be made.
@@ -127,11 +126,7 @@ def _ready(trace: TraceSettings) -> TraceSettings:
 
 
 def make_folder(directory: str) -> None:
-    """Makes the folder before the run that is to be recorded in it.
-
-    Raises:
-        ConfigError: it cannot be made.
-    """
+    """Makes the folder before the run; a ConfigError where it cannot be made."""
     try:
         Path(directory).mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -1,6 +1,6 @@
-"""The command ``whale``: capture, plan, explain, schedule and run.
+"""The command ``whale``.
 
-All that its verbs need is imported when it begins, for that takes a second and may be interrupted.
+What its verbs need is imported when it starts: that takes a second and may be interrupted.
 """
 
 from __future__ import annotations

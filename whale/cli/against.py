@@ -29,7 +29,7 @@ Row = tuple[str, str, str]
 
 
 def compare(arguments: argparse.Namespace) -> None:
-    """Plans with a command line's own files, A, and with those of ``--against`` in their place, B; prints what differs."""
+    """Plans with a command line's own files, A, and with those of ``--against`` in their place, B; prints the differences."""
     a = planned(arguments)
     b = planned(argparse.Namespace(**vars(arguments) | {"report": None} | _in_place(arguments.against)), like=a)
     figures, found, is_same = dict(_figures(a, b)), list(differences(a, b)), _written(a) == _written(b)
@@ -49,11 +49,7 @@ def compare(arguments: argparse.Namespace) -> None:
 
 
 def _in_place(paths: Sequence[str]) -> dict[str, str]:
-    """By kind the files that take the place of a command line's own.
-
-    Raises:
-        ConfigError: two are of one kind.
-    """
+    """Files that replace a command line's own, by kind; a ConfigError where two are of one kind."""
     found: dict[str, str] = {}
     for path in paths:
         kind = kind_of(path)
@@ -64,7 +60,7 @@ def _in_place(paths: Sequence[str]) -> dict[str, str]:
 
 
 def differences(a: Planned, b: Planned) -> Iterator[tuple[str, str, str, str]]:
-    """The replica, what differs there, and how it is in both plans; replicas that differ alike, but for their devices, once."""
+    """Replica, what differs there, and its value in both plans; replicas that differ alike, except in devices, once."""
     found: dict[tuple[Row, ...], list[tuple[int, list[Row]]]] = {}
     facts = ([dict(_facts(own, *each)) for each in zip(own.plan.replicas, _written(own), strict=True)] for own in (a, b))
     for index, (one, other) in enumerate(zip_longest(*facts, fillvalue=dict[str, str]())):
@@ -77,11 +73,7 @@ def differences(a: Planned, b: Planned) -> Iterator[tuple[str, str, str, str]]:
 
 
 def _facts(found: Planned, replica: Replica, block: ReplicaBlock) -> Iterator[tuple[str, str]]:
-    """What there is to say of a replica, by name.
-
-    Args:
-        block: what a written plan says of it.
-    """
+    """Facts of a replica, by name; ``block`` is its part of a written plan."""
     sizes = [stop - start for start, stop in found.plan.micro_batch_rows(replica.index, found.plan.planned_rows)]
     yield "schedule", replica.pipeline.order
     if replica.pipeline.num_chunks > 1:
@@ -136,7 +128,7 @@ def _shown(name: str, value: float) -> str:
 
 
 def kind_of(path: str) -> Literal["plan", "cluster", "recipe"]:
-    """What a file is: a cluster has hosts, a written plan the keys of its blocks, a recipe sections (or what may be slips for them)."""
+    """The kind of a file: a cluster has hosts, a written plan the keys of its blocks, a recipe sections (or misspelt ones)."""
     if Path(path).suffix == ".json":
         return "plan"
     data = read_yaml(path).data

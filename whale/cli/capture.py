@@ -74,6 +74,6 @@ def _rows(graph: ModelGraph) -> Iterable[tuple[str, ...]]:
 
 
 def _scope(op: Op, graph: ModelGraph) -> ScopePath:
-    """The scopes around an op; around its first reader for a parameter or buffer that has none of its own."""
+    """The scopes around an op; for a parameter or buffer without, those around its first reader."""
     readers = graph.users[op.name] if op.kind in ("parameter", "buffer") and not op.scope else ()
     return graph.by_name[readers[0]].scope if readers else op.scope

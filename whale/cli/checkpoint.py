@@ -73,7 +73,7 @@ def _show(arguments: argparse.Namespace) -> int:
 
 
 def _facts(path: Path, contents: Contents) -> Iterator[tuple[str, Any]]:
-    """What a checkpoint has besides its tensors, by name; None of what one of weights alone has not."""
+    """What a checkpoint has besides tensors, by name; None for what one of weights alone lacks."""
     from whale.runtime.checkpoint.files import PLAN, score_of, standing
     from whale.runtime.checkpoint.training_state import KIND, STEP, USERS
 

@@ -1,4 +1,4 @@
-"""Reads the command line and hands each verb to the file that does it."""
+"""Reads the command line and passes each verb to its module."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which rank died first, what it did, and who waited for it; in an elastic run, how often ranks have begun anew in vain."""
+"""Which rank died first, what it did, and who waited for it; in an elastic run, how often ranks have restarted in vain."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ MOST_IN_VAIN = 3
 
 @dataclass
 class Deaths:
-    """What torchrun's account leaves out: it ends all ranks when one has ended badly.
+    """What torchrun's account leaves out: it ends all ranks when one has failed.
 
     Attributes:
-        first: the process that ended badly before all others.
+        first: the process that failed before all others.
         stopped: those that stood still then (SIGSTOP, a debugger). They would not end by SIGTERM, and are killed.
-        fallen: in an elastic run, the processes of a time before the present one.
+        fallen: in an elastic run, the processes of an earlier start.
         step: the highest that a rank of this host has done.
-        num_in_vain: how often ranks have failed by themselves since then; a step that is done again is no way on.
+        num_in_vain: how often ranks have failed by themselves since then; a repeated step is no progress.
         has_left: whether that was too often, and this host leaves the run.
         is_stopping: whether SIGTERM has come to the launcher, which waits for its ranks.
     """
@@ -58,7 +58,7 @@ class Deaths:
         """Counts a death; whether it was one too many.
 
         Args:
-            status: what the rank last said; None where it had not begun.
+            status: what the rank last reported; None where it had not begun.
             step: the highest that a rank has done.
             by_itself: whether no signal asked it to end.
         """
@@ -70,11 +70,11 @@ class Deaths:
 
 @contextmanager
 def watching(directory: str, *, is_elastic: bool = False) -> Iterator[Deaths]:
-    """Sees which rank ends first, and kills those that stand still: when another has ended, in an elastic run after some seconds.
+    """Finds which rank ends first, and kills those that stand still: when another has ended; in an elastic run after some seconds.
 
     Args:
         directory: of the run.
-        is_elastic: whether ranks begin anew when one has died, which is then said at once.
+        is_elastic: whether ranks restart when one has died, which is then printed at once.
     """
     found = Deaths()
 
@@ -107,11 +107,7 @@ def _look_for_the_first(found: Deaths, directory: str) -> None:
 
 
 def _look_for_the_next(found: Deaths, directory: str) -> None:
-    """In an elastic run.
-
-    Raises:
-        SignalException: ranks fail by themselves again and again: the launcher leaves, and others go on if they are enough.
-    """
+    """In an elastic run; a SignalException where ranks fail by themselves repeatedly: the launcher leaves, others may go on."""
     from torch.distributed.elastic.multiprocessing.api import SignalException
 
     from whale.runtime.execute.status import read_all
@@ -179,7 +175,7 @@ def describe_failure(error: ChildFailedError, statuses: Mapping[int, RankStatus]
 
     Args:
         error: torchrun's account: the ranks that it saw fail.
-        statuses: what the ranks of this host last said.
+        statuses: what the ranks of this host last reported.
         now: seconds of ``time.time()``.
         deaths: what was seen of them.
     """

@@ -1,8 +1,7 @@
-"""``whale doctor``: whether a model will be captured, under what its numbers stay exact, and which lines are the reason.
+"""``whale doctor``: whether a model can be captured, under which plans its numbers stay exact, and the user's lines that decide it.
 
-Nothing is analysed here. The captured model is planned in a few ways on devices that are made up; what capture, planner and
-axes say of it is put together, with the user's lines. With ``--axes``: per TaskGraph its logical axes, who has them, which may be
-cut and why others may not.
+The captured model is planned in a few ways on invented devices; what capture, planner and axes report is put together. With ``--axes``:
+per TaskGraph its logical axes, what has them, which may be cut and why others may not.
 """
 
 from __future__ import annotations
@@ -125,37 +124,22 @@ Answer = Literal["yes", "exact", "fixed", "not exact", "cannot tell", "refused"]
 
 @dataclass(frozen=True, slots=True)
 class ReasonLine:
-    """A line of the user's that is the reason for an answer.
+    """A line of the user's that is the reason for an answer."""
 
-    Attributes:
-        where: ``file:line``; a module or an op where the line is not the user's.
-        text: what is written there; "" where that is not known.
-        reason: what it does; "" where the answer says it.
-    """
-
-    where: str
-    text: str
-    reason: str = ""
+    where: str  # ``file:line``; else a module or an op
+    text: str  # the line; "" where unknown
+    reason: str = ""  # what it does; "" where the answer tells
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """The answer to one question.
+    """The answer to one question."""
 
-    Attributes:
-        question: ``capture``, ``rows``, ``sizes``, ``replicas``, ``micro-batches``, ``stages`` or ``split``.
-        answer: ``fixed`` where only the example's sizes are taken, ``refused`` where there is an error in place of
-            numbers, ``cannot tell`` where an operator has no rule.
-        detail: in words.
-        hint: what to do; "" where that is not known.
-        places: the lines that are the reason.
-    """
-
-    question: str
-    answer: Answer
+    question: str  # ``capture``, ``rows``, ``sizes``, ``replicas``, ``micro-batches``, ``stages`` or ``split``
+    answer: Answer  # ``fixed``: the example's sizes only; ``refused``: an error; ``cannot tell``: an operator has no rule
     detail: str
-    hint: str = ""
-    places: tuple[ReasonLine, ...] = ()
+    hint: str = ""  # what to do; "" where unknown
+    places: tuple[ReasonLine, ...] = ()  # the lines that are the reason
 
 
 def diagnose(graph: ModelGraph, capture_at: Callable[[int], object] | None = None, tried: Finding | None = None) -> tuple[Finding, ...]:
@@ -163,15 +147,15 @@ def diagnose(graph: ModelGraph, capture_at: Callable[[int], object] | None = Non
 
     Args:
         graph: the captured training.
-        capture_at: captures the model at another number of rows, or raises a `WhaleError`; None where the model is not there.
-        tried: what `sizes` found; None where the model is not there.
+        capture_at: captures the model at another number of rows, or raises a `WhaleError`; None without the model.
+        tried: what `sizes` found; None without the model.
     """
     found = (Finding("capture", "yes", f"one graph of {counted(len(graph.ops), 'op')}"), _rows(graph, capture_at), tried, *exactness(graph))
     return tuple(finding for finding in found if finding is not None)
 
 
 def sizes(shapes: Iterable[Sequence[int]], capture_with: Callable[[int], object]) -> Finding:
-    """Which sizes of a batch, besides its rows, may change: each is tried, at half of the example's.
+    """Which sizes of a batch, besides its rows, may change: each is tried at half of the example's.
 
     Args:
         shapes: of the inputs, without their rows.
@@ -204,12 +188,9 @@ def refused(question: str, error: WhaleError) -> Finding:
 
 
 def exactness(graph: ModelGraph) -> tuple[Finding, ...]:
-    """Whether the numbers are those of one device where the model is copied, given its rows in turns, cut in stages, or split.
+    """Whether the numbers are those of one device with replicas, micro-batches, stages, or splits.
 
-    The scopes are left out: whether they can be honoured depends on the devices, and `whale plan` says it.
-
-    Args:
-        graph: the captured training.
+    The scopes are left out: whether they can be honoured depends on the devices, and `whale plan` tells.
     """
     bare = _under(graph, ())
     axes = discover(bare)
@@ -280,23 +261,14 @@ def _text_at(where: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class AxisRow:
-    """One axis in one TaskGraph.
+    """One axis in one TaskGraph."""
 
-    Attributes:
-        task_graph: the innermost scope around its ops; "" for ops under none.
-        axis: its name.
-        size: at the example's rows.
-        held_by: the dimensions of this TaskGraph's parameters that have it, as ``fc.weight:0``.
-        may_be_cut: whether all of this TaskGraph's ops can work on a part of it.
-        why: where not, the first reason.
-    """
-
-    task_graph: str
+    task_graph: str  # the innermost scope around its ops; "" for ops under none
     axis: str
-    size: int
-    held_by: tuple[str, ...]
-    may_be_cut: bool
-    why: str
+    size: int  # at the example's rows
+    held_by: tuple[str, ...]  # dimensions of this TaskGraph's parameters that have it: ``fc.weight:0``
+    may_be_cut: bool  # whether all of this TaskGraph's ops can work on a part of it
+    why: str  # the first reason where not
 
 
 def describe_axes(axes: Axes, graph: ModelGraph) -> tuple[AxisRow, ...]:

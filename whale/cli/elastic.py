@@ -1,7 +1,7 @@
-"""``whale run --elastic MIN:MAX``: torchrun's own agents and rendezvous, set so that a run goes on with the launchers that are there.
+"""``whale run --elastic MIN:MAX``: torchrun's agents and rendezvous, configured so that a run goes on with the launchers that are there.
 
-A launcher, on each host one, is what comes and goes. When a rank dies, and when a launcher comes or goes, all ranks end, the launchers
-that are there meet anew, and start the script anew with new numbers of ranks.
+Each host has a launcher. When a rank dies, or a launcher comes or goes, all ranks end; the launchers that are there meet again and
+restart the script with new numbers of ranks.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ SILENT_SECONDS, LEAST_BEATS = 10, 4
 
 
 def be_elastic(arguments: argparse.Namespace) -> dict[str, str]:
-    """Sets torchrun's arguments for the number of launchers that ``--elastic`` says; gives the environment of launcher and ranks.
+    """Sets torchrun's arguments for the number of launchers of ``--elastic``; gives the environment of launcher and ranks.
 
     Raises:
-        ConfigError: the number is none, or other flags contradict it.
+        ConfigError: it is no number, or other flags contradict it.
     """
     least, most = _bounds(arguments.elastic)
     for flag, is_given in {

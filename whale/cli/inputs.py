@@ -1,4 +1,4 @@
-"""What a verb works on: a user's function or a captured model, a cluster, and a configuration; and words that nobody knows."""
+"""The inputs of a verb: a user's function or a captured model, a cluster, and a configuration."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ PUBLISHED = "gpt"
 
 
 def add_source_arguments(parser: argparse.ArgumentParser, *, runs: bool = False) -> None:
-    """Adds the model and the arguments of its function; where its own code `runs`, there must be one."""
+    """Adds the model and the arguments of its function; with `runs` the user's own code is required."""
     parser.add_argument("source", metavar="FILE.py:FUNCTION", help=FUNCTION_HELP if runs else SOURCE_HELP)
     parser.add_argument("--arg", action="append", default=[], metavar="KEY=VALUE", help="keyword argument of FUNCTION; repeatable")
 
@@ -49,7 +49,7 @@ def add_graph_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_planning_arguments(parser: argparse.ArgumentParser, *, plans: bool = True) -> None:
-    """Adds all that a plan is made from; with `plans` also a plan itself, written down or made before."""
+    """Adds everything that a plan is made from; with `plans` also a plan itself, written or saved."""
     add_graph_arguments(parser)
     parser.add_argument("--cluster", metavar="C.yaml", help="cluster file (default: the recipe's, else this machine)")
     parser.add_argument("--devices", metavar="NAMES", help="devices to plan for: V100:2,host1/* (models, hosts, devices; :N takes N)")
@@ -65,20 +65,20 @@ def add_planning_arguments(parser: argparse.ArgumentParser, *, plans: bool = Tru
 
 
 def is_function(source: str) -> bool:
-    """Whether a source is the user's own function, rather than a captured model or one of a published run."""
+    """Whether a source is the user's own function, not a captured model or one of a published run."""
     return not source.endswith(".json") and source.partition(":")[0] != PUBLISHED
 
 
 def read_graph(
     source: str, pairs: Sequence[str], blocks: int | None = None, *, settings: tuple[Config, Cluster] | None = None
 ) -> ModelGraph:
-    """The graph of a model that a command line names: captured now, or of a ``model.json``, read without torch.
+    """The graph of the model on a command line: captured now, or read from a ``model.json`` without torch.
 
     Args:
         source: as `SOURCE_HELP` says.
         pairs: arguments of the function, each ``KEY=VALUE``.
         blocks: to which number its blocks are repeated; None: unchanged.
-        settings: the configuration and the cluster, for whose types and devices a function's model is captured; None for its own types.
+        settings: configuration and cluster, for whose types and devices a function's model is captured; None for its own types.
 
     Raises:
         CaptureError: there is no such file or function, the model cannot be captured, or its blocks cannot be repeated.
@@ -94,7 +94,7 @@ def read_graph(
 
 
 def types_of(config: Config, cluster: Cluster) -> tuple[str | None, Precision | None]:
-    """The kind of device that a model is captured for, and the types that ops compute in there; None for the model's own types."""
+    """The device type that a model is captured for, and the types that ops compute in there; None for the model's own."""
     precision = compute_type(config, cluster)
     device = CPU if all(each.model == CPU for each in cluster.devices) else "cuda"
     return (None, None) if precision is None else (device, precision)
@@ -120,7 +120,7 @@ def _graph_of(source: str, pairs: Sequence[str], device: str | None, precision: 
 
 
 def build_model(source: str, pairs: Sequence[str]) -> tuple[Any, Any, Any, Any]:
-    """The (model, batch, loss, batch_dims) that ``FILE.py:FUNCTION`` returns, called with the ``--arg`` pairs; None for no batch_dims.
+    """The (model, batch, loss, batch_dims) that ``FILE.py:FUNCTION`` returns, called with the ``--arg`` pairs; batch_dims may be None.
 
     Raises:
         CaptureError: there is no such file or function, or it fails, or returns something else.
@@ -140,7 +140,7 @@ def build_model(source: str, pairs: Sequence[str]) -> tuple[Any, Any, Any, Any]:
 
 
 def keywords_for(build: Callable[..., Any], name: str, sizes: str, pairs: Sequence[str]) -> dict[str, Any]:
-    """The keyword arguments of a published model: those behind its name, and the ``--arg`` pairs.
+    """The keyword arguments of a published model: those in its name, and the ``--arg`` pairs.
 
     Raises:
         CaptureError: it does not take them.
@@ -164,10 +164,10 @@ def _check_names(source: str, build: Callable[..., Any], values: Mapping[str, ob
 
 
 def read_settings(arguments: argparse.Namespace) -> tuple[Config, Cluster]:
-    """The configuration and the cluster of a verb that plans: read before the model, which takes longer.
+    """Configuration and cluster of a verb that plans: read before the model, which takes longer.
 
     Raises:
-        WhaleError: one of them, or ``--rows``, is none.
+        WhaleError: one of them, or ``--rows``, is invalid.
     """
     if arguments.rows is not None and arguments.rows < 1:
         raise ConfigError(f"--rows must be at least 1, not {arguments.rows}")
@@ -176,7 +176,7 @@ def read_settings(arguments: argparse.Namespace) -> tuple[Config, Cluster]:
 
 
 def read_cluster(arguments: argparse.Namespace, config: Config) -> Cluster:
-    """The cluster of ``--cluster``, else of the recipe, else this machine's devices; of it what ``cluster.devices`` names.
+    """The cluster of ``--cluster``, else of the recipe, else this machine's devices; as far as ``cluster.devices`` names it.
 
     A warning about its figures goes to standard error.
     """
@@ -210,9 +210,9 @@ def _load_cluster(file: str, arguments: argparse.Namespace) -> Cluster:
 
 
 def read_config(arguments: argparse.Namespace) -> Config:
-    """The recipe's configuration, with environment variables over it, and ``--set``, ``--profile`` and ``--devices`` over both.
+    """The recipe, overridden by environment variables, and both by ``--set``, ``--profile`` and ``--devices``.
 
-    What to know of the times in a profile goes to standard error.
+    Warnings about a profile go to standard error.
     """
     config = load_config(arguments.recipe, environment=os.environ)
     config = config.with_values(parse_pairs(arguments.set, "--set"))
@@ -229,7 +229,7 @@ def parse_pairs(pairs: Sequence[str], flag: str) -> dict[str, Any]:
     """``["layers=4", "name=x"]`` as ``{"layers": 4, "name": "x"}``; a value that is no JSON is text.
 
     Raises:
-        ConfigError: a pair has no ``=``, or a key comes twice, or a value nests too deep.
+        ConfigError: a pair has no ``=``, a key comes twice, or a value nests too deep.
     """
     found: dict[str, Any] = {}
     for pair in pairs:
@@ -270,10 +270,10 @@ def positive(text: str) -> int:
 
 
 def check_output(path: str | None) -> None:
-    """Finds an output file that cannot be written before the work that is to be written there.
+    """Checks, before the work, that an output file can be written.
 
     Raises:
-        WhaleError: there is no such folder, the file is one, or one may not write there.
+        WhaleError: there is no such folder, the file is a folder, or it may not be written.
     """
     if path is None:
         return
@@ -334,10 +334,10 @@ def _import_file(path: Path) -> ModuleType:
 
 @contextmanager
 def users_code(path: Path) -> Iterator[None]:
-    """Around code of the user's file: what it raises is reported in short, with the last line of the file that led there.
+    """Around code of the user's file: an exception is reported in short, with the last line of the file that led there.
 
     Raises:
-        CaptureError: it has raised something, for which `WHALE_DEBUG=1` shows the whole traceback.
+        CaptureError: an exception was raised; `WHALE_DEBUG=1` shows its whole traceback.
     """
     try:
         yield
@@ -348,7 +348,7 @@ def users_code(path: Path) -> Iterator[None]:
 
 
 def _place_in(path: Path, error: Exception) -> str | None:
-    """The line of a file where an error was raised, or from where what raised it was called; None where there is none."""
+    """The innermost line of a file in an error's traceback; None where there is none."""
     if isinstance(error, SyntaxError):
         return f"{error.filename}:{error.lineno}"
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename) == path.resolve()]

@@ -1,4 +1,4 @@
-"""``whale run``: starts the ranks of a training script with torchrun, and says who died, where, and who waited."""
+"""``whale run``: starts the ranks of a training script with torchrun, and reports who died, where, and who waited."""
 
 from __future__ import annotations
 
@@ -52,14 +52,14 @@ def run(words: Sequence[str]) -> int:
     """Starts the ranks and waits for them.
 
     Args:
-        words: the words after ``whale run``: its flags and torchrun's, the script, the script's own.
+        words: after ``whale run``: its flags and torchrun's, the script, the script's own.
 
     Returns:
-        0 if every rank ended well; 128 and the signal's number if one has stopped them, also where SIGTERM came to a rank and all have
+        0 if every rank ended well; 128 and the signal's number if a signal stopped them, also where SIGTERM came to a rank and all have
         saved (`Preempted`); 1 otherwise.
 
     Raises:
-        WhaleError: the recipe cannot be read, or does not hold; or no rank can be started.
+        WhaleError: the recipe is invalid, or no rank can be started.
     """
     from torch.distributed import DistError
     from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -208,9 +208,9 @@ def _is_one_host(arguments: argparse.Namespace) -> bool:
 
 @contextmanager
 def _meeting_on_loopback(arguments: argparse.Namespace) -> Iterator[None]:
-    """Where all ranks are on this host, and no flag says where they meet: a store that listens to this host alone.
+    """Where all ranks are on this host, and no flag names the endpoint: a store on the loopback interface alone.
 
-    torchrun's own listens at all interfaces. This one is there before it, at a port that torchrun is told, and serves it.
+    torchrun's own listens at all interfaces. This one starts before it, at a port that torchrun is given, and serves it.
 
     Raises:
         ConfigError: the port is in use.
@@ -236,7 +236,7 @@ def _meeting_on_loopback(arguments: argparse.Namespace) -> Iterator[None]:
 
 
 def _bind_ranks(arguments: argparse.Namespace, directory: str) -> None:
-    """Has the ranks end with this process, whatever ends it, and say in the run directory which processes they are."""
+    """Lets the ranks end with this process, however it ends, and record their process ids in the run directory."""
     if arguments.run_path:  # a function in a fork of this process, and no command
         return
     command = [arguments.training_script, *arguments.training_script_args]
@@ -247,16 +247,16 @@ def _bind_ranks(arguments: argparse.Namespace, directory: str) -> None:
 
 
 def is_preempted(exit_codes: Sequence[int]) -> bool:
-    """Whether ranks have saved and ended because SIGTERM came to one; torchrun then sends it to those that still live."""
+    """Whether ranks have saved and ended because SIGTERM came to one; torchrun then sends it to the living ones."""
     return PREEMPTED_CODE in exit_codes and {*exit_codes} <= {PREEMPTED_CODE, -signal.SIGTERM}
 
 
 @contextmanager
 def _passing_on_sigterm(arguments: argparse.Namespace, directory: str, deaths: Deaths) -> Iterator[None]:
-    """Has SIGTERM sent on to the ranks, once, and waits for them as long as they take to save; what sent it ends all when time is up.
+    """Forwards SIGTERM to the ranks, once, and waits for them while they save; what sent it ends all when time is up.
 
-    torchrun would send it to all processes that they have started, too, which ends the workers of their DataLoaders and so fails the
-    ranks; it would kill ranks after 30 seconds, and at a second signal.
+    torchrun would send it to all their child processes too, which ends the workers of their DataLoaders and so fails the ranks; it would
+    kill ranks after 30 seconds, and at a second signal.
     """
     from torch.distributed.elastic.multiprocessing.api import SignalException
 
@@ -290,9 +290,9 @@ def _lives(child: int) -> bool:
 
 @contextmanager
 def _run_directory() -> Iterator[str]:
-    """A folder for what ranks say of themselves; those that killed runs have left are removed.
+    """A folder for the statuses of ranks; folders that killed runs have left are removed.
 
-    It is locked for as long as this process lives, and its ranks do not inherit the lock.
+    It is locked while this process lives, and its ranks do not inherit the lock.
 
     Raises:
         ConfigError: it cannot be made.
@@ -327,11 +327,7 @@ def _make_locked(parent: Path) -> tuple[str, int]:
 
 
 def _locked(directory: Path) -> int:
-    """A descriptor that holds the lock of a folder until it is closed.
-
-    Raises:
-        OSError: another process holds it.
-    """
+    """A descriptor that holds the lock of a folder until it is closed; an OSError where another process holds it."""
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

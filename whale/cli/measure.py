@@ -1,7 +1,7 @@
-"""Verbs that measure on ranks, which are started here with torchrun, or joined where it has started them.
+"""Verbs that measure on ranks, which are started here with torchrun, or joined where torchrun has started them.
 
 ``whale probe`` writes this machine's ranks as a cluster file. ``whale profile`` measures a model's ops and passes, for plans that are
-priced by what was measured.
+priced by measurement.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ def add_rank_arguments(parser: argparse.ArgumentParser, rounds: int) -> None:
 
 
 def on_ranks(arguments: argparse.Namespace, verb: str, action: Callable[[argparse.Namespace], int], usual: Callable[[], int]) -> int:
-    """Does a verb's work on every rank: in this process if it is one, else in ranks that are started with the same words.
+    """Does a verb's work on every rank: in this process if it is one, else in ranks started with the same words.
 
-    Whether ``--output`` can be written is found out before anything is measured.
+    Whether ``--output`` can be written is checked before anything is measured.
 
     Args:
-        usual: how many ranks there are if ``--ranks`` does not say.
+        usual: the number of ranks without ``--ranks``.
 
     Raises:
-        ConfigError: fewer than one rank is asked for, or a number where torchrun has started the ranks.
+        ConfigError: fewer than one rank, or a number where torchrun has started the ranks.
         WhaleError: the output cannot be written.
     """
     if "RANK" in os.environ:
@@ -172,7 +172,7 @@ def run_profile(arguments: argparse.Namespace) -> int:
 
 
 def _ranks_of(cluster: Cluster) -> int:
-    """As many ranks as a host of the cluster has of the devices that are here; of GPUs no more than there are."""
+    """As many ranks as a host of the cluster has devices of the type here; no more GPUs than there are."""
     from whale.measure import devices_at_hand
 
     here = devices_at_hand().devices
@@ -232,7 +232,7 @@ def _print_ops(kind: KindProfile) -> None:
 
 
 def _short(signature: str) -> str:
-    """An op by its operator and its shapes; that nearly all of it is float32 with a gradient goes without saying."""
+    """An op by its operator and its shapes; float32 with a gradient, the usual case, is left out."""
     text = signature.removeprefix("aten.").replace(" with gradient", "").replace("float32[", "[")
     return text if len(text) <= MOST_LETTERS else f"{text[:MOST_LETTERS]}…"
 

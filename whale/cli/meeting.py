@@ -1,7 +1,7 @@
-"""Where the launchers of an elastic run meet: torchrun's rendezvous, by which they hear, too, that one of them has gone silent.
+"""Where the launchers of an elastic run meet: torchrun's rendezvous, which also reports that one of them has gone silent.
 
-torchrun's agents begin anew where a rank of their own has ended, and where a launcher comes. A host whose network is cut, or that stands
-still as a whole, ends no rank of another: these would wait for it as long as they may. The rendezvous knows by its keep-alives.
+torchrun's agents restart where a rank of their own has ended, and where a launcher comes. A host that is cut off or frozen ends no rank
+of another: these would wait for it as long as they may. The rendezvous knows by its keep-alives.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ SETTLING_SECONDS = 1.5
 
 
 class Meeting(DynamicRendezvousHandler):
-    """torchrun's rendezvous over c10d, whose agents begin anew where one of them has gone silent, too."""
+    """torchrun's rendezvous over c10d, whose agents also restart where one of them has gone silent."""
 
     _met: frozenset[object] = frozenset()
     _silent_since = math.inf
@@ -56,7 +56,7 @@ class Meeting(DynamicRendezvousHandler):
             return self._tell_silent() or num_waiting
 
     def _keep_alive(self) -> None:
-        """Of the thread that gives signs of life. The agent itself may be ending its ranks, which may wait for those of a silent host."""
+        """In the thread that sends keep-alives: the agent itself may be ending its ranks, which may wait for those of a silent host."""
         super()._keep_alive()
         with self._heartbeat_lock:
             self._tell_silent()

@@ -1,7 +1,7 @@
 """``whale plan``: decides which devices run what, and prints the decision; with ``--explain`` also the reasons.
 
-``--tree`` prints the model's modules with the stages and devices that run them, what they hold and how long they compute. Modules that
-follow one another, are numbered, and are built and placed alike stand in one line: ``h.0 .. h.5``.
+``--tree`` prints the model's modules with the stages and devices that run them, what they hold and how long they compute. Consecutive
+numbered modules that are built and placed alike take one line: ``h.0 .. h.5``.
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ def _shards(plan: Plan) -> Iterator[tuple[str, str]]:
 
 
 def _edges(plan: Plan) -> Iterator[tuple[str, str]]:
-    """What crosses stages, replicas that hand on the same tensors together, with the bytes of the first of them."""
+    """What crosses stages, replicas that send the same tensors together, with the bytes of the first of them."""
     found: dict[tuple[int, int, tuple[str, ...]], list[int]] = {}
     first: dict[tuple[int, int, tuple[str, ...]], int] = {}
     for replica in plan.replicas:
@@ -208,40 +208,24 @@ FORWARD = (Kind.FORWARD, Kind.RECOMPUTE)
 
 @dataclass(frozen=True, slots=True)
 class TreePiece:
-    """What one op, or one parameter, adds to the module that it belongs to.
+    """What one op, or one parameter, adds to its module."""
 
-    Attributes:
-        way: names of the modules around it, outermost first, that are still to be gone down.
-        stage: that runs or holds it.
-        device: that runs or holds it.
-        num_bytes: of a parameter there, with what training keeps besides it.
-        seconds: of that device in a step, forward and backward.
-    """
-
-    way: tuple[str, ...]
+    way: tuple[str, ...]  # names of the modules around it, outermost first, that are left to descend
     stage: int
     device: str
-    num_bytes: int = 0
-    seconds: float = 0.0
+    num_bytes: int = 0  # of a parameter there, with what training keeps for it
+    seconds: float = 0.0  # of that device in a step, forward and backward
 
 
 @dataclass(frozen=True, slots=True)
 class Module:
-    """A module with all that is inside it.
-
-    Attributes:
-        first, last: its name; where several stand together, those of the first and of the last.
-        stages: that run it.
-        held: bytes of all its pieces, by device.
-        busy: seconds of all its pieces, by device.
-        inside: its modules.
-    """
+    """A module with everything inside it; ``first`` and ``last`` differ where one line stands for several."""
 
     first: str
     last: str
     stages: tuple[int, ...]
-    held: dict[str, int]
-    busy: dict[str, float]
+    held: dict[str, int]  # bytes of all its pieces, by device
+    busy: dict[str, float]  # seconds of all its pieces, by device
     inside: tuple[Module, ...]
 
     @property
@@ -289,7 +273,7 @@ def _sum(one: Module, other: Module) -> Module:
 
 
 def print_tree(found: Planned) -> None:
-    """Prints the tree, once for all replicas whose stages run the same ops: with the devices and times of the first of them."""
+    """Prints the tree, once for all replicas whose stages run the same ops, with the devices and times of the first."""
     alike: dict[tuple[tuple[str, ...], ...], list[Replica]] = {}
     for replica in found.plan.replicas:
         alike.setdefault(tuple(stage.ops for stage in replica.stages), []).append(replica)
@@ -303,7 +287,7 @@ def print_tree(found: Planned) -> None:
 
 
 def tree_of(found: Planned, replica: Replica, prices: Prices) -> Module:
-    """The modules of a model on the devices of a replica; of devices that do the same, on the first."""
+    """The modules of a model on the devices of a replica; of devices with equal work, on the first."""
     return module_of("", list(_pieces(found, replica, prices)))
 
 
@@ -327,14 +311,10 @@ def _way(path: str) -> tuple[str, ...]:
 
 
 def _seconds(found: Planned, replica: Replica, stage: Stage, index: int, local: Prices) -> Floats:
-    """Of each op of a stage on one of its devices in a step.
+    """Seconds of each op of a stage on one of its devices (``index``) in a step.
 
-    Together they are what the estimate says of the device's passes for the stage, so that what an op alone does not take (the host's
-    starts, exchanges inside a split group) falls to the ops in proportion.
-
-    Args:
-        index: of the device in the stage.
-        local: prices of the device's parts of the ops.
+    Their sum is the estimate of the device's passes for the stage: what single ops do not take (launches of the host, exchanges in a split
+    group) is divided in proportion. ``local`` are the prices of the device's parts of the ops.
     """
     device, plan = stage.virtual_device.devices[index], found.plan
     counts = [stage.rows(stop - start)[index] for start, stop in plan.micro_batch_rows(replica.index, plan.planned_rows)]

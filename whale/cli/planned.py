@@ -1,4 +1,4 @@
-"""Verbs that plan: their words, what they start from (a model, a configuration, a cluster, the plan), and the picture of a step."""
+"""Verbs that plan: their arguments, their inputs (a model, a configuration, a cluster, the plan), and the picture of a step."""
 
 from __future__ import annotations
 
@@ -28,21 +28,13 @@ from whale.units import counted
 
 @dataclass(frozen=True)
 class Planned:
-    """A plan, and what it was made from.
-
-    Attributes:
-        graph: the model.
-        config: settings.
-        cluster: the devices there are.
-        plan: verified.
-        step: its estimate.
-    """
+    """A plan, and what it was made from."""
 
     graph: ModelGraph
     config: Config
     cluster: Cluster
     plan: Plan
-    step: StepEstimate
+    step: StepEstimate  # its estimate
 
     @property
     def fullest_bytes(self) -> float:
@@ -75,7 +67,7 @@ def add_planning_verb(
         json: what ``--json`` does.
 
     Returns:
-        The verb's parser, for words of its own.
+        The verb's parser, for further arguments.
     """
     parser: argparse.ArgumentParser = verbs.add_parser(name, help=says)
     add_planning_arguments(parser)
@@ -88,12 +80,12 @@ def add_planning_verb(
 def planned(
     arguments: argparse.Namespace, runner_up: int | None = None, graph: ModelGraph | None = None, like: Planned | None = None
 ) -> Planned:
-    """Plans what a command line asks for, and writes its picture where one was asked for.
+    """Plans for a command line, and writes its picture where ``--report`` is given.
 
     Args:
         runner_up: of the search, from 1; None for the best.
         graph: of the model, where it is captured already.
-        like: of the same model, whose graph is taken where ops compute in the same types.
+        like: of the same model, whose graph is used where ops compute in the same types.
     """
     check_report(arguments.report)
     config, cluster = read_settings(arguments)
@@ -117,7 +109,7 @@ def deepest(graph: ModelGraph, config: Config, cluster: Cluster, rows: int | Non
 
     Raises:
         CaptureError: no blocks repeat in the model.
-        ConfigError: settings of a depth are given.
+        ConfigError: there are settings for a certain depth.
         PlanError: not even the unrepeated model fits.
     """
     from whale.workloads import count_blocks, repeat_blocks
@@ -128,7 +120,7 @@ def deepest(graph: ModelGraph, config: Config, cluster: Cluster, rows: int | Non
 
 
 def planned_largest(arguments: argparse.Namespace) -> tuple[tuple[Largest, ...], Planned]:
-    """What `deepest` finds, and the plan of the last, which is the deepest.
+    """The results of `deepest`, and the plan of the last, which is the deepest.
 
     Raises:
         ConfigError: a plan is given.
@@ -169,10 +161,10 @@ def add_report_argument(parser: argparse.ArgumentParser) -> None:
 
 
 def check_report(path: str | None) -> None:
-    """Finds a wrong name before anything is planned.
+    """Checks, before planning, the name of the picture's file.
 
     Raises:
-        ConfigError: it ends otherwise than the forms that there are.
+        ConfigError: it ends with none of the known forms.
         WhaleError: it cannot be written.
     """
     if path is not None and Path(path).suffix not in _SUFFIXES:
@@ -181,7 +173,7 @@ def check_report(path: str | None) -> None:
 
 
 def write_report(path: str | None, plan: Plan, graph: ModelGraph, cluster: Cluster, step: StepEstimate) -> None:
-    """Writes the picture that was asked for, if one was.
+    """Writes the picture, if ``--report`` is given.
 
     Raises:
         WhaleError: the file cannot be written.

@@ -1,4 +1,4 @@
-"""What each rank of ``whale run`` begins as: it says which process it is, ends with the launcher, and becomes the script's process.
+"""How each rank of ``whale run`` starts: it records its process id, is tied to the life of the launcher, and becomes the script's process.
 
     python -I -S rank_start.py LAUNCHER DIRECTORY COMMAND...
 
@@ -22,7 +22,7 @@ PROCESS = "process"
 
 
 def become(launcher: int, directory: str, command: Sequence[str]) -> None:
-    """Turns this process into a command that does not outlive the launcher; where the system has no such call, that may.
+    """Turns this process into a command that does not outlive the launcher, where the system has such a call.
 
     Args:
         launcher: process that started this one.

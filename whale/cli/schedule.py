@@ -122,7 +122,7 @@ def _time(arguments: argparse.Namespace, word: str) -> float | None:
 
 
 def _costs(arguments: argparse.Namespace, schedule: Schedule) -> ActionTimes:
-    """What the times mean: one action each, but for SYNC, which is divided over the stages of its rank."""
+    """Durations: one action each, except SYNC, which is divided over the stages of its rank."""
     forward, inputs, weights, recompute, transfer, sync = (_time(arguments, word) for word, _ in _TIMES)
     faults: list[WhaleError] = []
     if (forward is None) != (inputs is None):

@@ -1,6 +1,6 @@
 """``whale simulate``: what a step of a plan costs before anything is rented: time, memory, bubbles, communication, and the straggler.
 
-With ``--dry-run`` the memory of a step from the runtime's own program on tensors without contents is printed next to the prediction.
+With ``--dry-run`` the memory of a step of the runtime's own program, on tensors without contents, is printed next to the prediction.
 """
 
 from __future__ import annotations
@@ -199,7 +199,7 @@ def _print_faults(faults: Faults, found: Simulation) -> None:
 
 
 def read_mode(source: str, pairs: Sequence[str], blocks: int | None, config: Config, cluster: Cluster) -> CapturedMode:
-    """The captured training of a model that a command line names, with the program that ranks run.
+    """The captured training of the model on a command line, with the program that ranks run.
 
     Args:
         source: ``FILE.py:FUNCTION`` or ``gpt:KEY=VALUE,...``.
@@ -208,7 +208,7 @@ def read_mode(source: str, pairs: Sequence[str], blocks: int | None, config: Con
         config, cluster: for whose types it is captured.
 
     Raises:
-        ConfigError: there is a graph only.
+        ConfigError: there is only a graph.
         CaptureError: the model cannot be built or captured.
     """
     name, _, sizes = source.partition(":")
@@ -230,11 +230,7 @@ def read_mode(source: str, pairs: Sequence[str], blocks: int | None, config: Con
 
 
 def run_dry(plan: Plan, mode: CapturedMode, config: Config) -> DryRun:
-    """Runs the distinct ranks of a plan.
-
-    Raises:
-        WhaleError: as `whale.dry_run`.
-    """
+    """Runs the distinct ranks of a plan; raises as `whale.dry_run`."""
     from whale.dry_run import dry_run
 
     return dry_run(plan, mode, config)

@@ -1,4 +1,4 @@
-"""Prints values as tables of at most 80 columns, or as many as the terminal has, and everything else as lines that nobody folds."""
+"""Prints values as tables of at most 80 columns, or as many as the terminal has, and everything else as lines that are not folded."""
 
 from __future__ import annotations
 
@@ -16,19 +16,12 @@ _PIPE_WIDTH = 200
 
 
 def make_console() -> Console:
-    """A console on standard output; one that is no terminal gets wide lines, so that drawings in files and pipes are whole."""
+    """A console on standard output; where that is no terminal, lines are wide, so that drawings in files and pipes are whole."""
     return Console(file=sys.stdout, width=None if sys.stdout.isatty() else _PIPE_WIDTH, highlight=False, soft_wrap=False)
 
 
 def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], right: Iterable[str] = ()) -> None:
-    """Prints a table; text is folded inside its column, numbers and headings never are.
-
-    Args:
-        title: a line above it.
-        columns: headings.
-        rows: one text per column each.
-        right: the columns that hold numbers.
-    """
+    """Prints a table; text is folded inside its column, numbers and headings never; ``right`` are columns of numbers."""
     console = make_console()
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=0)
     numbers = frozenset(right)

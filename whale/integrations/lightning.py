@@ -1,4 +1,4 @@
-"""Lightning's `Trainer` on the devices of a plan: it goes on as in one process, and a Whale engine computes what its hooks do.
+"""Lightning's `Trainer` on the devices of a plan: it runs as in one process, and a Whale engine computes what its hooks do.
 
 Lightning                            here
 one process, global batches          every rank, the same global batches; the engine takes its own rows of each
@@ -6,7 +6,7 @@ training_step, loss.backward()       engine.forward_backward; training_step is c
 optimizer.step()                     the user's optimizer holds settings for the engine's own, which engine.update steps
 self.log in a step hook              engine.metrics: what the captured hook logs is returned with the loss
 validation_step                      engine.evaluate
-x.ckpt                               Lightning's own file, with whole weights; beside it ``x.ckpt.whale/``, which any plan reads
+x.ckpt                               Lightning's own file, with whole weights; next to it ``x.ckpt.whale/``, which any plan reads
 """
 
 from __future__ import annotations
@@ -248,11 +248,7 @@ class WhaleStrategy(Strategy):  # type: ignore[misc]
 
 
 class EnginePrecision(Precision):  # type: ignore[misc]
-    """Clips the engine's gradients.
-
-    Args:
-        strategy: that has the engine.
-    """
+    """Clips the engine's gradients."""
 
     def __init__(self, strategy: WhaleStrategy) -> None:
         self._strategy = strategy
@@ -268,24 +264,14 @@ class EnginePrecision(Precision):  # type: ignore[misc]
 
 @dataclass(eq=False)
 class Hooks:
-    """What was seen of hooks when they were captured.
+    """What was seen of hooks when they were captured."""
 
-    Attributes:
-        options: how each logs, by its name, the name of what it logs, and that of the option.
-        returned: under which name each logs what it returns; else whether it returns anything.
-    """
-
-    options: dict[str, dict[str, dict[str, Any]]] = field(default_factory=dict)
-    returned: dict[str, str | bool] = field(default_factory=dict)
+    options: dict[str, dict[str, dict[str, Any]]] = field(default_factory=dict)  # per hook and name that it logs, how
+    returned: dict[str, str | bool] = field(default_factory=dict)  # per hook, the name of its result; else whether it has one
 
 
 class CapturedHooks(nn.Module):
-    """The step hooks of a `LightningModule` as one forward: a batch comes by the name of its hook.
-
-    Args:
-        module: whose hooks they are.
-        seen: told of them; no part of what is captured.
-    """
+    """The step hooks of a `LightningModule` as one forward: a batch comes by the name of its hook. ``seen`` is no part of the capture."""
 
     def __init__(self, module: LightningModule, seen: Hooks) -> None:
         super().__init__()
@@ -300,7 +286,7 @@ class CapturedHooks(nn.Module):
         predict_step: Any = None,
         logged: Mapping[str, None] | None = None,
     ) -> Any:
-        """What a hook returns; for the training, or where `logged` is given, its loss with what it logs."""
+        """What a hook returns; for the training, or where ``logged`` is given, its loss with what it logs."""
         given = zip(_HOOKS, (training_step, validation_step, test_step, predict_step), strict=True)
         hook, batch = next((name, value) for name, value in given if value is not None)
         values: dict[str, Any] = {}
@@ -329,7 +315,7 @@ class CapturedHooks(nn.Module):
 
     @contextmanager
     def _logging(self, hook: str, values: dict[str, Any]) -> Iterator[dict[str, dict[str, Any]]]:
-        """Takes what is logged in place of the module, and lets nobody read the trainer, which is another in each step."""
+        """Collects what is logged in place of the module, and refuses access to the trainer, which changes with each step."""
         options: dict[str, dict[str, Any]] = {}
         trainer = self.module._trainer
 
@@ -353,11 +339,7 @@ class CapturedHooks(nn.Module):
 
 
 class CapturedTrainer:
-    """Stands for the trainer, and so for its loggers, epoch and step, on which a captured hook cannot depend.
-
-    Args:
-        hook: that is captured.
-    """
+    """Stands for the trainer, and so for its loggers, epoch and step, on which a captured hook cannot depend."""
 
     def __init__(self, hook: str) -> None:
         self._hook = hook
@@ -370,11 +352,7 @@ class CapturedTrainer:
 
 
 class BatchIndex:
-    """Stands for batch_idx, on which a captured hook cannot depend.
-
-    Args:
-        hook: that is given it.
-    """
+    """Stands for batch_idx, on which a captured hook cannot depend."""
 
     def __init__(self, hook: str) -> None:
         self._hook = hook
@@ -405,11 +383,7 @@ def _beside(filepath: Any) -> Path:
 
 
 def _check(module: LightningModule, optimizers: list[Any]) -> None:
-    """Finds what a module cannot have here.
-
-    Raises:
-        ConfigError: names it.
-    """
+    """Raises a ConfigError that names what a module has and this strategy cannot do."""
     name = type(module).__name__
     if not module.automatic_optimization:
         hint = "use whale.parallelize in a loop of your own"

@@ -1,4 +1,4 @@
-"""Transformers' `Trainer` on the devices of a plan: it goes on as in one process, and a Whale engine computes each of its steps.
+"""Transformers' `Trainer` on the devices of a plan: it runs as in one process, and a Whale engine computes each of its steps.
 
 Trainer                              here
 one process, global batches          every rank, the same global batches; the engine takes its own rows of each
@@ -135,7 +135,7 @@ class WhaleTrainer(Trainer):  # type: ignore[misc]
         return self.engine
 
     def _batch(self, inputs: Mapping[str, Any], num_items: Any = None) -> dict[str, Any]:
-        """What the engine takes: a batch of the collator's, with the number of what the loss is a mean of, where the loss asks for it."""
+        """The engine's batch: the collator's, with the number that the loss is a mean over, where the loss asks for it."""
         if num_items is None:
             num_items = self._get_num_items_in_batch([inputs], torch.device("cpu"))
         return dict(inputs) if num_items is None else {**inputs, _ITEMS: torch.as_tensor(num_items).cpu()}
@@ -183,7 +183,7 @@ class WhaleTrainer(Trainer):  # type: ignore[misc]
 
     @property
     def _num_means(self) -> int:
-        """How many means over batches the loss of an update is the mean of; 1 where batches are parts of one."""
+        """How many means over batches the loss of an update averages; 1 where batches are parts of one."""
         is_scaled = self.loss_is_scaled_for_ga
         if is_scaled is None:
             is_scaled = (self.model_accepts_loss_kwargs and self._counts_items) or self.compute_loss_func is not None
@@ -321,12 +321,12 @@ class OneProcess(Accelerator):  # type: ignore[misc]
 
 
 class EngineOptimizer(torch.optim.Optimizer):
-    """What a trainer steps: the engine applies what waits. Schedulers set the learning rate of the engine's own optimizer.
+    """What a trainer steps: the engine applies the gradients. Schedulers set the learning rate of the engine's own optimizer.
 
     Args:
         engine: that trains.
-        rate: of a rank that the plan leaves without parameters.
-        scale: the factor on the gradients of the next update.
+        rate: on a rank that the plan leaves without parameters.
+        scale: factor on the gradients of the next update.
     """
 
     _engine: Engine | None = None
@@ -354,13 +354,7 @@ class EngineOptimizer(torch.optim.Optimizer):
 
 
 class Computed:
-    """Stands for a model whose output is there already, while `compute_loss` is captured.
-
-    Args:
-        model: whose output it is.
-        output: of it.
-        inputs: that it was called with.
-    """
+    """Stands for a model whose output was computed already, while `compute_loss` is captured."""
 
     def __init__(self, model: nn.Module, output: Any, inputs: Mapping[str, Any]) -> None:
         self._model, self._output, self._inputs = model, output, inputs
@@ -379,7 +373,7 @@ class Computed:
 
 
 class UncapturedState:
-    """Stands for a trainer's state, which is another in each step, while `compute_loss` is captured."""
+    """Stands for a trainer's state, which changes with each step, while `compute_loss` is captured."""
 
     def __getattr__(self, name: str) -> NoReturn:
         raise CaptureError(
@@ -389,18 +383,14 @@ class UncapturedState:
 
 
 def _on_this_machine(args: TrainingArguments) -> TrainingArguments:
-    """A copy that knows of the other ranks, on CPUs too: arguments without this take each rank for the only one."""
+    """A copy that knows of the other ranks, on CPUs too: the arguments alone take each rank for the only one."""
     if int(os.environ.get("WORLD_SIZE", "1")) > 1 and args.world_size == 1 and not torch.accelerator.is_available():
         return replace(args, use_cpu=True)
     return copy.copy(args)
 
 
 def _check(args: TrainingArguments) -> None:
-    """Finds what a trainer cannot have here.
-
-    Raises:
-        ConfigError: names it.
-    """
+    """Raises a ConfigError that names what a trainer has and Whale cannot do."""
     refused = {
         "auto_find_batch_size": "leave it out: the plan is made for one batch size, and whale plan shows whether it fits",
         "torch_compile": "set runtime.compile of config= instead",
@@ -436,7 +426,7 @@ def _check(args: TrainingArguments) -> None:
 
 
 def _example(loader: Any) -> Mapping[str, Any]:
-    """A batch like those of a loader, of its first samples; nothing that is drawn later is another for it."""
+    """A batch like those of a loader, of its first samples; the random numbers drawn later are not affected."""
     dataset, size = loader.dataset, loader.total_batch_size
     with _random_state_kept():
         if hasattr(dataset, "__getitem__"):

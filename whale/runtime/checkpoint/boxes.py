@@ -1,4 +1,4 @@
-"""Where a rank's part of a tensor lies in the whole one, as rectangles: what a checkpoint is written and read by.
+"""Where a rank's part of a tensor lies in the whole one, as rectangles: the units in which a checkpoint is written and read.
 
 fused projection, 2 heads of 2 columns in each of q, k, v; this rank holds head 1
 
@@ -23,11 +23,7 @@ from whale.sharding.index_sets import Runs, count
 
 @dataclass(frozen=True)
 class Box:
-    """A rectangle of a tensor.
-
-    Attributes:
-        start, stop: per dimension, its first position and the one after its last.
-    """
+    """A rectangle of a tensor: per dimension its first position, and the one after its last."""
 
     start: tuple[int, ...]
     stop: tuple[int, ...]
@@ -50,17 +46,11 @@ class Box:
 
 @dataclass(frozen=True)
 class Share:
-    """A rank's part of a tensor.
+    """A rank's part of a tensor."""
 
-    Attributes:
-        shape: of the whole tensor.
-        held: per dimension, the positions that the rank holds, in the order in which they lie in its own tensor.
-        written: per piece that the rank answers for, its positions per dimension; all of them are held.
-    """
-
-    shape: tuple[int, ...]
-    held: tuple[Runs, ...]
-    written: tuple[tuple[Runs, ...], ...] = ()
+    shape: tuple[int, ...]  # of the whole tensor
+    held: tuple[Runs, ...]  # per dimension, the positions held, in the order of the rank's own tensor
+    written: tuple[tuple[Runs, ...], ...] = ()  # per piece that the rank writes, its positions per dimension
 
     @property
     def local_shape(self) -> tuple[int, ...]:
@@ -73,7 +63,7 @@ class Share:
             yield from boxes(piece)
 
     def local(self, box: Box) -> Box:
-        """Where what is held of a rectangle of the whole lies in the rank's own tensor: side by side, whatever lies between."""
+        """Where the part of a rectangle of the whole that is held lies in the rank's own tensor: adjacent, whatever lies between."""
         start = tuple(line.count_below(bound) for line, bound in zip(self._lines, box.start, strict=True))
         return Box(start, tuple(line.count_below(bound) for line, bound in zip(self._lines, box.stop, strict=True)))
 
@@ -124,14 +114,14 @@ def find_shares(
     writes_all: bool = False,
     chosen: Mapping[str, Collection[int]] | None = None,
 ) -> dict[str, Share]:
-    """What a rank keeps of the parameters and buffers that some rank keeps only a part of.
+    """What a rank holds of the parameters and buffers that some rank holds only a part of.
 
     Args:
         holdings: who holds which part.
         rank: of the plan; None if idle.
         model: shapes.
-        writes_all: whether it answers for all pieces that it holds; else for those of which it is the lowest owner.
-        chosen: in their place, the numbers of the pieces that it answers for, by name.
+        writes_all: whether it writes all pieces that it holds; else those of which it is the lowest owner.
+        chosen: in their place, the numbers of the pieces that it writes, by name.
     """
     found: dict[str, Share] = {}
     shardings = holdings.shardings

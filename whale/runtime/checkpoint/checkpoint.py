@@ -1,4 +1,4 @@
-"""What a checkpoint holds, and how any plan's ranks read of it what they hold; each element was written once.
+"""What a checkpoint holds, and how any plan's ranks read from it what they hold; each element was written once.
 
     key                            value
     model.{name}                   a parameter or buffer
@@ -7,8 +7,8 @@
     extra.{key}                    plain data that all ranks share; read_as: the model's types of parameters that are kept in others
     rank.{rank}.{key}              plain data of one rank
 
-A tensor that is cut over ranks is one entry, too: of the whole shape, in chunks that its holders write. So nothing tells
-by which plan a checkpoint was written, and no rank needs more of a tensor than it holds.
+A tensor that is cut over ranks is one entry too, of the whole shape, in chunks that its holders write: a checkpoint does not show the
+plan that wrote it, and no rank needs more of a tensor than it holds.
 """
 
 from __future__ import annotations
@@ -43,15 +43,10 @@ MOST_DIFFERENCES = 10
 
 @dataclass(frozen=True)
 class Extras:
-    """Plain data in a checkpoint.
+    """Plain data in a checkpoint."""
 
-    Attributes:
-        shared: equal on the ranks that give it (step, scheduler, data position); the lowest such rank writes it.
-        own: this rank's (random state); read back by the rank of the same number, if there is one.
-    """
-
-    shared: Mapping[str, Any] = field(default_factory=dict)
-    own: Mapping[str, Any] = field(default_factory=dict)
+    shared: Mapping[str, Any] = field(default_factory=dict)  # equal on the ranks that give it; the lowest of them writes it
+    own: Mapping[str, Any] = field(default_factory=dict)  # this rank's; read back by the rank of the same number
 
 
 def load(
@@ -68,24 +63,24 @@ def load(
 ) -> tuple[OptimizerState, Extras]:
     """Reads a checkpoint, whatever plan wrote it; all ranks of the world call it together.
 
-    The tensors are filled last, once every rank has found them and all else to be right; so they are read twice.
+    The tensors are filled last, once every rank has found everything right; so they are read twice.
 
     Args:
         path: the folder.
-        tensors: the parameters and buffers that this rank owns, by name; they are filled in place.
+        tensors: the parameters and buffers that this rank owns, by name; filled in place.
         specs: of all parameters and buffers of the model, whole, by name; the same on all ranks.
         world: this process among its peers.
-        shares: of the tensors that this rank holds only a part of, by name, where that lies.
+        shares: of the tensors that this rank holds only a part of, by name, where the part lies.
         ties: other names of the model's tensors, and the first name of each.
-        may_lack: tensors that one of weights alone need not have; they stay as they are.
-        check: raises where what has been read beside the tensors does not fit this rank; nothing has changed then, on any rank.
-        opened: what is read; None for what lies in the folder.
+        may_lack: tensors that a checkpoint of weights alone may lack; they stay as they are.
+        check: raises where other data does not fit this rank; then nothing has changed, on any rank.
+        opened: what is read in place of the folder.
 
     Returns:
         The optimizer state of this rank's parameters, and the plain data.
 
     Raises:
-        CheckpointError: it is incomplete, damaged, of another model, or not the one that other ranks read; the same kind on all ranks.
+        CheckpointError: it is incomplete, damaged, of another model, or not the one that other ranks read; the same type on all ranks.
     """
     shares = shares or {}
 
@@ -111,10 +106,10 @@ def load(
 
 
 def open_checkpoint(path: Path) -> Contents:
-    """A checkpoint that is complete.
+    """Opens a complete checkpoint.
 
     Raises:
-        CheckpointError: it is not.
+        CheckpointError: it is not complete.
     """
     path = standing(path)
     check_complete(path)
@@ -162,10 +157,7 @@ def _fill(contents: Contents, key: str, share: Share | None, target: Tensor) -> 
 
 
 def _overlaps(contents: Contents, key: str, share: Share | None) -> Iterator[tuple[Box, Box, Tensor]]:
-    """The stored pieces of a tensor that a rank holds something of, by rectangles: where each lies in the piece, and at home.
-
-    Of a tensor that is not there, and need not be, there are none.
-    """
+    """The rectangles that a rank holds of a tensor's stored pieces: where each lies in the piece, and in its own tensor."""
     if (stored := contents.tensors.get(key)) is None:
         return
     share = share or Share(stored.shape, tuple(((0, size),) for size in stored.shape))
@@ -181,11 +173,7 @@ def model_tensors(contents: Contents) -> dict[str, StoredTensor]:
 
 
 def _under_first_names(path: Path, contents: Contents, ties: Mapping[str, str]) -> Contents:
-    """With what was stored under another name of a tensor under its first.
-
-    Raises:
-        CheckpointError: it was stored under both, and they differ.
-    """
+    """With tensors stored under another name moved to their first name; a CheckpointError where both were stored and differ."""
     found = dict(contents.tensors)
     for tie, name in ties.items():
         if (tied := found.pop(f"{MODEL}{tie}", None)) is not None:

@@ -1,10 +1,10 @@
-"""What lies in a checkpoint: tensors in safetensors files, an index of them in JSON with plain data beside; nothing in it is code.
+"""What lies in a checkpoint: tensors in safetensors files, a JSON index of them with plain data; no code.
 
     tensor   model.qkv.weight   float32[12, 4]
     pieces   rank_0.safetensors   model.qkv.weight[0:8, 0:4]    crc32
              rank_1.safetensors   model.qkv.weight[8:12, 0:4]   crc32
 
-A file is written piece by piece: the library's own writer wants all of them side by side in memory.
+A file is written piece by piece: the library's own writer wants all of them in memory at once.
 """
 
 from __future__ import annotations
@@ -30,20 +30,13 @@ from whale.runtime.checkpoint.plain_data import from_plain
 
 @dataclass(frozen=True)
 class StoredPiece:
-    """A rectangle of a tensor, in a file.
-
-    Attributes:
-        file: of the checkpoint's folder.
-        name: in the file.
-        start, stop: per dimension of the whole tensor, its first position and the one after its last.
-        crc32: of its bytes.
-    """
+    """A rectangle of a tensor, in a file."""
 
     file: str
-    name: str
-    start: tuple[int, ...]
+    name: str  # in the file
+    start: tuple[int, ...]  # of its `Box`
     stop: tuple[int, ...]
-    crc32: int
+    crc32: int  # of its bytes
 
     @property
     def box(self) -> Box:
@@ -63,21 +56,15 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class Index:
-    """What a checkpoint holds, or a rank's part of one.
+    """What a checkpoint holds, or a rank's part of one."""
 
-    Attributes:
-        save_id: tells a save from all others.
-        tensors: those in files.
-        plain: data by key, as `to_plain` gives it.
-    """
-
-    save_id: str
-    tensors: tuple[StoredTensor, ...]
-    plain: Mapping[str, Any]
+    save_id: str  # different for each save
+    tensors: tuple[StoredTensor, ...]  # in files
+    plain: Mapping[str, Any]  # data by key, as of `to_plain`
 
     @staticmethod
     def of(parts: Sequence[Index]) -> Index:
-        """Of the parts that ranks wrote, in their order; of plain data under one key, that of the lowest rank."""
+        """Of the parts that ranks wrote, in their order; plain data under one key is that of the lowest rank."""
         tensors: dict[str, StoredTensor] = {}
         pieces: dict[str, list[StoredPiece]] = {}
         plain: dict[str, Any] = {}
@@ -103,21 +90,13 @@ ReadPiece = Callable[[StoredTensor, StoredPiece], Tensor]
 
 @dataclass(frozen=True)
 class Contents:
-    """A checkpoint that is open.
-
-    Attributes:
-        save_id: tells it from all others.
-        tensors: what is stored, by key.
-        plain: the keys of its plain data.
-        value: gives plain data, by key; None where there is none.
-        read: gives a piece of a tensor, and raises a `CheckpointError` where it is not as it was written.
-    """
+    """An open checkpoint."""
 
     save_id: str
-    tensors: Mapping[str, StoredTensor]
-    plain: Sequence[str]
-    value: Callable[[str], Any]
-    read: ReadPiece
+    tensors: Mapping[str, StoredTensor]  # by key
+    plain: Sequence[str]  # the keys of plain data
+    value: Callable[[str], Any]  # plain data by key; None where there is none
+    read: ReadPiece  # a piece of a tensor; a `CheckpointError` where it is damaged
 
 
 Piece = tuple[str, Sequence[int], Box, Tensor]
@@ -125,15 +104,15 @@ Piece = tuple[str, Sequence[int], Box, Tensor]
 
 
 def write_pieces(file: Path, pieces: Sequence[Piece], go_on: Callable[[], None]) -> list[StoredTensor]:
-    """Writes a safetensors file.
+    """Writes a safetensors file, unless there are no pieces.
 
     Args:
         file: to make.
-        pieces: that it will hold.
-        go_on: is called before each, and raises where there shall be no more.
+        pieces: of the file.
+        go_on: called before each; raises to stop.
 
     Returns:
-        For each, its tensor with this piece alone. Of none there is no file.
+        For each piece, its tensor with this piece alone.
     """
     if not pieces:
         return []
@@ -160,13 +139,7 @@ def write_pieces(file: Path, pieces: Sequence[Piece], go_on: Callable[[], None])
 
 
 def open_contents(path: Path, index: Index, fetch: ReadPiece | None = None) -> Contents:
-    """A checkpoint of this form, by its index.
-
-    Args:
-        path: the folder of its files.
-        index: of what is in them.
-        fetch: gives pieces in place of the files.
-    """
+    """Opens a checkpoint of this form; ``fetch`` gives pieces in place of the files."""
     tensors = {tensor.key: tensor for tensor in index.tensors}
 
     @cache

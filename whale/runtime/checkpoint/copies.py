@@ -1,10 +1,10 @@
-"""Copies of the state in host memory of two ranks on two hosts: what a host alone holds is sent to its second owner (`second_owners`).
+"""Copies of the state in host memory of two ranks on two hosts: what one host alone holds is sent to its second owner (`second_owners`).
 
     in step 8, on rank 2     copies of step 7   own pieces | pieces of rank 5
                              copies of step 6   own pieces | pieces of rank 5
 
-All copies of a step are of one moment. A rank begins to write over those of step 6 as step 8 ends, which all ranks have begun, and so they
-have all copies of step 7: whenever a rank is lost, the others have all copies of one of the last two steps.
+All copies of a step are of one moment. A rank begins to overwrite those of step 6 as step 8 ends. All ranks have begun step 8 then, so
+they have all copies of step 7: whenever a rank is lost, the others have all copies of one of the last two steps.
 """
 
 from __future__ import annotations
@@ -34,36 +34,22 @@ _POSITION = "extra.position"
 
 @dataclass(frozen=True)
 class Duty:
-    """What a rank does under a plan for the copies.
+    """What a rank copies under a plan."""
 
-    Attributes:
-        chosen: the pieces that it copies, by name, as `find_shares` takes them.
-        sent: the names of which it sends what it copies.
-        target: the rank of the world that it sends to; None where it sends nothing.
-        sources: the ranks whose pieces it keeps.
-    """
-
-    chosen: Mapping[str, tuple[int, ...]]
-    sent: frozenset[str]
-    target: int | None
-    sources: tuple[int, ...]
+    chosen: Mapping[str, tuple[int, ...]]  # pieces to copy, by name, as of `find_shares`
+    sent: frozenset[str]  # names whose copies are sent
+    target: int | None  # rank of the world; None where it sends nothing
+    sources: tuple[int, ...]  # ranks whose pieces it keeps
 
 
 @dataclass(frozen=True)
 class StepCopies:
-    """The copies of one step on a rank.
-
-    Attributes:
-        step: steps done.
-        number: of copies that were made before, equal on all ranks.
-        room: where they lie.
-        pieces, plain: as `snapshot` gives them.
-    """
+    """The copies of one step on a rank."""
 
     step: int
-    number: int
-    room: int
-    pieces: tuple[Piece, ...]
+    number: int  # of copies made before, equal on all ranks
+    room: int  # number of the memory where they lie
+    pieces: tuple[Piece, ...]  # as of `snapshot`, like `plain`
     plain: Mapping[str, Any]
 
 
@@ -75,12 +61,12 @@ class StateCopies:
         hosts: of each rank of the world.
 
     Attributes:
-        steps: those that are whole, the newest first.
+        steps: the complete ones, the newest first.
         duty: of this rank, under the plan at work.
         host_bytes: of the copies of all ranks of this host.
         survives: what may be lost, as of `SecondOwners`.
-        follows_steps: whether copies are made as a step ends; else as the next begins, for the script writes into the state in between.
-        is_with_script: whether the script may have changed what there are copies of, and others have not been asked yet.
+        follows_steps: whether copies are made as a step ends; else as the next begins, since the script writes into the state in between.
+        is_with_script: whether the script may have changed what was copied, and ranks have not compared since.
     """
 
     duty: Duty
@@ -106,18 +92,16 @@ class StateCopies:
         self.duty = Duty(found.copied[own], found.sent[own], None if target is None else order[target], tuple(sources))
 
     def make(self, step: int, pieces: Sequence[Piece], plain: Mapping[str, Any]) -> None:
-        """Copies what is this rank's duty; all ranks of the world call it, and have come here together.
+        """Copies what this rank has to; all ranks of the world call it at the same point.
 
-        They take the place of the oldest, and where they are whole, of others of the step.
-
-        On a GPU the host waits for all that it was asked to do.
+        The copies replace the oldest, and once complete, others of the same step. On a GPU the host waits for all launched work.
 
         Args:
             step: steps done.
             pieces, plain: what this rank copies, as `snapshot` gives it.
 
         Raises:
-            RuntimeFault: a peer died, or a wait outlasted its limit.
+            RuntimeFault: a peer died, or a wait timed out.
         """
         duty = self.duty
         self._await_device()
@@ -140,7 +124,7 @@ class StateCopies:
         self._number += 1
 
     def forget(self, step: int | None = None) -> None:
-        """The state becomes another than that of the next step, or of one step is another than there are copies of."""
+        """Drops the copies of all steps, or of one: the state has been replaced."""
         self.steps = tuple(each for each in self.steps if step is not None and each.step != step)
 
     def has(self, step: int) -> bool:
@@ -148,7 +132,7 @@ class StateCopies:
         return bool(self.steps) and self.steps[0].step == step
 
     def are_of(self, pieces: Sequence[Piece], plain: Mapping[str, Any]) -> bool:
-        """Whether the last copies have what this rank would copy now, to the last bit, but for where the data goes on."""
+        """Whether the last copies equal, bit by bit, what this rank would copy now, except for the data position."""
         copies, told = self._own
         now = {_place(piece): piece[-1] for piece in pieces}
         is_alike = told == _lasting(plain) and now.keys() == copies.keys()
@@ -161,7 +145,7 @@ class StateCopies:
             world.waits.wait_for_device(event.query, "copying the state", range(world.size), lambda: world.notice.has_come)
 
     def _copied(self, rooms: dict[object, Tensor], what: str, pieces: list[Piece]) -> list[Piece]:
-        """Copies in memory that is used again; `pieces` are put in the order in which they lie there."""
+        """Copies into memory that is reused; ``pieces`` are sorted into the order in which they lie there."""
         pieces.sort(key=lambda piece: -piece[-1].itemsize)  # so that each lies at a multiple of its item's size
         room = self._room(rooms, what, sum(value.nbytes for *_, value in pieces))
         found = _views(room, [_form(piece) for piece in pieces])
@@ -179,7 +163,7 @@ class StateCopies:
     def _exchanged(
         self, step: int, rooms: dict[object, Tensor], pieces: Sequence[Piece], plain: Mapping[str, Any], duty: Duty
     ) -> list[tuple[list[_Form], Mapping[str, Any], int]]:
-        """Sends to the second owner, and takes what others send: of each its pieces' forms, which lie in its room, and plain data."""
+        """Sends to the second owner and receives from others: of each, the forms of its pieces, which lie in its room, and plain data."""
         for source in [each for each in rooms if isinstance(each, int) and each not in duty.sources]:
             del rooms[source]  # of another plan
         told: dict[int, Tensor] = {}

@@ -1,11 +1,11 @@
-"""The folder of a checkpoint: written aside, marked complete last, then renamed, so that a half one is never read.
+"""The folder of a checkpoint: written aside, marked complete last, then renamed, so that a partial one is never read.
 
-step_100.incomplete/    while it is written, with a file "writing" that rank 0 has locked; rank_0.json says that the part of rank 0 is whole
+step_100.incomplete/    while it is written, with a file "writing" that rank 0 has locked; rank_0.json: the part of rank 0 is complete
 step_100.previous/      what stood at the path before, until the new one does
 step_100/               complete: rank_0.safetensors ... index.json plan.json complete.json
 
-A save that is killed leaves "writing" behind, unlocked: the next save in the same place finds it, and cleans up. Locks are of open
-files (flock), not of processes: a process may write several checkpoints at once.
+A save that is killed leaves "writing" behind, unlocked: the next save in the same place cleans up. Locks are of open files (flock), not
+of processes: a process may write several checkpoints at once.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def previous(path: Path) -> Path:
 
 @contextmanager
 def writing_aside(path: Path) -> Iterator[None]:
-    """Makes an empty folder aside, for as long as a checkpoint is written; what is left there in the end is removed.
+    """Makes an empty folder aside while a checkpoint is written; what is left there in the end is removed.
 
     Raises:
         CheckpointError: something that is no checkpoint stands at the path.
@@ -64,7 +64,7 @@ def writing_aside(path: Path) -> Iterator[None]:
 
 
 def _clean_up(folder: Path) -> None:
-    """Removes what killed saves have left in a folder: of those that are alive somebody holds the lock."""
+    """Removes what killed saves have left in a folder: those of living ones are locked."""
     for empty in folder.glob(f"*{ASIDE}"):
         with suppress(OSError):
             empty.rmdir()
@@ -86,13 +86,13 @@ def _may_be_replaced(path: Path) -> bool:
 
 
 def complete(path: Path, data_files: set[str], texts: Mapping[str, str], score: float | None) -> None:
-    """Marks what was written aside as complete and puts it at the path, in place of what stood there.
+    """Marks what was written aside as complete and moves it to the path, in place of what stood there.
 
     Args:
         path: of the checkpoint.
         data_files: that ranks have written.
-        texts: of the files to write beside, by name.
-        score: of the checkpoint among others; None without one.
+        texts: of the other files, by name.
+        score: of the checkpoint among others.
 
     Raises:
         OSError: it cannot be written.
@@ -117,11 +117,7 @@ def complete(path: Path, data_files: set[str], texts: Mapping[str, str], score: 
 
 
 def keep_newest(path: Path, keep: int) -> None:
-    """Removes the complete checkpoints beside a new one, but for so many, the newest, and the one with the least score.
-
-    Args:
-        path: of the new one, which is one of them.
-        keep: how many stay.
+    """Removes the complete checkpoints in the folder of a new one, except the newest ``keep`` and the one with the least score.
 
     Raises:
         CheckpointError: one cannot be removed.
@@ -141,7 +137,7 @@ def keep_newest(path: Path, keep: int) -> None:
 
 
 def _finish(path: Path) -> None:
-    """Removes what stood at a path before, by way of a folder that the next save cleans up, and says that the save has ended."""
+    """Removes what stood at a path before, through a folder that the next save cleans up, and marks the end of the save."""
     if previous(path).exists():
         _remove(previous(path), aside(path))
     (path / WRITING).unlink(missing_ok=True)
@@ -174,7 +170,7 @@ def _sync_folder(path: Path) -> None:
 
 
 def faults(path: Path) -> list[str]:
-    """What a checkpoint lacks of being complete; nothing for a complete one. Of its tensors only the files' sizes are looked at."""
+    """What a checkpoint lacks; nothing for a complete one. Of its tensors only the files' sizes are checked."""
     if not path.is_dir():
         return ["there is no such folder"]
     try:
@@ -240,6 +236,6 @@ def check_complete(path: Path) -> None:
 
 
 def newest_complete(folder: Path) -> Path | None:
-    """The checkpoint in a folder that was complete last; None where there is none, or no such folder."""
+    """The checkpoint in a folder that was completed last; None where there is none, or no such folder."""
     folders = [each for each in folder.glob("*") if each.is_dir()] if folder.is_dir() else []
     return max((each for each in folders if not faults(each)), key=_completed_at, default=None)

@@ -1,4 +1,4 @@
-"""The weights of a checkpoint as the safetensors files that other libraries read, and checkpoints of weights alone from such files.
+"""The weights of a checkpoint as safetensors files that other libraries read, and checkpoints of weights alone from such files.
 
 model.safetensors                          one file of all tensors, under the model's own names
 model-00001-of-00002.safetensors  ...      or shards of them, with
@@ -34,20 +34,20 @@ INDEX_ENDING = f"{ENDING}.index.json"
 
 
 def export_weights(path: Path, out: Path, shard_bytes: float) -> list[str]:
-    """Writes the parameters and buffers of a checkpoint that a ``state_dict`` has; what is tied once, by its first name.
+    """Writes the parameters and buffers of a checkpoint that a ``state_dict`` has; tied ones once, by the first name.
 
-    A shard at a time is in memory.
+    One shard at a time is in memory.
 
     Args:
         path: the checkpoint.
         out: a folder to make.
-        shard_bytes: the most that a file holds, if that is more than one tensor.
+        shard_bytes: the size limit of a file with more than one tensor.
 
     Returns:
         The names of the files.
 
     Raises:
-        CheckpointError: the checkpoint cannot be read, the folder is there already, or cannot be written.
+        CheckpointError: the checkpoint cannot be read, the folder exists, or cannot be written.
     """
     contents = open_checkpoint(path)
     left_out = contents.value(f"extra.{LEFT_OUT}") or ()
@@ -103,21 +103,14 @@ _COMPILED = "_orig_mod."
 
 
 def without_compiled(state: Mapping[str, Any], known: Collection[str] = ()) -> Mapping[str, Any]:
-    """A state dict under the keys of the module that torch.compile was given, where it is of the one that it made.
-
-    Args:
-        state: by key.
-        known: keys of the model, which stay.
-    """
+    """A state dict with the keys of the module inside one made by torch.compile; keys in ``known`` stay."""
     if any(not key.startswith(_COMPILED) or key in known for key in state):
         return state
     return {key.removeprefix(_COMPILED): value for key, value in state.items()}
 
 
 def import_weights(source: Path, path: Path) -> int:
-    """Makes a checkpoint of weights alone.
-
-    The files are mapped: a tensor at a time is in memory.
+    """Makes a checkpoint of weights alone; one tensor at a time is in memory, the files are mapped.
 
     Args:
         source: a safetensors file, an index of several, or a folder that has one of these as ``model.safetensors``.

@@ -1,6 +1,6 @@
-"""A training's state from one plan to another in memory, name by name: what a checkpoint does by way of a disk.
+"""A training's state from one plan to another in memory, name by name: what a checkpoint does through a disk.
 
-told to all       what the optimizer keeps of no parameter's size (its count of steps), its options, the schedulers
+sent to all       what the optimizer keeps that has not a parameter's size (its count of steps), its options, the schedulers
 resharded         parameters, buffers, and what the optimizer keeps for each of their elements
 """
 
@@ -27,15 +27,10 @@ from whale.sharding import IndexSpace, Sharding, reshard
 
 @dataclass(frozen=True)
 class Kept:
-    """What the optimizers and schedulers of all ranks kept, as far as this rank goes on with it.
+    """What the optimizers and schedulers of all ranks kept, as far as this rank goes on with it."""
 
-    Attributes:
-        optimizer: for this rank's parameters.
-        schedulers: of those that had one, what `read_scheduler` gave.
-    """
-
-    optimizer: OptimizerState
-    schedulers: tuple[Mapping[str, Any], ...]
+    optimizer: OptimizerState  # for this rank's parameters
+    schedulers: tuple[Mapping[str, Any], ...]  # of those that had one, as of `read_scheduler`
 
     def give(self, state: EngineState) -> None:
         """Lets the optimizer and the scheduler of a state go on from here."""
@@ -49,7 +44,7 @@ class Kept:
 
 @dataclass(frozen=True)
 class _OfItsSize:
-    """Stands for a tensor that an optimizer keeps of a parameter's size, in what is told to all."""
+    """Stands for a tensor of a parameter's size in what is sent to all."""
 
     dtype: torch.dtype
 
@@ -63,15 +58,15 @@ def move_state(
 
     Args:
         state: of this rank, with nothing at work on it.
-        roster, holdings: of the plan that it is under.
+        roster, holdings: of its plan.
         new_roster, new_holdings: of the other plan.
-        model: that both are for.
+        model: of both.
 
     Returns:
         The state without optimizer and scheduler, and what those go on from.
 
     Raises:
-        RuntimeFault: a peer died, or a wait outlasted its limit. The state is lost then.
+        RuntimeFault: a peer died, or a wait timed out. The state is lost then.
     """
     world = roster.world
     kept = state.read_kept()
@@ -118,12 +113,7 @@ _Lies = tuple[Sharding, IndexSpace]
 
 @dataclass(frozen=True)
 class _Side:
-    """A parameter or buffer under one plan.
-
-    Attributes:
-        state: its forms.
-        kept, held: where the optimizer form and the compute form lie.
-    """
+    """A parameter or buffer under one plan: its forms, and where the optimizer form and the compute form lie."""
 
     state: ParameterState
     kept: _Lies
@@ -146,9 +136,9 @@ def _brought(
     device: torch.device,
     dtype: torch.dtype,
 ) -> Tensor | None:
-    """What this rank has of a tensor once it lies elsewhere; itself where nothing changes.
+    """This rank's part of a tensor under the new plan; unchanged where nothing changes.
 
-    Where one side divides it along its axes and the other along its rows, it is brought together on the way.
+    Where one side divides it along its axes and the other along its rows, it is whole on the way.
     """
     (before, own), (after, others) = source, target
     named = {*before.hull.axes, *after.hull.axes}
@@ -168,7 +158,7 @@ def _brought(
 def _told(
     state: EngineState, kept: OptimizerState, roster: Roster, holdings: Holdings
 ) -> tuple[dict[str, dict[str, Any]], dict[str, Mapping[str, Any]], tuple[Mapping[str, Any], ...]]:
-    """Per parameter, what its lowest keeper's optimizer keeps and its options; and the schedulers of those that answer for any."""
+    """Per parameter, what its lowest keeper's optimizer keeps and its options; and the schedulers of those keepers."""
     world = roster.world
     mine = [name for name in state.kept if min(roster.in_world(holdings.shardings.kept(name).mesh)) == world.rank]
     entries = {name: {key: _portable(value, state.kept[name]) for key, value in kept.state.get(name, {}).items()} for name in mine}

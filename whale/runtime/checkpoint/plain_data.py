@@ -1,8 +1,8 @@
-"""Plain data as JSON: what a checkpoint keeps beside tensors (hyperparameters, schedules, random states), and nothing that is code.
+"""Plain data as JSON: what a checkpoint keeps besides tensors (hyperparameters, schedules, random states); no code.
 
-None, bool, int, float, str     as they are
+None, bool, int, float, str     unchanged
 list                            a list
-tuple, dict, set ...            {"tuple": [...]}, {"dict": [[key, value], ...]}: JSON has but one kind of list, and only text keys
+tuple, dict, set ...            {"tuple": [...]}, {"dict": [[key, value], ...]}: JSON has one kind of list, and only text keys
 tensor                          {"tensor": key}: it lies with the other tensors
 """
 
@@ -35,7 +35,7 @@ _CONTAINERS: dict[str, tuple[type, Callable[[list[Any]], Any]]] = {
 
 
 def is_plain_tensor(value: object) -> bool:
-    """Whether a value is a tensor that its shape, type and numbers say all of: none of a subclass, none that is sparse."""
+    """Whether shape, type and numbers describe a tensor completely: no subclass, none that is sparse."""
     return type(value) in (Tensor, nn.Parameter) and value.layout == torch.strided and not value.is_quantized  # type: ignore[attr-defined]
 
 
@@ -44,12 +44,12 @@ def to_plain(value: object, place: str, keep: Callable[[str, Tensor], str], dept
 
     Args:
         value: numbers, text, None, lists, tuples, dicts, sets and tensors, nested.
-        place: what errors call it.
-        keep: takes a tensor, of a place in it, and gives the key that it will lie under.
-        depth: of the lists and others that it lies in.
+        place: its name in errors.
+        keep: takes a tensor and its place, and gives the key that it will lie under.
+        depth: of nesting.
 
     Raises:
-        CheckpointError: it holds something else; says where.
+        CheckpointError: it holds something else, and where.
     """
     if value is None or (isinstance(value, (bool, int, float, str)) and not isinstance(value, Enum)):
         return value
@@ -81,12 +81,7 @@ def _items(values: Any, place: str, keep: Callable[[str, Tensor], str], depth: i
 
 
 def from_plain(data: Any, tensor: Callable[[str], Tensor]) -> Any:
-    """The inverse of `to_plain`.
-
-    Args:
-        data: what it gave.
-        tensor: gives the tensor of a key.
-    """
+    """The inverse of `to_plain`; ``tensor`` gives the tensor of a key."""
     if isinstance(data, list):
         return [from_plain(each, tensor) for each in data]
     if not isinstance(data, Mapping):

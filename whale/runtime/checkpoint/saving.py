@@ -1,4 +1,4 @@
-"""A save: what is kept is copied by the caller's thread, and written by a thread of each rank, which speaks to no other.
+"""A save: the state is copied by the caller's thread and written by a thread of each rank, without communication.
 
 caller     snapshot | the next steps ...
 rank 0              | own part | waits until the folder has those of the others | index, marker, rename | removes older checkpoints
@@ -69,11 +69,11 @@ def save(
         writers: per name, the rank that writes the tensor and its optimizer state; the same on all ranks. Of a tensor that is
             held in parts it writes only what is not divided with it.
         world: this process among its peers.
-        plan: text stored beside, as ``plan.json``.
+        plan: text of ``plan.json``.
         shares: of the tensors that some rank holds only a part of, by name, where this rank's part lies and what it writes of it.
         copies: whether tensors may change before it is complete.
-        keep: how many checkpoints stay in the folder that the path is in; None for all.
-        score: of this one: that with the least stays, too. One that is no finite number is none.
+        keep: how many checkpoints stay in the parent folder; None for all.
+        score: of this one: that with the least stays too. One that is not finite is none.
 
     Raises:
         CheckpointError: it cannot be begun; the same on all ranks, and the previous one is intact.
@@ -111,17 +111,11 @@ def save(
 
 @dataclass(eq=False)
 class Saving:
-    """A checkpoint that is being written.
-
-    Attributes:
-        path: where it will be.
-        world: this process among its peers.
-        folder: closed, it removes what is left aside; of nothing on other ranks than 0.
-    """
+    """A checkpoint that is being written."""
 
     path: Path
     world: World
-    folder: ExitStack
+    folder: ExitStack  # closing it removes what is left aside; empty on ranks other than 0
     _given_up: threading.Event = field(default_factory=threading.Event)
     _done: list[Future[None]] = field(default_factory=list)
 
@@ -148,7 +142,7 @@ class Saving:
             raise
 
     def close(self) -> None:
-        """At the end of the interpreter: if nobody has waited for it, this does; where it failed, so has the process."""
+        """At the end of the interpreter: waits if nobody has; where the save failed, the process fails."""
         if self not in _UNFINISHED:
             return
         try:

@@ -1,10 +1,10 @@
-"""The last whole step as ranks hold it that lose their peers: parts of a checkpoint in shared memory of each host, for a run that goes on.
+"""The last whole step of ranks that lose their peers: parts of a checkpoint in shared memory of each host, for a run that goes on.
 
     rank 0 and 1 hold the first half, 2 the second     rank 1 dies     0 and 2 keep what they hold     both halves are there: it goes on
     rank 2 dies                                                        0 and 1 keep the first half     it goes on from the last checkpoint
 
-A rank writes without a word to others; it may have no peers left. Some have done the update of the step in flight, others have not: what
-is read is the last step of which all pieces are there. Of replicas one survivor has all.
+A rank writes without communication; it may have no peers left. Some have done the update of the step in flight, others have not: the
+last step of which all pieces exist is read. Of replicas one survivor has all.
 """
 
 from __future__ import annotations
@@ -51,18 +51,15 @@ def keep_part(
     rank: int,
     lacks: Sequence[str] = (),
 ) -> int:
-    """Writes what a rank has of a step, while its peers may be gone.
+    """Writes what a rank has of a step, while its peers may be gone; the number of bytes.
 
     Args:
         folder: in memory of this host.
-        save_id: equal on all ranks of the engine, and another for each step.
+        save_id: equal on all ranks of the engine, different for each step.
         purpose: tells the engine from others of the script.
         pieces, plain: as `snapshot` gives them.
         rank: of the world.
         lacks: tensors of which this rank's values are not those that all ranks together would have.
-
-    Returns:
-        The number of bytes.
 
     Raises:
         CheckpointError: there is no room.
@@ -92,19 +89,12 @@ def keep_part(
 
 @dataclass(frozen=True)
 class SurvivingState:
-    """A step of which all pieces are there.
+    """A step of which all pieces exist."""
 
-    Attributes:
-        index: of the pieces, each once.
-        parts: what each rank left, by file.
-        readers: per file, the ranks that can read it.
-        folder: on this host.
-    """
-
-    index: Index
-    parts: Mapping[str, Index] = field(repr=False)
-    readers: Mapping[str, tuple[int, ...]] = field(repr=False)
-    folder: Path
+    index: Index  # of the pieces, each once
+    parts: Mapping[str, Index] = field(repr=False)  # what each rank left, by file
+    readers: Mapping[str, tuple[int, ...]] = field(repr=False)  # per file, the ranks that can read it
+    folder: Path  # on this host
 
     def value(self, key: str) -> Any:
         """Plain data without tensors, by key."""
@@ -121,7 +111,7 @@ class SurvivingState:
         return len(self.readers)
 
     def open(self, tensors: Mapping[str, Tensor], shares: Mapping[str, Share], world: World) -> Contents:
-        """Brings what this rank wants to read and other hosts have; all ranks of the world call it.
+        """Brings what this rank reads and other hosts have; all ranks of the world call it.
 
         Raises:
             CheckpointError: a part is damaged; on all ranks.
@@ -184,7 +174,7 @@ def find_kept(folder: Path, purpose: str, names: Sequence[str], world: World) ->
         world: this process among its peers.
 
     Returns:
-        The step, or None; and why no later one serves, empty where nothing was kept or the last one does.
+        The step, or None; and why no later one serves, empty where nothing was kept or the last one serves.
     """
     files = sorted(folder.glob("*.json")) if folder.is_dir() else []
     seen: list[Any] = world.gather_objects((f"{socket.gethostname()}:{folder}", [file.name for file in files]))

@@ -1,10 +1,9 @@
-"""A training's state as a checkpoint, and back: no engine takes part, only the state and who holds which part of it.
+"""A training's state as a checkpoint, and back: from the state and who holds which part of it, without an engine.
 
-Each rank writes the regions of parameters (and of what the optimizer keeps for them) that it is the lowest owner of, and
-reads the regions that it holds. In between the tensors are whole, so any plan reads any other's.
+Each rank writes the regions of parameters (and of their optimizer state) of which it is the lowest owner, and reads the regions that it
+holds. In the checkpoint the tensors are whole, so any plan reads any other's.
 
-Of this process's own random generators the state is kept: what the script draws from. Whale itself draws from seeds that depend on the
-place and the step alone.
+The state of this process's random generators is kept: the script draws from them. Whale draws from seeds that depend on place and step.
 """
 
 from __future__ import annotations
@@ -73,8 +72,8 @@ def save_state(
 
     Args:
         module: the user's.
-        copies, keep, score: as `save` takes them.
-        extra: the user's own plain data, of which rank 0's is written.
+        copies, keep, score: as of `save`.
+        extra: the user's own plain data; rank 0's is written.
 
     Raises:
         CheckpointError: it cannot be begun; the same on all ranks, and what stood at the path before is intact.
@@ -112,13 +111,13 @@ def held_state(
     devices: Sequence[str],
     chosen: Mapping[str, Collection[int]] | None = None,
 ) -> tuple[list[Piece], dict[str, Any]]:
-    """All that this rank holds, without a word to others, who may be gone: pieces of tensors, and plain data by key.
+    """All that this rank holds, without communication (peers may be gone): pieces of tensors, and plain data by key.
 
     Args:
         module: the user's.
         random: what `random_state` gave when the step was done.
         devices: what there is to plan for.
-        chosen: the pieces that are wanted, as `find_shares` takes them; None for all.
+        chosen: the pieces that are wanted, as of `find_shares`; None for all.
     """
     rank, shared = roster.world.rank, {**_shared(state, roster, model, module), DEVICES: list(devices)}
     if state.scheduler is not None and state.kept:
@@ -130,13 +129,13 @@ def held_state(
 
 
 def newest_step(folder: Path) -> tuple[Path | None, int | None]:
-    """The checkpoint in a folder that was complete last, and the steps done in it; None for one of weights alone."""
+    """The checkpoint in a folder that was completed last, and the steps done in it; None for one of weights alone."""
     path = newest_complete(folder)
     return path, None if path is None else open_checkpoint(path).value(f"extra.{STEP}")
 
 
 def _shared(state: EngineState, roster: Roster, model: ModelGraph, module: nn.Module) -> dict[str, Any]:
-    """What a checkpoint has beside tensors, alike on all ranks, but for schedulers and the user's own."""
+    """What a checkpoint has besides tensors, equal on all ranks except for schedulers and the user's own."""
     shared: dict[str, Any] = {STEP: state.step_number}
     if state.position is not None:
         shared["position"] = dict(state.position)
@@ -164,20 +163,18 @@ def load_state(
     *,
     kept: SurvivingState | None = None,
 ) -> Any:
-    """Fills a state's tensors in place, as they last, and puts everything else back; all ranks of the world call it.
-
-    One of weights alone changes nothing else.
+    """Fills a state's tensors in place and restores everything else; all ranks of the world call it. Weights alone change nothing else.
 
     Args:
         module: the user's.
         check_position: raises where the data cannot go on as the checkpoint says.
-        kept: what is read, in place of what lies at the path.
+        kept: what is read in place of the path.
 
     Returns:
         The user's own data in it; None without.
 
     Raises:
-        CheckpointError: it is incomplete, damaged, of another model or optimizer, or of other data; the same kind on all ranks.
+        CheckpointError: it is incomplete, damaged, of another model or optimizer, or of other data; the same type on all ranks.
             Nothing has changed.
     """
 
@@ -254,7 +251,7 @@ def _tell_of_schedule(state: EngineState, extras: Extras) -> None:
 
 
 def _kinds(state: EngineState) -> dict[str, str]:
-    """The names of the classes of what a rank trains with; of several optimizers also by parameter, of their schedulers by pattern."""
+    """The class names of what a rank trains with; of several optimizers also by parameter, of their schedulers by pattern."""
     used = {"optimizer": state.optimizer, "scheduler": state.scheduler}
     found = {what: type(own).__name__ for what, own in used.items() if own is not None}
     if isinstance(state.optimizer, JointOptimizer):
