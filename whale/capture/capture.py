@@ -26,7 +26,7 @@ from whale.capture.batch import BatchDims, BatchStructure
 from whale.capture.comparing import difference, write_rows
 from whale.capture.exporting.near_values import NearValues
 from whale.capture.exporting.refusals import check_model
-from whale.capture.exporting.side_effects import AttributeAccess, Once, warning_of
+from whale.capture.exporting.side_effects import AttributeAccess, SideEffects, warning_of
 from whale.capture.exporting.trace import Traced, trace
 from whale.capture.exporting.wrapper import Loss, Mode, check_loss
 from whale.capture.flat.aliasing import ancestors, memory_roots, written_arguments
@@ -88,12 +88,12 @@ def capture(
     check_model(model)
     check_loss(loss)
     near = NearValues(model, loss)
-    once, lines = Once(near), tuple[str, ...]()
+    effects, lines = SideEffects(near), tuple[str, ...]()
     kind = _Kind(device, None if precision is None else Autocast.of(precision, device or "cuda"), read_as)
-    graph, program = _captured(model, loss, structure, mode, static, kind, near, once)
-    if once.drawn:
+    graph, program = _captured(model, loss, structure, mode, static, kind, near, effects)
+    if effects.drawn:
         lines = _lines_of_draws(partial(_captured, model, loss, structure, mode, static, kind, near), near, (graph, program))
-    texts = once.warnings(lines)
+    texts = effects.warnings(lines)
     return replace(graph, warnings=(*graph.warnings, *texts)), replace(program, warnings=(*program.warnings, *texts))
 
 
@@ -123,21 +123,21 @@ def _captured(
     static: bool,
     kind: _Kind,
     near: NearValues,
-    once: Once,
+    effects: SideEffects,
 ) -> tuple[ModelGraph, CapturedProgram]:
     default, access = default_scope(), AttributeAccess(near)
     with torch.random.fork_rng(devices=[]), kind.in_force():
-        first, double = trace(model, loss, structure, mode, static, access, once)
+        first, double = trace(model, loss, structure, mode, static, access, effects)
     graph, program = _build(model, structure, first, double, mode, default, kind)
     return graph, replace(program, reads=access.read)
 
 
 def _lines_of_draws(
-    captured: Callable[[Once], tuple[ModelGraph, CapturedProgram]], near: NearValues, first: tuple[ModelGraph, CapturedProgram]
+    captured: Callable[[SideEffects], tuple[ModelGraph, CapturedProgram]], near: NearValues, first: tuple[ModelGraph, CapturedProgram]
 ) -> tuple[str, ...]:
     """The line where other random numbers of Python and NumPy give another graph."""
     try:
-        found = difference(first, captured(Once(near, seed=1)))
+        found = difference(first, captured(SideEffects(near, seed=1)))
     except WhaleError:  # with other draws it cannot be captured: there is no line to name
         return ()
     return () if found is None else (f"{found.where}: {found.what}",)

@@ -286,7 +286,7 @@ class Snapshot:
     def __init__(self, places: Iterable[NearPlace]) -> None:
         self._held = [(place, value, _copied(value), comparable(value)) for place in places for value in (place.read(),)]
 
-    def put_back(self) -> list[str]:
+    def restore(self) -> list[str]:
         """Restores changed values; returns the changes of all but the model's attributes, for a message."""
         changes = []
         for place, value, contents, then in self._held:

@@ -30,7 +30,7 @@ from whale.errors import first_few
 from whale.ir.scope import SourceLine
 
 
-class Once:
+class SideEffects:
     """Restores what the calls of a capture change after each call, so that all start alike.
 
     The global generators of Python and NumPy get `seed`: traces of one seed draw alike, whatever the script has drawn.
@@ -46,7 +46,7 @@ class Once:
         self.written: tuple[str, ...] = ()
 
     @contextmanager
-    def put_back(self) -> Iterator[None]:
+    def undone(self) -> Iterator[None]:
         """Around one call of the model and its loss."""
         numpy = sys.modules.get("numpy.random")
         shared = {"random": random, **({} if numpy is None else {"numpy.random": numpy})}
@@ -59,7 +59,7 @@ class Once:
         try:
             yield
         finally:
-            self.written = tuple(kept.put_back())
+            self.written = tuple(kept.restore())
             self.drawn = tuple(name for name, generator in generators.items() if pickle.dumps(_state(generator)) != began[name])
             for name, generator in generators.items():
                 _set_state(generator, states[name])

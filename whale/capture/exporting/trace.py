@@ -28,7 +28,7 @@ from whale.capture.batch import BatchStructure, Leaf
 from whale.capture.exporting.functions import CtcLosses, FunctionCall, collected, numbered
 from whale.capture.exporting.reads import ReadAnswer, ReadAnswers, ReadNumbers
 from whale.capture.exporting.refusals import DataAccess, as_capture_error, quiet_export, refused_parameters, watched
-from whale.capture.exporting.side_effects import AttributeAccess, Once
+from whale.capture.exporting.side_effects import AttributeAccess, SideEffects
 from whale.capture.exporting.wrapper import Findings, Loss, Mode, Wrapper
 from whale.capture.scopes import capturing
 from whale.capture.source import inner_frames
@@ -52,7 +52,7 @@ class Traced:
 
 
 def trace(
-    model: nn.Module, loss: Loss | None, structure: BatchStructure, mode: Mode, static: bool, access: AttributeAccess, once: Once
+    model: nn.Module, loss: Loss | None, structure: BatchStructure, mode: Mode, static: bool, access: AttributeAccess, effects: SideEffects
 ) -> tuple[Traced, Traced | None]:
     """Exports with a symbolic number of rows, or with two fixed ones if the model's code needs a number.
 
@@ -60,7 +60,7 @@ def trace(
         The export at the example's rows (always fixed if `static`); and, if rows are not symbolic there, one at twice as many (None if that
         failed): together they show what grows with the rows.
     """
-    export = _Export(model, loss, structure, mode, access, once)
+    export = _Export(model, loss, structure, mode, access, effects)
     first = export.attempt(structure.example_rows, dynamic=not static)
     if isinstance(first, Traced) and first.dynamic:
         return first, None
@@ -79,14 +79,14 @@ class _Export:
     structure: BatchStructure
     mode: Mode
     access: AttributeAccess
-    once: Once
+    effects: SideEffects
     answers: ReadAnswers = field(default_factory=ReadAnswers)
 
     def attempt(self, rows: int, dynamic: bool) -> Traced | Exception:
-        found, answers = self.answers.find(partial(self._once, rows, dynamic))
+        found, answers = self.answers.find(partial(self._try, rows, dynamic))
         return found if isinstance(found, Exception) else replace(found, answers=answers)
 
-    def _once(self, rows: int, dynamic: bool) -> Traced | Exception:
+    def _try(self, rows: int, dynamic: bool) -> Traced | Exception:
         try:
             return self._run(rows, dynamic)
         except Exception as error:
@@ -106,7 +106,7 @@ class _Export:
         size = Dim("rows", min=2)
         shapes = tuple({0: size} if dynamic and leaf.has_rows else None for leaf in self.structure.inputs)
         with capturing() as scopes, collected() as calls, numbered(), marked_averages(self.model) as counters, over_whole_batch(self.model):
-            wrapper = Wrapper(self.model, self.loss, self.structure, self.mode, self.answers, numbers.note, self.access, self.once)
+            wrapper = Wrapper(self.model, self.loss, self.structure, self.mode, self.answers, numbers.note, self.access, self.effects)
             with self.access.noted(), _surroundings(self.model, self.mode, fake, fake_mode):
                 exported = torch.export.export(wrapper, tuple(leaves), strict=False, dynamic_shapes=(shapes,))
         return Traced(exported, rows, dynamic, wrapper.found, tuple(scopes.entered), tuple(calls), counters=counters)

@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 from whale.capture.batch import BatchStructure, is_record, plain
 from whale.capture.exporting.reads import KnownValues, ReadAnswers
-from whale.capture.exporting.side_effects import AttributeAccess, Once, forget_new, fresh
+from whale.capture.exporting.side_effects import AttributeAccess, SideEffects, forget_new, fresh
 from whale.capture.program import ObjectStructure, OutputStructure
 from whale.capture.source import line_of_function
 from whale.errors import BatchError, CaptureError
@@ -49,7 +49,7 @@ class Wrapper(nn.Module):
         answers: ReadAnswers,
         read: Callable[[object, Tensor], None],
         access: AttributeAccess,
-        once: Once,
+        effects: SideEffects,
     ) -> None:
         super().__init__()
         self.model = model
@@ -57,12 +57,12 @@ class Wrapper(nn.Module):
         self._loss = (loss,)  # in a tuple, so that a loss that is a module is not registered
         self._structure = structure
         self._mode = mode
-        self._answers, self._read, self._access, self._once = answers, read, access, once
+        self._answers, self._read, self._access, self._effects = answers, read, access, effects
 
     def forward(self, *tensors: Tensor) -> tuple[Any, ...]:
         before = [(module, name, held) for module in self.model.modules() for name, held in module._buffers.items() if held is not None]
         modules = fresh(self.model)
-        with self._once.put_back():
+        with self._effects.undone():
             self._access.begin()
             try:
                 with KnownValues(self._answers.op, self._read) as known, self._answers.asked(known.knows):
