@@ -94,18 +94,17 @@ class Health:
         absolute = [assumed.get(device, 1.0) for device in devices]
         middle, own = _middle(absolute), _relative(absolute)
         slowdowns = [_relative([each / by * known for each, by, known in zip(busy, predicted, absolute, strict=True)]) for _, busy in steps]
-        known = {} if before is None else {each.device: each for each in before.devices}
+        since = {} if before is None else {each.device: each.slow_since for each in before.devices}
         numbers = [number for number, _ in steps]
-        return Health(
-            numbers[-1],
-            len(steps),
-            tuple(
-                _device(
-                    device, rank, [busy[rank] for _, busy in steps], predicted[rank], own[rank], middle, numbers, found, known.get(device)
-                )
-                for rank, (device, found) in enumerate(zip(devices, zip(*slowdowns, strict=True), strict=True))
-            ),
-        )
+        found = []
+        for rank, (device, slowdown) in enumerate(zip(devices, zip(*slowdowns, strict=True), strict=True)):
+            seconds = [busy[rank] for _, busy in steps]
+            low, usual, high = quantiles(seconds, n=4) if len(seconds) > 1 else (seconds[0],) * 3
+            off = sum(each > own[rank] * SLOW for each in slowdown), sum(each < own[rank] / SLOW for each in slowdown)
+            slow_since = _slow_since(numbers, slowdown, since.get(device))
+            figures = usual, (high - low) / usual, predicted[rank], own[rank], median(slowdown), middle
+            found.append(DeviceHealth(device, rank, *figures, slow_since, max(off) >= PERSISTENT))
+        return Health(numbers[-1], len(steps), tuple(found))
 
     def __str__(self) -> str:
         return "\n".join(self._lines())
@@ -128,25 +127,9 @@ def _relative(slowness: Sequence[float]) -> list[float]:
     return [each / middle for each in slowness]
 
 
-def _device(
-    device: str,
-    rank: int,
-    busy: Sequence[float],
-    predicted: float,
-    assumed: float,
-    middle: float,
-    numbers: Sequence[int],
-    slowdowns: Sequence[float],
-    before: DeviceHealth | None,
-) -> DeviceHealth:
-    low, usual, high = quantiles(busy, n=4) if len(busy) > 1 else (busy[0],) * 3
+def _slow_since(numbers: Sequence[int], slowdowns: Sequence[float], before: int | None) -> int | None:
+    """The first step in which a device was slow, if it persistently is; `before` by earlier steps."""
     slow = [number for number, found in zip(numbers, slowdowns, strict=True) if found > SLOW]
-    since = None if before is None else before.slow_since
     if len(slow) >= PERSISTENT:
-        since = slow[0] if since is None else since
-    elif len(slowdowns) - len(slow) >= PERSISTENT:
-        since = None
-    off = (sum(found > assumed * SLOW for found in slowdowns), sum(found < assumed / SLOW for found in slowdowns))
-    return DeviceHealth(
-        device, rank, usual, (high - low) / usual, predicted, assumed, median(slowdowns), middle, since, deviates=max(off) >= PERSISTENT
-    )
+        return slow[0] if before is None else before
+    return None if len(slowdowns) - len(slow) >= PERSISTENT else before
