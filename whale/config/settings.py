@@ -49,7 +49,7 @@ def is_section(name: object) -> bool:
 
 def is_of_block(name: object) -> bool:
     """Whether a name may stand in a written plan: a key of its blocks, or `replicas` itself."""
-    return name == REPLICAS or name in Reader(_BLOCK_KEYS, _checked_at).names
+    return name == REPLICAS or name in _READER.names
 
 
 def expand(setting: Setting) -> list[Setting]:
@@ -85,8 +85,7 @@ def check(settings: Iterable[Setting]) -> tuple[dict[str, object], list[WhaleErr
             if REPLICAS in values:
                 faults.append(ConfigError(f"{REPLICAS} are given twice: next to the sections and inside {PLAN}", where=setting.where))
                 continue
-            reader = Reader(_BLOCK_KEYS, _checked_at)
-            read = reader.plan if setting.name == PLAN else reader.replicas
+            read = _READER.plan if setting.name == PLAN else _READER.replicas
             values[REPLICAS], wrong = read(setting.value, _places_in(setting))
             faults += wrong
             continue
@@ -110,10 +109,6 @@ def _places_in(setting: Setting) -> Place:
     return setting.inside or (lambda *_: setting.where)
 
 
-def _checked_at(key: Key, value: object, where: object) -> object:
-    return _checked(key, Setting(key.name, value, where))
-
-
 def _check_flag(setting: Setting) -> None:
     if not isinstance(setting.value, bool) and str(setting.value).lower() not in _BOOLEANS:
         raise ConfigError(f"{AUTO}: {setting.value!r} is not {TYPE_WORDS['bool']}", where=setting.where)
@@ -132,7 +127,7 @@ def _carried(setting: Setting) -> tuple[str, object]:
 
 def _read(setting: Setting) -> tuple[str, object]:
     name = _known(setting)
-    return name, _checked(KEYS[name], setting)
+    return name, _checked(KEYS[name], setting.value, setting.where)
 
 
 def _known(setting: Setting) -> str:
@@ -162,73 +157,75 @@ def hint_for_key(name: str) -> str:
     return f"keys of {section}: {', '.join(own)}" if own else f"sections: {', '.join((*SECTIONS, REPLICAS, PLAN))}"
 
 
-def _checked(key: Key, setting: Setting) -> object:
-    if key.by_stage and (isinstance(setting.value, Mapping) or _is_pairs(setting.value)):
-        return _shares(key, setting)
-    if key.by_name and (isinstance(setting.value, Mapping) or _is_pairs(setting.value)):
-        return _by_name(key, setting)
-    value = _typed(key, setting.value)
-    if value is None and not (key.optional and setting.value is None):
-        raise ConfigError(f"{key.name}: {setting.value!r} is not {key.takes}", where=setting.where)
+def _checked(key: Key, given: object, where: object) -> object:
+    is_mapping = isinstance(given, Mapping) or _is_pairs(given)
+    if key.by_stage and is_mapping:
+        return _shares(key, given, where)
+    if key.by_name and is_mapping:
+        return _by_name(key, given, where)
+    value = _typed(key, given)
+    if value is None and not (key.optional and given is None):
+        raise ConfigError(f"{key.name}: {given!r} is not {key.takes}", where=where)
     if value is None:
         return None
     if key.choices and value not in key.choices:
         hint = guess(str(value), key.choices)
         if value in STRATEGIES and key.name == SCHEDULE:
             hint = f"{value} of EPL is {SCHEDULE}: {STRATEGIES[str(value)]}"
-        raise ConfigError(f"{key.name}: {value!r} is not {key.takes}", where=setting.where, hint=hint)
+        raise ConfigError(f"{key.name}: {value!r} is not {key.takes}", where=where, hint=hint)
     if key.rule is not None and not key.rule.holds(value):
-        raise ConfigError(f"{key.name}: {value!r} is not {key.rule.words}", where=setting.where)
+        raise ConfigError(f"{key.name}: {value!r} is not {key.rule.words}", where=where)
     return value
+
+
+_READER = Reader(_BLOCK_KEYS, _checked)
 
 
 def _is_pairs(value: object) -> bool:
     return isinstance(value, tuple) and all(isinstance(pair, tuple) and len(pair) == 2 for pair in value)
 
 
-def _shares(key: Key, setting: Setting) -> Shares:
+def _shares(key: Key, value: object, where: object) -> Shares:
     """A mapping of stages to shares or words (or an earlier result of this), sorted."""
-    value = setting.value
     pairs: Iterable[tuple[object, object]] = value.items() if isinstance(value, Mapping) else value  # type: ignore[assignment]
     found: dict[int, float | str] = {}
     for stage, share in pairs:
         number = int(stage) if isinstance(stage, str) and stage.isdecimal() else stage
         if isinstance(number, bool) or not isinstance(number, Integral) or number < 0:
-            raise ConfigError(f"{key.name}: stage {stage!r} is not a whole number from 0", where=setting.where)
+            raise ConfigError(f"{key.name}: stage {stage!r} is not a whole number from 0", where=where)
         if isinstance(share, str) and share in key.by_stage:
             found[int(number)] = share
         elif isinstance(share, bool) or not isinstance(share, Real) or not 0 <= float(share) <= 1:
             words = f"stage {stage}: {share!r} is not a share from 0 to 1, or {', '.join(key.by_stage)}"
             hint = guess(share, key.by_stage) if isinstance(share, str) else None
-            raise ConfigError(f"{key.name}: {words}", where=setting.where, hint=hint)
+            raise ConfigError(f"{key.name}: {words}", where=where, hint=hint)
         else:
             found[int(number)] = float(share)
     return tuple(sorted(found.items()))
 
 
-def _by_name(key: Key, setting: Setting) -> tuple[tuple[str, str], ...]:
+def _by_name(key: Key, value: object, where: object) -> tuple[tuple[str, str], ...]:
     """A mapping of patterns of names to choices (or an earlier result of this), in order."""
-    value = setting.value
     pairs: Iterable[tuple[object, object]] = value.items() if isinstance(value, Mapping) else value  # type: ignore[assignment]
     found: dict[str, str] = {}
     for pattern, choice in pairs:
         if not isinstance(pattern, str) or not pattern:
-            raise ConfigError(f"{key.name}: {pattern!r} is not a pattern of parameter names", where=setting.where)
+            raise ConfigError(f"{key.name}: {pattern!r} is not a pattern of parameter names", where=where)
         choice = str(choice)  # YAML reads the choice 2 as a number
         if choice not in key.by_name:
             words = f"{pattern}: {choice!r} is not one of {', '.join(key.by_name)}"
-            raise ConfigError(f"{key.name}: {words}", where=setting.where, hint=guess(choice, key.by_name))
+            raise ConfigError(f"{key.name}: {words}", where=where, hint=guess(choice, key.by_name))
         found[pattern] = choice
     if [*found][-1:] != ["*"]:
         last = f"the last is {[*found][-1]}" if found else "there is none"
         raise ConfigError(
             f"{key.name} does not end with the pattern '*', for all that no other matches ({last})",
-            where=setting.where,
+            where=where,
             hint=f'{{"*norm*": {key.by_name[0]}, "*": {key.by_name[1]}}}',
         )
     others = sorted({choice for choice in found.values() if choice != key.by_name[0]})
     if key.rule is not None and not key.rule.holds(tuple(found.items())):
-        raise ConfigError(f"{key.name} has {' and '.join(others)}; it can have {key.rule.words}", where=setting.where)
+        raise ConfigError(f"{key.name} has {' and '.join(others)}; it can have {key.rule.words}", where=where)
     return tuple(found.items())
 
 
