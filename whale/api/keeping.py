@@ -84,7 +84,7 @@ class FaultKeeper:
         if self.folder is None:
             if self._redundancy != "0":
                 raise ConfigError(
-                    f"memory.redundancy: {self._redundancy} has no effect: this run does not resume from memory when ranks are lost",
+                    f"memory.redundancy: {self._redundancy} has no effect: ranks that are lost leave nothing in memory",
                     hint="start the run by `whale run --elastic MIN:MAX`, which resumes from memory; or leave memory.redundancy out",
                 )
             return
