@@ -27,6 +27,11 @@ def shard_faults(plan: Plan, graph: ModelGraph, axes: Axes) -> Iterator[PlanErro
             if key not in seen:  # equal stages of other replicas have equal faults
                 seen[key] = None
                 yield from _stage(stage, graph, axes, f"replica {replica.index}, stage {stage.index}")
+
+
+def holding_faults(plan: Plan, axes: Axes) -> Iterator[PlanError]:
+    """Parameters that devices would hold in two ways; a plan carried over to another capture may have them, for it decides no holdings."""
+    for replica in plan.replicas:
         yield from _held_twice(replica, axes)
 
 

@@ -16,7 +16,7 @@ from whale.ir.updates import buffer_updates
 from whale.planning.pipeline.segments import find_ground
 from whale.planning.shard.overlapping import overlap_faults
 from whale.planning.structure.stages import batch_axis_faults, crossing_faults
-from whale.planning.verify.shards import shard_faults, state_faults, uncut_faults
+from whale.planning.verify.shards import holding_faults, shard_faults, state_faults, uncut_faults
 from whale.schedules import count_recomputed, edge_pairs, training_schedule
 from whale.units import format_bytes
 
@@ -153,7 +153,7 @@ def check(plan: Plan, graph: ModelGraph, cluster: Cluster, axes: Axes | None = N
     if axes is None and needs_axes(plan):
         axes = discover(graph)
     if axes is not None:
-        faults += [*uncut_faults(plan), *shard_faults(plan, graph, axes)]
+        faults += [*uncut_faults(plan), *shard_faults(plan, graph, axes), *holding_faults(plan, axes)]
         faults += batch_axis_faults(plan, graph, axes)
     faults += overlap_faults(plan, graph, axes)
     faults += update_faults(graph, plan.replicas)

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import HealthCheck, assume, event, given, note
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 
 import whale
 from tests.captures import captured_once
@@ -124,6 +125,38 @@ def test_a_last_stage_without_ops(mode: str) -> None:
     plan = replace(plan, replicas=(replace(plan.replicas[0], stages=(first, last)),))
     carried = retarget_plan(plan, train, other)
     assert [bool(stage.ops) for stage in carried.replicas[0].stages] == [True, False]
+    Carried(carried, Holdings.of(plan, train, discover(train)), other, program, program.values(made.batch)).check()
+
+
+class Turned(nn.Module):
+    """Layers, of which an evaluation calls the first one last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, *rest = self.layers
+        for layer in (first, *rest) if self.training else (*rest, first):
+            x = layer(x).tanh()
+        return x
+
+
+def turned() -> tuple[nn.Module, Tensor, Any]:
+    torch.manual_seed(0)
+    return Turned().double(), torch.randn(NUM_ROWS, 64, dtype=torch.float64), lambda output, batch: F.mse_loss(output, batch)
+
+
+@pytest.mark.parametrize("mode", ["eval", "predict"])
+def test_a_stage_borrows_what_another_stage_of_its_devices_holds_in_parts(mode: str) -> None:
+    """The first and the last stage are on the same devices; in other modes the last one reads all of what the first one holds."""
+    made = captured_once(turned)
+    (train, _), (other, program) = made.capture(), made.capture(mode)
+    config = whale.Config({"replicas": [{"num_stages": 2, "split": 2, "num_micro_batch": 2, "schedule": "zb_v"}]})
+    plan = make_plan(train, make_cluster((1.0,) * 4), config)
+    carried = retarget_plan(plan, train, other)
+    first, *_, last = carried.replicas[0].stages
+    assert first.virtual_device == last.virtual_device and set(first.parameters) < set(last.parameters) and not first.ops
     Carried(carried, Holdings.of(plan, train, discover(train)), other, program, program.values(made.batch)).check()
 
 
