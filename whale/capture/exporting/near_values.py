@@ -132,23 +132,15 @@ def _may_change(value: object) -> bool:
 
 
 class NearValues:
-    """The places near a model and its loss (None: the model's own).
-
-    Attributes:
-        places: by path.
-        generators: of random numbers, by what the code calls them.
-        functions: of the user's, whose closures and defaults are among the places.
-        noted: per class, the attributes of its objects whose reads can be noted.
-        owners: by id of an object's namespace: its label, and whether it is a module of the model.
-    """
+    """The places near a model and its loss (None: the model's own)."""
 
     def __init__(self, model: nn.Module, loss: Callable[..., Any] | None) -> None:
         self.model = model
-        self.places: dict[str, NearPlace] = {}
-        self.generators: dict[str, Any] = {}
-        self.functions: list[FunctionType] = []
-        self.noted: dict[type, set[str]] = {}
-        self.owners: dict[int, tuple[str, bool]] = {}
+        self.places: dict[str, NearPlace] = {}  # by path
+        self.generators: dict[str, Any] = {}  # of random numbers, by what the code calls them
+        self.functions: list[FunctionType] = []  # of the user's, whose closures and defaults are among the places
+        self.noted: dict[type, set[str]] = {}  # per class, the attributes of its objects whose reads can be noted
+        self.owners: dict[int, tuple[str, bool]] = {}  # by id of a namespace: the object's label, whether it is a module of the model
         self._seen: dict[int, object] = {}
         self._of_model = frozenset(id(vars(module)) for module in model.modules())
         for name, module in model.named_modules():

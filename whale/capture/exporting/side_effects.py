@@ -34,16 +34,12 @@ class SideEffects:
     """Restores what the calls of a capture change after each call, so that all start alike.
 
     The global generators of Python and NumPy get `seed`: traces of one seed draw alike, whatever the script has drawn.
-
-    Attributes:
-        drawn: the generators that were drawn from.
-        written: what was written to closures, classes, globals and objects of the loss.
     """
 
     def __init__(self, near: NearValues, seed: int = 0) -> None:
         self._near, self._seed = near, seed
-        self.drawn: tuple[str, ...] = ()
-        self.written: tuple[str, ...] = ()
+        self.drawn: tuple[str, ...] = ()  # the generators that were drawn from
+        self.written: tuple[str, ...] = ()  # changes of closures, classes, globals and objects of the loss
 
     @contextmanager
     def undone(self) -> Iterator[None]:

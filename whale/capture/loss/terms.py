@@ -112,14 +112,10 @@ aten = torch.ops.aten
 
 
 class LossReads:
-    """Finds values that are written between the op that makes them and one that reads them; changes the graph in place.
-
-    Attributes:
-        settled: values that depend on such writes, and are not to be split.
-    """
+    """Finds values that are written between the op that makes them and one that reads them; changes the graph in place."""
 
     def __init__(self, graph: Graph) -> None:
-        self.settled: set[Node] = set()
+        self.settled: set[Node] = set()  # values that depend on such writes, and are not to be split
         self._graph, self._roots = graph, memory_roots(graph)
         self._position = {node: position for position, node in enumerate(graph.nodes)}
         self._writes: dict[Node, list[int]] = {}

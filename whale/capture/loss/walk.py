@@ -40,16 +40,13 @@ class LossWalk:
     Args:
         rows: the placeholder that holds the number of rows; None in a capture for one number of rows.
         settled: values that are not to be split.
-
-    Attributes:
-        passed: the ops that were split.
     """
 
     def __init__(self, facts: BatchFacts, rows: Node | None, settled: Collection[Node] = ()) -> None:
         self._settled = settled
         self._facts = facts
         self._rows = rows
-        self.passed: list[Node] = []
+        self.passed: list[Node] = []  # the ops that were split
 
     def parts(self, node: Node) -> list[LossPart]:
         """The parts whose sum a scalar is; at worst one opaque part."""
