@@ -31,24 +31,8 @@ def drawing(tracks: Sequence[Track]) -> dict[str, object]:
     ``[run, source track, target track, name, bytes, start, end]``.
     """
     runs = [[track.estimate.timeline, *([] if track.measured is None else [track.measured])] for track in tracks]
-    seconds = max((run.end for each in runs for run in each), default=0.0) or 1.0
-
-    def ticks(time: float) -> int:
-        return round(time / seconds * NUM_TICKS)
-
     track_of = {name: number for number, track in enumerate(tracks) for name in track.estimate.devices}
-    return {
-        "names": ("predicted", "measured"),
-        "seconds": seconds,
-        "ticks": NUM_TICKS,
-        "kinds": [kind.value for kind in Kind],
-        "tracks": [_track(track, own, ticks) for track, own in zip(tracks, runs, strict=True)],
-        "messages": [
-            message
-            for number in range(max(map(len, runs), default=0))
-            for message in _messages(number, [own[number] for own in runs if number < len(own)], track_of, ticks)
-        ],
-    }
+    return _drawing(("predicted", "measured"), runs, list(map(_head, tracks)), track_of)
 
 
 def drawing_of_two(pairs: Sequence[Sequence[DeviceTimeline]], names: tuple[str, str]) -> dict[str, object]:
@@ -58,25 +42,34 @@ def drawing_of_two(pairs: Sequence[Sequence[DeviceTimeline]], names: tuple[str, 
         pairs: per device, its timeline in both; one without bars if it is in one run alone.
         names: of the runs.
     """
-    seconds = max((run.end for each in pairs for run in each), default=0.0) or 1.0
+    heads = [{"name": pair[0].device, "alike": 0, "title": _stages(pair), "capacity": 0, "held": 0} for pair in pairs]
+    return _drawing(names, pairs, heads, {pair[0].device: number for number, pair in enumerate(pairs)}, isTogether=True)
+
+
+def _drawing(
+    names: tuple[str, str],
+    runs: Sequence[Sequence[DeviceTimeline]],
+    heads: Sequence[dict[str, object]],
+    track_of: Mapping[str, int],
+    **flags: bool,
+) -> dict[str, object]:
+    seconds = max((run.end for each in runs for run in each), default=0.0) or 1.0
 
     def ticks(time: float) -> int:
         return round(time / seconds * NUM_TICKS)
 
-    track_of = {pair[0].device: number for number, pair in enumerate(pairs)}
-    tracks = [
-        {"name": pair[0].device, "alike": 0, "title": _stages(pair), "capacity": 0, "held": 0, "runs": [_run(run, ticks) for run in pair]}
-        for pair in pairs
-    ]
-    messages = [found for number in (0, 1) for found in _messages(number, [pair[number] for pair in pairs], track_of, ticks)]
     return {
         "names": names,
-        "isTogether": True,
+        **flags,
         "seconds": seconds,
         "ticks": NUM_TICKS,
         "kinds": [kind.value for kind in Kind],
-        "tracks": tracks,
-        "messages": messages,
+        "tracks": [{**head, "runs": [_run(run, ticks) for run in own]} for head, own in zip(heads, runs, strict=True)],
+        "messages": [
+            message
+            for number in range(max(map(len, runs), default=0))
+            for message in _messages(number, [own[number] for own in runs if number < len(own)], track_of, ticks)
+        ],
     }
 
 
@@ -86,7 +79,7 @@ def _stages(runs: Sequence[DeviceTimeline]) -> str:
     return f"stage {', '.join(map(str, found))}" if found else ""
 
 
-def _track(track: Track, runs: Sequence[DeviceTimeline], ticks: Ticks) -> dict[str, object]:
+def _head(track: Track) -> dict[str, object]:
     peak = track.estimate.peak
     return {
         "name": track.estimate.devices[0],
@@ -94,7 +87,6 @@ def _track(track: Track, runs: Sequence[DeviceTimeline], ticks: Ticks) -> dict[s
         "title": track.title,
         "capacity": track.estimate.capacity,
         "held": round(peak.weights + peak.gradients + peak.optimizer),
-        "runs": [_run(run, ticks) for run in runs],
     }
 
 
