@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
+from typing import Any
 
 from whale.config import parse_yaml
 from whale.errors import ClusterError, raise_faults
@@ -156,7 +157,7 @@ def _read_device(entry: Entry, name: str) -> KnownDevice:
     )
 
 
-def read_speeds(entry: Entry) -> dict[str, float]:
+def read_speeds(entry: Entry) -> dict[str, Any]:
     """The given ones of `SPEEDS`."""
     found = {
         "half_width": entry.number("half_width", zero=True),

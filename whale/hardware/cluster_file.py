@@ -252,12 +252,9 @@ def _with_overrides(base: KnownDevice, entry: Entry, cores: float) -> Callable[[
         kernel_start=entry.quantity("kernel_start", "s", zero=True),
         price_per_hour=entry.number("price_per_hour", zero=True),
         efficiencies=efficiencies,
-        half_width=speeds.get("half_width", usual.half_width),
-        traffic=speeds.get("traffic", usual.traffic),
-        host_seconds=speeds.get("host_seconds", usual.host_seconds),
-        host_link=speeds.get("host_link", usual.host_link),
         handling=_read_handling(entry),
         slowdown=entry.number("slowdown") or 1.0,
+        **speeds,
     )
     return lambda name, host: replace(changed, name=name, host=host)
 
