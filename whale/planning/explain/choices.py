@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
@@ -158,8 +158,6 @@ def explain_sharding(best: PricedPlacement, replicas: Sequence[Replica]) -> Iter
         for stage, sharding in enumerate(model.shardings):
             if sharding is not None:
                 found.setdefault((stage, sharding), []).append(index)
-    # Last stages first: what is next best there may fit in the others.
-    others = {key: "; ".join(_others(key[1])) for key in reversed(found)}
     for (stage, sharding), members in found.items():
         copies = f" of replica {', '.join(map(str, members))}" if len(members) < len(replicas) else ""
         yield Choice(
@@ -168,7 +166,7 @@ def explain_sharding(best: PricedPlacement, replicas: Sequence[Replica]) -> Iter
             describe_shards(replicas[members[0]].stages[stage].shards),
             cost=f"{format_seconds(sharding.seconds)} per micro-batch, {_memory(replicas[members[0]], stage)}",
             bound=_bound(sharding),
-            runner_up=others[stage, sharding],
+            runner_up=f"nothing cut: {format_seconds(sharding.whole_seconds)}",
         )
 
 
@@ -183,22 +181,6 @@ def _memory(replica: Replica, stage: int) -> str:
     held = [max(e.parameter_bytes + e.activation_bytes for e in own.estimates[position :: own.split]) for position in range(own.split)]
     texts = list(dict.fromkeys(format_bytes(num_bytes) for num_bytes in held))
     return f"{' | '.join(texts)} per device"
-
-
-def _others(sharding: StageSharding) -> Iterator[str]:
-    """The runner-up set of axes by its difference, and no cut at all."""
-    names, seconds = sharding.runner_up
-    if names:
-        chosen = {shard.axis for shard in sharding.shards}
-        less = _listed([shard.axis for shard in sharding.shards if shard.axis not in names])
-        more = _listed([axis for axis in names if axis not in chosen])
-        words = [text for text in (f"without {less}" if less else "", f"with {more}" if more else "") if text]
-        yield f"{' and '.join(words)}: {format_seconds(seconds)}"
-    yield f"nothing cut: {format_seconds(sharding.whole_seconds)}"
-
-
-def _listed(names: Sequence[str]) -> str:
-    return names[0] + (f" (and {len(names) - 1} more)" if len(names) > 1 else "") if names else ""
 
 
 Bytes = tuple[int, int]
@@ -237,36 +219,8 @@ def _bridges_of(solver: Solver, model: ReplicaModel, stage: Stage) -> Iterator[C
         cost = _moved(forward, own[0].backward, found[own[0]])
         yield Choice("bridges", f"{count}%{own[0].tensor} ({target})", str(text), cost=cost)
     if bridges:
-        yield _together(bridges, found, received)
-
-
-def _together(bridges: Sequence[Bridge], found: dict[Bridge, Bytes], received: Callable[[Bridge], Bytes]) -> Choice:
-    alone = sum(sum(found[bridge]) * max(1, len(bridge.users)) for bridge in bridges)
-    fused = sum(map(sum, found.values()))
-    steps = sum(sum(map(sum, map(received, _in_two_steps(bridge)))) for bridge in bridges)
-    return Choice(
-        "bridges",
-        f"all {len(bridges)}",
-        "each form once for all its users, in one step",
-        cost=f"{format_bytes(fused)} per device and micro-batch",
-        runner_up="; ".join(
-            f"{text}: {format_bytes(num_bytes)}"
-            for text, num_bytes in (("one for each user", alone), ("through whole tensors", steps))
-            if num_bytes != fused
-        ),
-    )
-
-
-def _in_two_steps(bridge: Bridge) -> Iterator[Bridge]:
-    """The same through whole tensors: gather and slice, sum and slice, gather and sum gradients."""
-    if (bridge.is_sum and bridge.target) or (bridge.source and bridge.target):
-        yield replace(bridge, target=None)
-        yield Bridge(bridge.tensor, None, bridge.target, has_gradient=bridge.has_gradient)
-    elif bridge.source and bridge.entered:
-        yield replace(bridge, entered=False)
-        yield Bridge(bridge.tensor, None, None, entered=True, has_gradient=bridge.has_gradient)
-    else:
-        yield bridge
+        total = f"{format_bytes(sum(map(sum, found.values())))} per device and micro-batch"
+        yield Choice("bridges", f"all {len(bridges)}", "each form once for all its users, in one step", cost=total)
 
 
 def _text(bridge: Bridge) -> str:

@@ -57,7 +57,7 @@ class SplitCosts:
         self._capacity = tuple(min(prices.capacity(group[position]) for group in site.groups) for position in range(site.width))
         self._held: dict[MemoryBudget, HeldBytes] = {}
         self._problems: dict[tuple[Sizes, tuple[int, ...]], LabelProblem] = {}
-        self._fitting: dict[tuple[Sizes, tuple[int, ...], frozenset[int] | None], list[tuple[LabelProblem, ChosenLabels | None]]] = {}
+        self._fitting: dict[tuple[Sizes, tuple[int, ...]], list[tuple[LabelProblem, ChosenLabels | None]]] = {}
         self._by_share: dict[tuple[int, Device], Floats] = {}
         self._curves: dict[tuple[int, frozenset[int] | None], tuple[Floats, ...]] = {}
 
@@ -76,20 +76,17 @@ class SplitCosts:
         stepping = sum(self._optimizer_seconds(number, Label(), None) for number in range(len(self.classes.nodes)))
         return float(np.max(np.sum(self._whole_seconds, axis=0))) + stepping
 
-    def best(
-        self, sizes: Sizes, insisted: tuple[int, ...], budget: MemoryBudget | None = None, other_than: frozenset[int] | None = None
-    ) -> ChosenLabels | None:
+    def best(self, sizes: Sizes, insisted: tuple[int, ...], budget: MemoryBudget | None = None) -> ChosenLabels | None:
         """The fastest labels that fit, at some sizes.
 
         Args:
             insisted: kinds along which every op works that can.
             budget: what the devices hold; None ignores memory.
-            other_than: a set of kinds to exclude, for the runner-up.
         """
-        key, problem = (sizes, insisted, other_than), self.problem(sizes, insisted, budget)
+        key, problem = (sizes, insisted), self.problem(sizes, insisted, budget)
         if key not in self._fitting:
             roomiest = replace(problem, memory=None)
-            self._fitting[key] = [(roomiest, solve_labels(roomiest, other_than))]
+            self._fitting[key] = [(roomiest, solve_labels(roomiest))]
         for roomier, best in self._fitting[key]:  # what is best of more is best of fewer, if it is among them
             if best is None:
                 return None
@@ -97,7 +94,7 @@ class SplitCosts:
                 placed = problem.evaluate(best.labels)
                 if placed is not None and placed.excess <= 0:
                     return replace(placed, gap=best.gap)
-        found = solve_labels(problem, other_than)
+        found = solve_labels(problem)
         if found is not None and found.excess <= 0:
             self._fitting[key].append((problem, found))
         return found

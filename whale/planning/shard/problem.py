@@ -139,7 +139,7 @@ class LabelProblem:
         if seconds == inf:
             return None
         excess = 0.0 if self.memory is None else max(0.0, float(self.memory.lacking(labels).max()))
-        return ChosenLabels(tuple(labels), frozenset(kind for each in chosen for kind in each.kinds), seconds, excess)
+        return ChosenLabels(tuple(labels), seconds, excess)
 
 
 @dataclass(frozen=True)
@@ -147,7 +147,6 @@ class ChosenLabels:
     """A label for each node."""
 
     labels: tuple[int, ...]  # per node, the index of its label
-    kinds: frozenset[int]  # in use
     seconds: float  # of the stage for one micro-batch
     excess: float  # bytes by which it overflows the tightest device
     gap: float = 0.0  # bound of the distance from the optimum, as a share; 0 unless the search ran out of nodes

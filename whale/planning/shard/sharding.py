@@ -29,7 +29,7 @@ from whale.planning.shard.costs import Sizes, SplitCosts
 from whale.planning.shard.memory import MemoryBudget
 from whale.planning.shard.problem import ChosenLabels
 from whale.planning.shard.space import Scene, ShardSpace, find_insisted, find_shard_space, no_axis_fault, written_axes
-from whale.planning.shard.write import Names, Outline, cuts_of, op_cuts, outline_of
+from whale.planning.shard.write import Outline, cuts_of, outline_of
 
 GRAIN = 16
 """Units of a large axis that stay together, so that rows of a matrix align with cache lines and tensor-core tiles: otherwise products
@@ -53,13 +53,6 @@ class StageSharding:
     bound_by_memory: bool  # whether memory changed sizes or axes
     gap: float  # bound of the labels' distance from the optimum, as a share; 0 unless the search ran out of nodes
     cut: Cut = field(compare=False, repr=False)  # how it was found
-    names: Names = field(compare=False, repr=False)  # of this stage, by those of the stage that it was found for
-
-    @property
-    def runner_up(self) -> tuple[tuple[str, ...], float]:
-        """The next best set of axes, and its seconds; empty where there is none. Computed on demand."""
-        axes, seconds = self.cut.runner_up
-        return tuple(self.names.axes.get(axis, axis) for axis in axes), seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +73,6 @@ class Cut:
     outline: Outline  # of the stage that it was made for
     costs: SplitCosts  # of its labels
     insisted: tuple[int, ...]  # kinds that the user asks for
-    budget: MemoryBudget | None  # what its devices hold; None ignores memory
     sizes: Sizes  # per kind of axes
     chosen: ChosenLabels  # the labels
 
@@ -93,14 +85,6 @@ class Cut:
         """The cuts, in the model's order of axes."""
         kind_of, cuts = self.costs.classes.space.kind_of, cuts_of(self.costs.classes, self.chosen.labels)
         return tuple(replace(shard, sizes=self.sizes[kind_of[shard.axis]]) for shard in cuts)
-
-    @cached_property
-    def runner_up(self) -> tuple[tuple[str, ...], float]:
-        other = self.costs.best(self.sizes, self.insisted, self.budget, self.chosen.kinds)
-        if other is None:
-            return (), 0.0
-        used, axes = op_cuts(self.costs.classes, other.labels).axes, self.costs.classes.space.axes
-        return tuple(axis for axis in axes if axis in used), other.seconds
 
     def working(self, kind: int) -> frozenset[int] | None:
         """The nodes that work along a kind; None (for all that can) where none does."""
@@ -151,9 +135,8 @@ class Sharder:
         if (*key, budget) not in self._cuts:
             self._cuts[*key, budget] = _within_memory(first, budget)
         cut, bound_by_memory = self._cuts[*key, budget]
-        own = cut.outline.names_in(outline)
-        shards = tuple(map(own.renamed, cut.shards))
-        return StageSharding(shards, cut.chosen.seconds, cut.costs.whole, bound_by_memory, cut.chosen.gap, cut, own)
+        shards = tuple(map(cut.outline.names_in(outline).renamed, cut.shards))
+        return StageSharding(shards, cut.chosen.seconds, cut.costs.whole, bound_by_memory, cut.chosen.gap, cut)
 
     def outline(self, scene: Scene) -> Outline:
         if scene not in self._outlines:
@@ -182,7 +165,7 @@ def _fastest(outline: Outline, costs: SplitCosts, insisted: tuple[int, ...], sco
         if found is None:
             raise _clash(costs.classes.space, insisted, scopes)
         if cut is None or found.seconds < cut.chosen.seconds:
-            cut = Cut(outline, costs, insisted, None, sizes, found)
+            cut = Cut(outline, costs, insisted, sizes, found)
         new_sizes = tuple(_by_speed(costs, kind, cut.working(kind)) for kind in costs.kinds)
         if new_sizes == sizes:
             break
@@ -210,7 +193,7 @@ def _within_memory(unbounded: Cut, budget: MemoryBudget) -> tuple[Cut, bool]:
     costs, insisted = unbounded.costs, unbounded.insisted
     placed = costs.problem(unbounded.sizes, insisted, budget).evaluate(unbounded.chosen.labels)
     assert placed is not None
-    first = replace(unbounded, budget=budget, chosen=replace(placed, gap=unbounded.chosen.gap))
+    first = replace(unbounded, chosen=replace(placed, gap=unbounded.chosen.gap))
     if placed.excess <= 0:
         return first, False
     best, sizes = first, first.sizes

@@ -15,7 +15,7 @@ is tight: on chains of ops it is integral, and branching is needed only where me
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -38,20 +38,15 @@ Expression = dict[int, float]
 """A linear expression: factors by variable."""
 
 
-def solve_labels(problem: LabelProblem, other_than: Collection[int] | None = None, max_nodes: int = MAX_NODES) -> ChosenLabels | None:
-    """The fastest labels that fit; where none do, those that overflow least; None where there are none.
-
-    `other_than`: a set of kinds to exclude, for the runner-up. `max_nodes`: of branch and bound.
-    """
+def solve_labels(problem: LabelProblem, max_nodes: int = MAX_NODES) -> ChosenLabels | None:
+    """The fastest labels that fit; where none do, those that overflow least; None where there are none."""
     rows = Rows(problem)
-    if other_than is not None:
-        rows.forbid(other_than)
     found = rows.minimise(rows.cost, max_nodes) if problem.memory is None or problem.memory.may_suffice else None
     if found is None and problem.memory is not None:
         unit = max(rows.cost.values(), default=1.0)
         found = rows.minimise({rows.overflow: 1.0} | {v: OVERFLOW_PER_UNIT * cost / unit for v, cost in rows.cost.items()}, max_nodes)
     if found is None:
-        return _along_one_kind(problem) if rows.ran_out_of_nodes and other_than is None else None
+        return _along_one_kind(problem) if rows.ran_out_of_nodes else None
     chosen = problem.evaluate([int(np.argmax([found[variable] for variable in own])) for own in rows.labels])
     return chosen and replace(chosen, gap=rows.gap)
 
@@ -260,16 +255,6 @@ class Rows:
         for use, expression in uses.items():
             self._add(expression | dict.fromkeys((meet[form, use] for form in forms), -1.0), 0.0, 0.0)
         return {key: {variable: 1.0} for key, variable in meet.items()}
-
-    def forbid(self, kinds: Collection[int]) -> None:
-        """Excludes one set of kinds."""
-        users: dict[int, list[int]] = {}
-        for own, node in zip(self.labels, self.problem.nodes, strict=True):
-            for variable, label in zip(own, node, strict=True):
-                for kind in label.kinds:
-                    users.setdefault(kind, []).append(variable)
-        used = {kind: self._either([{variable: 1.0} for variable in own], exact=True) for kind, own in users.items()}
-        self._add({variable: -1.0 if kind in kinds else 1.0 for kind, variable in used.items()}, 1.0 - len(set(kinds)), np.inf)
 
     def minimise(self, cost: Expression, max_nodes: int) -> NDArray[np.float64] | None:
         """The cheapest assignment; None where there is none. Memory may overflow only if `cost` has a price for it."""

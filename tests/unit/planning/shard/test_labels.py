@@ -98,7 +98,7 @@ def test_bridges_are_told_with_what_they_move() -> None:
     found = [choice for choice in plan.choices if choice.pass_name == "bridges"]
     assert any("layer_norm" in each.subject and "all-gather" in each.cost and "reduce-scatter" in each.cost for each in found)
     assert f"all {len(bridges_of(plan, graph))}" in found[-1].subject
-    assert "through whole tensors" in found[-1].runner_up
+    assert "per device and micro-batch" in found[-1].cost
     assert "whole in" in str(plan)
 
 
