@@ -8,16 +8,16 @@ from whale.estimate.costs.communication import (
     all_to_all_line,
     edge_line,
 )
-from whale.estimate.costs.compute import OpSeconds, op_seconds, optimizer_seconds
+from whale.estimate.costs.compute import op_seconds, optimizer_seconds
 from whale.estimate.costs.costs import Costs
 from whale.estimate.costs.line import Line
 from whale.estimate.costs.op_table import OpTable, op_table, output_lines, spec_line
 from whale.estimate.events.drawing import draw
 from whale.estimate.events.simulate import ActionTimes, bubble, bubble_rate, simulate
-from whale.estimate.memory.memory import StateBytes, kept_names, kept_tensors, size_line, state_bytes, working_line
+from whale.estimate.memory.memory import StateBytes, kept_names, kept_tensors, size_line, state_bytes
 from whale.estimate.step.estimate import estimate, estimate_with
 from whale.estimate.step.goodput import Faults, Goodput, faults_of, with_copies
-from whale.estimate.step.step import DeviceEstimate, LinkUse, MemoryUse, StepEstimate
+from whale.estimate.step.step import DeviceEstimate, StepEstimate
 
 __all__ = [
     "ActionTimes",
@@ -26,9 +26,6 @@ __all__ = [
     "Faults",
     "Goodput",
     "Line",
-    "LinkUse",
-    "MemoryUse",
-    "OpSeconds",
     "OpTable",
     "StateBytes",
     "StepEstimate",
@@ -58,5 +55,4 @@ __all__ = [
     "spec_line",
     "state_bytes",
     "with_copies",
-    "working_line",
 ]

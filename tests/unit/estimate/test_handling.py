@@ -16,7 +16,7 @@ from tests.unit.planning.graphs import chain, cluster
 from whale.capture import capture
 from whale.config import Config
 from whale.estimate import Costs, Line, estimate
-from whale.estimate.costs.communication import Volume, all_gather_volume, all_reduce_volume, all_to_all_volume
+from whale.estimate.costs.communication import Volume, all_to_all_volume, ring_volume
 from whale.estimate.events.engine import EventTimes, Task, Transfer, run
 from whale.estimate.prices.collective_costs import CollectiveCosts, StagePlace, copied_bytes
 from whale.estimate.prices.prices import Prices
@@ -77,10 +77,10 @@ def seconds(case: str, handled: Mapping[int, Handling]) -> float:
 @pytest.mark.parametrize(
     ("volume", "num_messages", "num_bytes"),
     [
-        (all_reduce_volume(4, Line(8.0)), 12, 24.0),
-        (all_gather_volume(4, Line(8.0)), 6, 12.0),
+        (ring_volume(4, Line(8.0), 2), 12, 24.0),
+        (ring_volume(4, Line(8.0), 1), 6, 12.0),
         (all_to_all_volume(4, Line(8.0)), 6, 3.0),
-        (all_reduce_volume(1, Line(8.0)), 0, 0.0),
+        (ring_volume(1, Line(8.0), 2), 0, 0.0),
     ],
 )
 def test_what_a_device_sends_and_receives(volume: Volume, num_messages: float, num_bytes: float) -> None:

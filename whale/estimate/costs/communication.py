@@ -140,23 +140,13 @@ class Volume:
         return self.line(handling).fixed
 
 
-def all_reduce_volume(num_devices: int, payload: Line) -> Volume:
-    """Per device, of an all-reduce around a ring."""
-    return ring_volume(num_devices, payload, 2)
-
-
-def all_gather_volume(num_devices: int, payload: Line) -> Volume:
-    """Per device, of an all-gather or a reduce-scatter of the whole payload."""
-    return ring_volume(num_devices, payload, 1)
-
-
 def all_to_all_volume(num_devices: int, payload: Line) -> Volume:
     """Per device, of an all-to-all."""
     return Volume(2.0 * (num_devices - 1), payload * (2 * (num_devices - 1) / num_devices**2))
 
 
 def ring_volume(num_devices: int, payload: Line, num_passes: int) -> Volume:
-    """Per device, of passes around a ring: one part out and one in at each step."""
+    """Per device, of passes around a ring, in and out: 2 of an all-reduce, 1 of an all-gather or reduce-scatter."""
     both = 2.0 * num_passes * (num_devices - 1)
     return Volume(both, payload * (both / num_devices))
 

@@ -28,19 +28,15 @@ class OpSeconds:
     forward_host: Floats
     backward_host: Floats
 
-    def forward(self, index: Index) -> Line:
-        """Forward pass of some ops on a device that never waits for its host."""
-        return Line(float(self.forward_fixed[index].sum()), float(self.forward_per_row[index].sum()))
+    def forward(self, index: Index) -> Started:
+        """The forward pass of some ops."""
+        device = Line(float(self.forward_fixed[index].sum()), float(self.forward_per_row[index].sum()))
+        return Started(device, float(self.forward_host[index].sum()))
 
-    def backward(self, index: Index, shares: Floats | float = 1.0) -> Line:
-        """Backward pass of some ops, or these shares of each."""
-        return Line(float((self.backward_fixed[index] * shares).sum()), float((self.backward_per_row[index] * shares).sum()))
-
-    def started_forward(self, index: Index) -> Started:
-        return Started(self.forward(index), float(self.forward_host[index].sum()))
-
-    def started_backward(self, index: Index, shares: Floats | float = 1.0) -> Started:
-        return Started(self.backward(index, shares), float((self.backward_host[index] * shares).sum()))
+    def backward(self, index: Index, shares: Floats | float = 1.0) -> Started:
+        """The backward pass of some ops, or these shares of each."""
+        device = Line(float((self.backward_fixed[index] * shares).sum()), float((self.backward_per_row[index] * shares).sum()))
+        return Started(device, float((self.backward_host[index] * shares).sum()))
 
 
 def op_seconds(table: OpTable, device: Device, num_rows: float, costs: Costs) -> OpSeconds:

@@ -22,11 +22,10 @@ from functools import cached_property
 from whale.estimate.costs.communication import (
     Volume,
     all_gather_line,
-    all_gather_volume,
     all_reduce_line,
-    all_reduce_volume,
     all_to_all_line,
     all_to_all_volume,
+    ring_volume,
 )
 from whale.estimate.costs.line import Line, Started
 from whale.estimate.prices.prices import Prices
@@ -153,8 +152,9 @@ class CollectiveCosts:
     def _volume(self, transport: Transport, payload: Line) -> Volume:
         if not moves(transport):
             return Volume()
-        of = {"all-reduce": all_reduce_volume, "all-to-all": all_to_all_volume}.get(transport, all_gather_volume)
-        return of(self.site.width, payload)
+        if transport == "all-to-all":
+            return all_to_all_volume(self.site.width, payload)
+        return ring_volume(self.site.width, payload, 2 if transport == "all-reduce" else 1)
 
     @cached_property
     def _handles(self) -> tuple[Handling, ...]:

@@ -461,7 +461,7 @@ class Prices:
         if recompute.num_alive:
             return self.started(part, device, num_rows)[0]
         repeated = self.positions(name for segment in recompute.segments for name in segment)
-        return self.seconds(device, num_rows).started_forward(repeated)
+        return self.seconds(device, num_rows).forward(repeated)
 
     def positions(self, ops: Iterable[str]) -> NDArray[np.int64]:
         """Indices of ops in the table and in `seconds`."""
@@ -473,7 +473,7 @@ class Prices:
         if key not in self._started:
             seconds = self.seconds(device, num_rows)
             index = self.positions(part.ops)
-            self._started[key] = seconds.started_forward(index), seconds.started_backward(index)
+            self._started[key] = seconds.forward(index), seconds.backward(index)
         return self._started[key]
 
 

@@ -11,7 +11,6 @@ from functools import cached_property
 
 from whale.axes.labels import Labels
 from whale.estimate.costs.line import Line
-from whale.estimate.costs.op_table import spec_line
 from whale.estimate.memory.forms import BridgedTensor
 from whale.estimate.memory.memory import keeps_parameter
 from whale.estimate.prices.part import Segment
@@ -58,8 +57,7 @@ class RepeatedBridges:
         if bridge.target and not bridge.is_sum:
             sizes = next(shard.sizes for shard in self._labels.shards if shard.axis == bridge.target)
             share = sizes[position] / self._prices.axes.by_name[bridge.target].size
-        graph = self._prices.graph
-        return Line.sum(spec_line(spec, graph.num_rows) for spec in graph.by_name[bridge.tensor].outputs) * share
+        return self._prices.outputs[bridge.tensor] * share
 
     @cached_property
     def _kept(self) -> tuple[Bridge, ...]:

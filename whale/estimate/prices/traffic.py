@@ -16,7 +16,7 @@ from whale.axes.values import Concatenation, Factor
 from whale.estimate.costs.compute import op_seconds
 from whale.estimate.costs.costs import Costs
 from whale.estimate.costs.line import Floats, Line
-from whale.estimate.costs.op_table import OpTable, product_sizes, spec_line
+from whale.estimate.costs.op_table import OpTable, output_line, product_sizes
 from whale.ir.cluster import Device
 from whale.ir.graph import ModelGraph, Op, Parameter, TensorSpec
 from whale.ir.plan import BATCH
@@ -198,8 +198,6 @@ def work_on_parts(graph: ModelGraph, axes: Axes, table: OpTable, work: Mapping[s
 def _line(graph: ModelGraph, axes: Axes, op: Op, axis: str) -> Line:
     """Bytes that an op reads and writes of tensors with the axis; a lookup reads as much as it returns."""
     if operator_of(op).gathers:
-        written = Line.sum(spec_line(spec, graph.num_rows) for spec in op.outputs)
-        return written * (2 if axis in axes.in_results(op.name) else 1)
-    names = (op.name, *op.inputs)
-    specs = (spec for name in names if axis in axes.in_results(name) for spec in graph.by_name[name].outputs)
-    return Line.sum(spec_line(spec, graph.num_rows) for spec in specs)
+        return output_line(op, graph.num_rows) * (2 if axis in axes.in_results(op.name) else 1)
+    having = (graph.by_name[name] for name in (op.name, *op.inputs) if axis in axes.in_results(name))
+    return Line.sum(output_line(each, graph.num_rows) for each in having)

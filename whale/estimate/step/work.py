@@ -163,13 +163,13 @@ class Works:
         found = prices.seconds(prices.cluster.by_name[device], float(num_rows))
         index = prices.positions(key.part.ops)
         weights = prices.weight_shares[index]
-        repeated = found.started_forward(prices.positions(name for run in key.segments for name in run))
+        repeated = found.forward(prices.positions(name for run in key.segments for name in run))
         waiting = prices.waiting(prices.cluster.by_name[device], num_rows) * (int(np.count_nonzero(weights)) if key.defers_weights else 0)
-        inputs, forward = found.started_backward(index, 1 - weights) + repeated + waiting, found.started_forward(index) + waiting
+        inputs, forward = found.backward(index, 1 - weights) + repeated + waiting, found.forward(index) + waiting
         if key.offloads and prices.training:
             copies = prices.copying(prices.cluster.by_name[device], self._away(prices, key, position))
             inputs, forward = inputs + copies, forward + copies
-        return forward, inputs, found.started_backward(index, weights) + waiting
+        return forward, inputs, found.backward(index, weights) + waiting
 
     def _together(self, key: StageKey, group: Sequence[str], num_rows: int) -> _InGroup:
         bridges, repeated_bridges = self._bridges(key), tuple(self._repeating(key).exchanged())

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from whale.estimate import Line, all_reduce_seconds, exposed_sync, state_bytes
-from whale.estimate.costs.communication import all_reduce_volume
+from whale.estimate.costs.communication import ring_volume
 from whale.estimate.prices.prices import Prices
 from whale.planning.replicas.replica import ReplicaModel
 from whale.sharding.parameters import Holders, ParameterShardings
@@ -30,7 +30,7 @@ def handled_sums(prices: Prices, replicas: Sequence[ReplicaModel]) -> tuple[floa
     for owners, num_bytes in _owner_sets(prices, replicas).items():
         size = min(num_bytes, prices.costs.bucket_bytes)
         for device in handling.keys() & owners if size else ():
-            one = all_reduce_volume(len(owners), Line(size * prices.sent_share)).seconds(handling[device])
+            one = ring_volume(len(owners), Line(size * prices.sent_share), 2).seconds(handling[device])
             taken[device] = taken.get(device, 0.0) + one * num_bytes / size
     return tuple(max(taken.get(device, 0.0) for rank in replica.placed for device in rank) for replica in replicas)
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from whale.axes import Axes, Dimension, axes_of
 from whale.axes.labels import label
 from whale.axes.values import may_lie_in_parts
-from whale.estimate import Line, all_gather_line, spec_line
+from whale.estimate import Line, all_gather_line
 from whale.estimate.prices.prices import Prices
 from whale.ir.division import divide_evenly
 from whale.ir.graph import ModelGraph
@@ -111,8 +111,7 @@ def _seconds(
 ) -> tuple[float, float]:
     """Seconds of crossing whole and in parts."""
     op = prices.graph.by_name[tensor]
-    payload = Line.sum(spec_line(spec, prices.graph.num_rows) for spec in op.outputs)
-    num_bytes = payload.at(num_rows / min(len(source.groups), *(len(end.groups) for end in targets)))
+    num_bytes = prices.outputs[tensor].at(num_rows / min(len(source.groups), *(len(end.groups) for end in targets)))
     ways = 2 if op.requires_grad and prices.training else 1
     whole = parts = 0.0
     for end, own in zip(targets, sizes[1:], strict=True):
