@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import product
+from dataclasses import dataclass, replace
+from itertools import chain, product
 
 from whale.estimate.costs.communication import Fabric, Route, Volume, fabric, fastest_way, ring_volume
 from whale.estimate.costs.line import Line
@@ -12,79 +12,9 @@ from whale.estimate.prices.prices import Prices
 from whale.estimate.step.alike import Path, Role, Wire
 from whale.estimate.step.sync import Readiness, first_uses, readiness
 from whale.ir.cluster import Device, Link
-from whale.ir.graph import ModelGraph, TensorSpec
-from whale.ir.plan import Edge, Plan, Replica, Shard, Stage
-from whale.sharding import moves
+from whale.ir.plan import BatchAxis, Plan, Replica, Stage
 from whale.sharding.buckets import Bucket, Places
-from whale.sharding.crossings import border_gradient, border_sharding
-
-
-@dataclass(frozen=True, slots=True)
-class Crossing:
-    """What one device sends to another; both by position in their virtual devices; one message per tensor."""
-
-    source: int
-    target: int
-    num_bytes: float
-    num_messages: int
-
-
-@dataclass(frozen=True, slots=True)
-class _End:
-    """A stage as a boundary sees it: equal ends send equally."""
-
-    shares: tuple[int, ...]
-    split: int
-    shards: tuple[Shard, ...]
-    first: int  # number of its first device; stages of one virtual device have equal ones
-
-
-@dataclass(eq=False)
-class CrossingBytes:
-    """The crossings of one graph's tensors, cached."""
-
-    graph: ModelGraph
-    _known: dict[tuple[_End, _End, tuple[str, ...], int, bool], tuple[Crossing, ...]] = field(default_factory=dict, init=False)
-
-    def of(self, edge: Edge, stages: tuple[Stage, ...], num_rows: int, *, backward: bool) -> tuple[Crossing, ...]:
-        """What crosses an edge.
-
-        Args:
-            stages: of the replica.
-            num_rows: of the micro-batch.
-            backward: gradients, from the edge's target to its source.
-        """
-        source, target = stages[edge.source], stages[edge.target]
-        first = 0 if source.virtual_device == target.virtual_device else len(source.virtual_device.devices)
-        ends = _End(source.shares, source.split, source.shards, 0), _End(target.shares, target.split, target.shards, first)
-        key = *ends, edge.tensors, num_rows, backward
-        if key not in self._known:
-            self._known[key] = self._find(edge.tensors, (source, 0), (target, first), num_rows, backward)
-        return self._known[key]
-
-    def _find(
-        self, tensors: tuple[str, ...], source: tuple[Stage, int], target: tuple[Stage, int], num_rows: int, backward: bool
-    ) -> tuple[Crossing, ...]:
-        found: dict[tuple[int, int], tuple[float, int]] = {}
-        ends, how = ((target, source), border_gradient) if backward else ((source, target), border_sharding)
-        for tensor in tensors:
-            op = self.graph.by_name[tensor]
-            if backward and not op.requires_grad:
-                continue
-            num_bytes = sum(_bytes(spec, num_rows, self.graph.num_rows) for spec in op.outputs)
-            rows = num_rows if any(spec.has_rows for spec in op.outputs) else None
-            lies = [how(stage, range(first, first + len(stage.virtual_device.devices)), tensor, rows) for stage, first in ends]
-            for move in moves(lies[0], lies[1]):
-                pair = move.source - ends[0][1], move.target - ends[1][1]
-                before = found.get(pair, (0.0, 0))
-                found[pair] = before[0] + num_bytes * move.region.volume / lies[0].hull.volume, before[1] + 1
-        return tuple(Crossing(*pair, *figures) for pair, figures in sorted(found.items()))
-
-
-def _bytes(spec: TensorSpec, num_rows: int, planned: int) -> float:
-    """Bytes of a tensor at a number of rows; unknown growth counts as proportional."""
-    return spec.num_bytes * (num_rows / planned if any(spec.row_factors) else 1.0)
-
+from whale.sharding.crossings import DIRECTIONS, Crossings
 
 _SENDS_AND_RECEIVES: tuple[Role, ...] = ((0,), (1,))
 _BEYOND = ", network"  # suffix of a device's link to other hosts
@@ -215,12 +145,12 @@ class _Handed:
 
 def message_wires(plan: Plan, prices: Prices, links: Links, number: Mapping[str, int]) -> Iterator[Wire]:
     """What stages send to one another, in both directions."""
-    crossings, known, kinds = CrossingBytes(prices.graph), dict[Hashable, tuple[_Handed, ...]](), dict[tuple[int, float], Crosses]()
+    known, kinds, batch_axes = dict[Hashable, tuple[_Handed, ...]](), dict[tuple[int, float], Crosses](), dict(plan.batch_axes)
     for replica, rows in zip(plan.replicas, plan.all_micro_batch_rows(plan.planned_rows), strict=True):
         sizes = tuple(sorted({stop - start for start, stop in rows}))
         look = replica.edges, sizes, replica.pipeline.stage_rank, tuple((own.shares, own.split, own.shards) for own in replica.stages)
         if look not in known:
-            known[look] = tuple(_handed(replica, sizes, crossings, training=prices.training))
+            known[look] = tuple(_handed(replica, sizes, prices, batch_axes))
         devices = [stage.virtual_device.devices for stage in replica.stages]
         for each in known[look]:
             source, target = (devices[stage][position] for stage, position in (each.source, each.target))
@@ -233,15 +163,22 @@ def message_wires(plan: Plan, prices: Prices, links: Links, number: Mapping[str,
             yield Wire(kinds[id(each), latency], (number[source], number[target]), _SENDS_AND_RECEIVES, links.path(source, target))
 
 
-def _handed(replica: Replica, sizes: Sequence[int], crossings: CrossingBytes, *, training: bool) -> Iterator[_Handed]:
+def _handed(replica: Replica, sizes: Sequence[int], prices: Prices, batch_axes: Mapping[str, BatchAxis]) -> Iterator[_Handed]:
     """What the stages of a replica send, with micro-batches of these numbers of rows."""
-    for edge in replica.edges:
-        for backward in (False, True) if training else (False,):
-            source, target = (edge.target, edge.source) if backward else (edge.source, edge.target)
-            for size in sizes:
-                for own in crossings.of(edge, replica.stages, size, backward=backward):
-                    kind = Crosses(source, target, size, own.num_bytes, own.num_messages, 0.0, replica.is_local(edge))
-                    yield _Handed((source, own.source), (target, own.target), kind)
+    names = [stage.virtual_device.devices for stage in replica.stages]
+    number = {name: index for index, name in enumerate(dict.fromkeys(chain.from_iterable(names)))}
+    position = [{number[name]: place for place, name in enumerate(own)} for own in names]
+    crossings = Crossings(replica, prices.graph, number, batch_axes)
+    for edge, direction, size in product(replica.edges, DIRECTIONS if prices.training else DIRECTIONS[:1], sizes):
+        source, target = (edge.source, edge.target) if direction == "forward" else (edge.target, edge.source)
+        volumes = {tensor: crossings.value(edge, source, tensor, size).hull.volume for tensor in edge.tensors}
+        found: dict[tuple[int, int], tuple[float, int]] = {}
+        for tensor, move in crossings.moves(edge, size, direction):
+            pair = position[source][move.source], position[target][move.target]
+            num_bytes, count = found.get(pair, (0.0, 0))
+            found[pair] = num_bytes + prices.outputs[tensor].at(size) * move.region.volume / volumes[tensor], count + 1
+        for (own, other), figures in sorted(found.items()):
+            yield _Handed((source, own), (target, other), Crosses(source, target, size, *figures, 0.0, replica.is_local(edge)))
 
 
 def sum_wires(plan: Plan, prices: Prices, links: Links, given: Iterable[Bucket], summed: Iterable[Bucket]) -> Iterator[Wire]:
