@@ -23,8 +23,7 @@ from whale.search.changes import faster_between, faster_inside, one_more, with_p
 from whale.search.deciding import with_states
 from whale.search.freedom import pin_of
 from whale.search.largest import Largest
-from whale.search.result import Candidate, SearchResult
-from whale.search.searching import search
+from whale.search.searching import Candidate, SearchResult, search
 from whale.units import format_bytes, format_seconds
 
 EFFORT = 30.0  # plans per search of a changed cluster where ``planning.effort`` is not set: there are many such searches

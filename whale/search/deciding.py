@@ -27,8 +27,7 @@ from whale.planning.verify.verify import verify
 from whale.search.failure import with_blame
 from whale.search.freedom import pin_of
 from whale.search.open import is_divided
-from whale.search.result import SearchResult
-from whale.search.searching import search
+from whale.search.searching import SearchResult, search
 from whale.units import counted, format_seconds
 
 Planned = tuple[Plan, StepEstimate]

@@ -13,7 +13,7 @@ from whale.ir.plan import Plan
 from whale.search import decide, search
 from whale.search.advice import advise
 from whale.search.deciding import best_batch, numbers_of_rows
-from whale.search.result import SearchResult
+from whale.search.searching import SearchResult
 
 GRAPH = layers([64] * 4)
 TWO = made([[(1e9, GIB)] * 2], network=1e9)

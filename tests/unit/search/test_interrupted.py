@@ -14,8 +14,7 @@ from whale.planning.realizing import Realizer
 from whale.planning.strategy import Strategy
 from whale.search import decide, search
 from whale.search.ranking import FreeSpace
-from whale.search.result import SearchResult
-from whale.search.searching import Run
+from whale.search.searching import Run, SearchResult
 
 GRAPH = layers([64] * 4)
 TWO = made([[(1e9, GIB)] * 2], network=1e9)

@@ -11,8 +11,8 @@ from functools import cached_property
 
 from whale.axes.labels import Labels
 from whale.estimate.costs.line import Line
-from whale.estimate.memory.forms import BridgedTensor
 from whale.estimate.memory.memory import keeps_parameter
+from whale.estimate.memory.passes import BridgedTensor
 from whale.estimate.prices.part import Segment
 from whale.estimate.prices.prices import Prices
 from whale.ir.writes import MemoryWrites

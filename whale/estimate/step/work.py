@@ -10,9 +10,8 @@ from itertools import pairwise
 import numpy as np
 
 from whale.estimate.costs.line import Line, Started
-from whale.estimate.memory.forms import BridgedTensor
 from whale.estimate.memory.memory import kept_for_weights, kept_names, places_line, size_line, state_bytes
-from whale.estimate.memory.passes import Fullest, Passes
+from whale.estimate.memory.passes import BridgedTensor, Fullest, Passes
 from whale.estimate.prices.collective_costs import CollectiveCosts, StagePlace, halved, messages_of
 from whale.estimate.prices.part import Part
 from whale.estimate.prices.prices import Prices
