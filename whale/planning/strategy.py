@@ -110,13 +110,6 @@ class Strategy:
     devices: tuple[Device, ...] | None = None  # that open replicas may take; None for all
     near: bool | None = None  # placement of unnamed devices: replica after replica on few hosts (True), or rank after rank (False)
 
-    @cached_property
-    def _hash(self) -> int:
-        return hash((self.replicas, self.devices, self.near))
-
-    def __hash__(self) -> int:
-        return self._hash
-
     @property
     def is_open(self) -> bool:
         """Whether scopes, or written blocks, define the replicas."""
