@@ -83,11 +83,6 @@ class ReplicaSpec:
     def is_split(self) -> bool:
         return any(rank.width > 1 for rank in self.numbers)
 
-    @property
-    def one(self) -> ReplicaSpec:
-        """One replica without its order; equal ones share the ranks object."""
-        return ReplicaSpec(self.ranks)
-
     def __str__(self) -> str:
         runs = [(rank, len(list(run))) for rank, run in groupby(self.ranks or ())]
         widths = {rank.width for rank, _ in runs}

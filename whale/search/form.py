@@ -46,10 +46,6 @@ class ClosedForm:
     lack: float = 0.0
     held: float = 0.0
 
-    @property
-    def rank(self) -> tuple[float, float]:
-        return self.lack, self.seconds
-
 
 @dataclass(eq=False)
 class ClosedForms:

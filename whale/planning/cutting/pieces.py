@@ -122,23 +122,17 @@ class Pieces:
         """
         key = kind, width, self._look(kind, width, host), rows
         if key not in self._sums:
-            columns = self._of(kind, width, host)
-            assert columns is not None, "asked for a split that there is none of"
-            self._sums[key] = columns.sums(kind, rows)
+            self._sums[key] = self._known(kind, width, host).sums(kind, rows)
         return self._sums[key]
 
     def trained(self, kind: Device, width: int) -> Floats:
         """Per place, bytes on a device of trainable parameters before it, each at its first reader."""
-        columns = self._of(kind, width, None)
-        assert columns is not None, "asked for a split that there is none of"
-        found: Floats = columns.trained[0]
+        found: Floats = self._known(kind, width).trained[0]
         return found
 
     def gradients(self, kind: Device, width: int) -> Floats:
         """The same of their gradients."""
-        columns = self._of(kind, width, None)
-        assert columns is not None, "asked for a split that there is none of"
-        found: Floats = columns.trained[1]
+        found: Floats = self._known(kind, width).trained[1]
         return found
 
     def held(self, kind: Device, width: int) -> Floats:
@@ -146,13 +140,16 @@ class Pieces:
 
         On one device of a split group; parameters that several pieces read count in each.
         """
-        columns = self._of(kind, width, None)
-        assert columns is not None, "asked for a split that there is none of"
-        return columns.shares
+        return self._known(kind, width).shares
 
     def can_split(self, kind: Device, width: int) -> bool:
         """Whether something of the model can be cut over so many devices of a type on one host."""
         return self._of(kind, width, None) is not None
+
+    def _known(self, kind: Device, width: int, host: str | None = None) -> _Columns:
+        found = self._of(kind, width, host)
+        assert found is not None, "asked for a split that there is none of"
+        return found
 
     def _look(self, kind: Device, width: int, host: str | None) -> Hashable:
         """Equal for hosts on which a split group exchanges equally fast."""
