@@ -173,7 +173,9 @@ def test_weights_come_from_the_host_before_ops_read_them() -> None:
 
 def test_what_is_kept_for_backward_waits_on_the_host() -> None:
     watched = train(Language, next_tokens, **{"pipeline.num_micro_batch": 2, "memory.offload": "activations"})
-    assert watched.waits and all("to the host" in wait and "away.py" in wait for wait in watched.waits), "on a GPU nobody waits for these"
+    assert watched.waits and all("to the host" in wait and "offload.py" in wait for wait in watched.waits), (
+        "on a GPU nobody waits for these"
+    )
     assert watched.strangers, "it comes back"
     for found, expected in zip(watched.results, train_on_cpu(Language, next_tokens, **{"pipeline.num_micro_batch": 2}), strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 
 import torch
 
@@ -79,18 +79,6 @@ class StepState:
     outputs: list[tuple[str, int, int, torch.Tensor]] = field(default_factory=list)
 
 
-class _Once:
-    """Calls an action the first time only."""
-
-    def __init__(self, action: Callable[[], None]) -> None:
-        self._action, self.is_done = action, False
-
-    def __call__(self) -> None:
-        if not self.is_done:
-            self._action()
-            self.is_done = True
-
-
 class Executor:
     """Runs the actions of one rank.
 
@@ -156,7 +144,7 @@ class Executor:
         self._exchange.begin(state.micro_batches)
         self._flights.clear()
         self.peak_in_flight = self._num_in_flight = 0
-        agreed = _Once(agree)
+        agreed = cache(agree)  # calls it once
         for gate in self._gates:
             gate.close(agreed)
         if self._exchange.hands_over_at_once or self._gathers:

@@ -17,9 +17,9 @@ from whale.ir.writes import written_buffers
 from whale.runtime.execute.connections import Connections
 from whale.runtime.execute.roster import RankPlace
 from whale.runtime.execute.stage import StageRunner
-from whale.runtime.program.away import kept_on_host
 from whale.runtime.program.compiled import Compilation
 from whale.runtime.program.lowering import StageShards
+from whale.runtime.program.offload import offload_saved
 from whale.runtime.program.shard import Slots
 from whale.runtime.program.stage_source import Captured, StageSource
 from whale.runtime.state.gathered import GatheredWeights
@@ -94,7 +94,7 @@ def make_stages(
         written = written_buffers(captured.graph, frozenset(stage.ops))
         buffers = StepBuffers(tensors, {name: kinds[name] for name in written if kinds[name] != "statistics"})
         own = {**tensors, **{name: lent[name] for name in lacks}}
-        keeping = partial(kept_on_host, watch=connections.watch) if stage.offloads else None
+        keeping = partial(offload_saved, watch=connections.watch) if stage.offloads else None
         runners[index] = StageRunner(source, own, device, buffers, rank_place.position // stage.split, group, weights, publishing, keeping)
         outputs[index] = source.outputs
     return RankStages(runners, outputs, frozenset(index for index in mine if rank_place.position % replica.stages[index].split == 0))

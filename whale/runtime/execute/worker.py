@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 
 import torch
 
@@ -142,12 +143,7 @@ class Worker:
         if pending.weights is not None:
             self._know(account, pending.weights)
 
-        def agree() -> None:
-            self._agree(account, pending)
-
-        def reduce() -> None:
-            self._reduce(state)
-
+        agree, reduce = partial(self._agree, account, pending), partial(self._reduce, state)
         if self._executor is None:
             agree()
             reduce()

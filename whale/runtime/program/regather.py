@@ -8,7 +8,6 @@ Recomputed ops save only their inputs anyway, so theirs are unchanged.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any
@@ -19,45 +18,23 @@ from torch import Tensor, fx
 from whale.ir.graph import ModelGraph
 from whale.ir.writes import MemoryWrites
 from whale.runtime.program.marks import op_of
+from whale.runtime.program.offload import SavedStorage, SavedView, unpack
 from whale.runtime.program.shard.collectives import all_gather
 from whale.runtime.program.shard.communication import collect, enter, gather
 from whale.runtime.program.shard.group import Group
 from whale.runtime.program.shard.slots import Slots
 
 
-class RegatheredWhole:
-    """A gathered tensor that is saved as this device's part.
-
-    Args:
-        part: the own one; not written to later.
-        slots: where the parts belong.
-    """
+class RegatheredWhole(SavedStorage):
+    """A gathered tensor of which this device saves its part, which is not written to later; `slots` give the places of all parts."""
 
     def __init__(self, value: Tensor, part: Tensor, slots: Slots, group: Group, what: str) -> None:
-        self._memory = weakref.ref(value.untyped_storage())  # addresses are reused, and are 0 for all fake tensors
+        super().__init__(value)
         self._part = part.detach()
         self._gather = partial(all_gather, slots=slots, group=group, what=what)
-        self._num_waiting = 0
-        self._again: Tensor | None = None
 
-    def holds(self, value: Tensor) -> bool:
-        """Whether a tensor shares the storage of the gathered one."""
-        return value.untyped_storage() is self._memory()
-
-    def keep(self) -> None:
-        """Counts one more reader."""
-        self._num_waiting += 1
-
-    def again(self) -> Tensor:
-        """The whole; gathered for the first reader, dropped after the last."""
-        whole = self._gather(self._part).wait() if self._again is None else self._again
-        self._num_waiting -= 1
-        self._again = whole if self._num_waiting > 0 else None
-        return whole
-
-
-_Kept = Tensor | tuple[RegatheredWhole, torch.Size, tuple[int, ...], int]
-"""What autograd saves: a tensor, or a view of a gathered one as shape, stride and offset."""
+    def restore(self) -> Tensor:
+        return self._gather(self._part).wait()
 
 
 class KeepingParts:
@@ -68,22 +45,11 @@ class KeepingParts:
         self.__name__ = "keeping_parts"
 
     def __call__(self, wholes: Sequence[RegatheredWhole], *args: Any, **kwargs: Any) -> Any:
-        def pack(value: Tensor) -> _Kept:
-            for whole in wholes:
-                if whole.holds(value):
-                    whole.keep()
-                    return whole, value.shape, value.stride(), int(value.storage_offset())
-            return value
+        def pack(value: Tensor) -> Tensor | SavedView:
+            return next((whole.save(value) for whole in wholes if whole.holds(value)), value)
 
-        with torch.autograd.graph.saved_tensors_hooks(pack, _unpack):
+        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
             return self._operation(*args, **kwargs)
-
-
-def _unpack(kept: _Kept) -> Tensor:
-    if isinstance(kept, Tensor):
-        return kept
-    whole, shape, stride, offset = kept
-    return whole.again().as_strided(shape, stride, offset)
 
 
 def keep_parts(graph: fx.Graph, model: ModelGraph, ops: Collection[str], again: Collection[str]) -> None:
