@@ -116,7 +116,7 @@ def wait_for_a_silent_rank(rank: int, num_ranks: int, sign: Path) -> str:
         world.waits.lines.add(group)
     dist.destroy_process_group(destroyed)
     if rank == 1:
-        world.waits.lines.hang_up()
+        world.waits.lines.close_all()
         sign.touch()
     if rank > 0:
         store.get("has given up")

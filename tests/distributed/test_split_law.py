@@ -21,7 +21,7 @@ from tests.examples import at_most
 from tests.models import Block, Description, Segment, descriptions
 from whale.ir.plan import Plan
 from whale.runtime.program.shard import Group, communication
-from whale.runtime.program.shard.collectives import at_hand
+from whale.runtime.program.shard.collectives import ready
 
 TOLERANCE = 1e-10
 ORDERS = (
@@ -137,7 +137,7 @@ def train_without_entering(rank: int, num_ranks: int, case: Case, plan: Plan | N
     """The same run, except that gradients of whole values that are read by parts stay each device's own."""
 
     def without_sum(group: Group, what: str) -> communication._Move:
-        return communication._Move(lambda value: at_hand(value.detach()), at_hand)
+        return communication._Move(lambda value: ready(value.detach()), ready)
 
     with mock.patch.object(communication, "_enter", without_sum):
         return train_rank(rank, num_ranks, case, plan, expected)

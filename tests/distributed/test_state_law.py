@@ -46,7 +46,7 @@ from whale.ir.graph import ModelGraph
 from whale.ir.plan import Form, Plan, Shard, Stage, Zero, brought_back, states_of
 from whale.ir.serialization import from_json, to_json
 from whale.planning import make_plan, retarget_plan
-from whale.runtime.state.publishing import Parcel, Publishing
+from whale.runtime.state.publishing import Publishing, RankBucket
 
 TOLERANCE = 1e-10
 
@@ -90,14 +90,14 @@ def with_state(
 
 def come_late() -> AbstractContextManager[object]:
     """Inside of it weights that others keep come when they are waited for, and no sooner; what is written to them before is lost."""
-    give = Parcel.give
+    give = RankBucket.give
 
-    def give_late(self: Parcel, flat: torch.Tensor, groups: Groups) -> list[Launched | None]:
+    def give_late(self: RankBucket, flat: torch.Tensor, groups: Groups) -> list[Launched | None]:
         there = flat.clone()
         works = give(self, there, groups)
         return [*works[:-1], works[-1] and replace(works[-1], finish=lambda: flat.copy_(there))]
 
-    return mock.patch.object(Parcel, "give", give_late)
+    return mock.patch.object(RankBucket, "give", give_late)
 
 
 def train(rank: int, size: int, case: Case, plans: tuple[Plan, Plan], folder: str, expected: Mapping[str, torch.Tensor]) -> reference.Run:
@@ -322,7 +322,7 @@ def assert_as_planned(device: DeviceEstimate, read: float, summed: float, kept: 
 
 def publish_nothing(rank: int, size: int, case: Case, plan: Plan) -> reference.Run:
     """A training whose keepers keep what they make to themselves."""
-    with mock.patch.object(Parcel, "give", lambda self, flat, groups: [None]):
+    with mock.patch.object(RankBucket, "give", lambda self, flat, groups: [None]):
         return trained(make_engine(case, plan), case)
 
 

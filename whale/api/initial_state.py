@@ -84,7 +84,7 @@ def with_optimizer(
     stepped = {name: own for name, own in state.kept.items() if own.requires_grad}
     in_parts = {name: holdings.is_cut_by_keepers(name) for name, own in stepped.items() if own.shape != shapes[name]}
     state.optimizer = make_optimizer(optimizer, state.kept, in_parts, graph.trained, world)
-    state.keep_to_itself()
+    state.forbid_outside_steps()
     state.scheduler = make_scheduler(scheduler, state.optimizer, world)
     state.noted_settings = state.settings
 

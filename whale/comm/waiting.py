@@ -6,7 +6,7 @@ watchdog does not end the process first.
 
 A rank that fails writes the reason to the store that all ranks share and closes its connections, so that nobody waits for it. The
 first rank to write is the cause; ranks that fail because of it write nothing. Gloo has no call that closes a connection, but a
-receive that times out closes all connections of its group, and the other ends notice: so `hang_up` receives, with a tiny limit, what
+receive that times out closes all connections of its group, and the other ends notice: so `close_all` receives, with a tiny limit, what
 nobody sends. A rank that loses a connection hangs up too, so that the news reaches ranks without a connection to the first. NCCL closes
 nothing; there the monitor of `Waits` reads the store.
 """
@@ -70,7 +70,7 @@ class Lines:
         if group in self._groups:
             self._groups.remove(group)
 
-    def hang_up(self) -> None:
+    def close_all(self) -> None:
         """Closes all Gloo connections: whoever waits at the other end fails at once."""
         if dist.is_initialized():
             for group in (dist.group.WORLD, *self._groups):
@@ -91,7 +91,7 @@ def _close(group: dist.ProcessGroup) -> None:
                 return
 
 
-def say_why(error: BaseException) -> None:
+def report_failure(error: BaseException) -> None:
     """Leaves the reason why this rank fails, if it is the first to fail."""
     first = (str(error).splitlines() or [""])[0][:_MAX_LENGTH]
     said = f"rank {dist.get_rank()} has failed: {type(error).__name__}" + (f": {first}" if first else "")
@@ -114,7 +114,7 @@ def end_together(most_seconds: float) -> None:
             time.sleep(LISTEN_SECONDS)
 
 
-def last_words() -> str | None:
+def failure_reason() -> str | None:
     """The reason left by the first rank to fail; None if there is none, or the store is unreachable."""
     with suppress(RuntimeError, dist.DistError):
         if dist.is_initialized() and _store().check([_WORDS]):
@@ -223,7 +223,7 @@ class Waits:
             if said is None and until is not None and time.monotonic() >= until:
                 said = f"the device still waits {END_SECONDS:g} s after SIGTERM"
             if said is not None:
-                self.lines.hang_up()
+                self.lines.close_all()
                 raise fault(action, ranks, self.timeout, TimeoutError("the device still waits"), said)
             time.sleep(DEVICE_LOOK_SECONDS)
 
@@ -237,8 +237,8 @@ class Waits:
 
     def _failed(self, action: str, ranks: Sequence[int], error: BaseException) -> RuntimeFault:
         """Hangs up, since this rank cannot go on either, and returns the error."""
-        said = self._lost or last_words()  # the store may be unreachable, too
-        self.lines.hang_up()
+        said = self._lost or failure_reason()  # the store may be unreachable, too
+        self.lines.close_all()
         return fault(action, ranks, self.timeout, error, said)
 
     def heed(self, sign: Path) -> None:
@@ -250,7 +250,7 @@ class Waits:
             while not ends.wait(LOOK_FOR_SIGN_SECONDS):
                 if sign.exists():
                     self._lost = "this host's launcher cannot reach ranks of another host"
-                    self.lines.hang_up()
+                    self.lines.close_all()
                     return
 
         def leave() -> None:
@@ -271,7 +271,7 @@ class Waits:
             self._watched.popleft()
             self._progress = now
         if self._watched:
-            first, said = self._watched[0], last_words()
+            first, said = self._watched[0], failure_reason()
             if said is not None or max(first.since, self._progress) + self.timeout.total_seconds() < now:
                 self._fault = fault(first.action, first.ranks, self.timeout, TimeoutError("the device still waits"), said)
         return self._fault

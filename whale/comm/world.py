@@ -32,7 +32,7 @@ import torch.distributed.nn.functional  # binds the default group at import: the
 from torch.distributed.rendezvous import rendezvous
 
 from whale.comm.notice import Notice
-from whale.comm.waiting import LINGER_SECONDS, Waits, backend_of, end_together, say_why
+from whale.comm.waiting import LINGER_SECONDS, Waits, backend_of, end_together, report_failure
 from whale.errors import ConfigError, OpFault, RuntimeFault, WhaleError
 
 
@@ -109,8 +109,8 @@ class World:
         except Exception as error:
             is_known = isinstance(error, WhaleError) and not isinstance(error, OpFault)
             if not is_known and not self.is_alone:
-                say_why(error)
-                self.waits.lines.hang_up()
+                report_failure(error)
+                self.waits.lines.close_all()
             raise
 
 
@@ -137,7 +137,7 @@ def connect(timeout_seconds: float) -> World:
     size = dist.get_world_size()
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", str(size)))
     world = World(dist.get_rank(), size, local_rank, local_size, device, timeout)
-    atexit.register(_say_why, weakref.ref(world.waits))
+    atexit.register(_report_failure, weakref.ref(world.waits))
     return world
 
 
@@ -169,15 +169,15 @@ def _leave() -> None:
         dist.destroy_process_group()
 
 
-def _say_why(reference: weakref.ref[Waits]) -> None:
+def _report_failure(reference: weakref.ref[Waits]) -> None:
     """Reports the error that ends this process to the others, and waits for theirs."""
     error = getattr(sys, "last_value", None)
     if isinstance(error, Exception) and dist.is_initialized():
         waits = reference()
         if not isinstance(error, RuntimeFault):
-            say_why(error)
+            report_failure(error)
             if waits is not None:
-                waits.lines.hang_up()
+                waits.lines.close_all()
         end_together(LINGER_SECONDS if waits is None else waits.linger_seconds)
 
 

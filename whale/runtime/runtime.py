@@ -326,9 +326,9 @@ class Runtime:
             if waits and sys.exception() is None:  # else the others may not come here
                 self.arrive()
         finally:
-            self._let_go()
+            self._release()
 
-    def _let_go(self) -> None:
+    def _release(self) -> None:
         for worker in self._workers.values():
             worker.close()
         self._workers.clear()

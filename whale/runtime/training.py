@@ -60,7 +60,7 @@ def forward_backward(
         RuntimeFault: a peer died or a wait timed out; or the loss is not finite, and no setting skips such steps.
     """
     if runtime.roster.world.rank == 0 and before is None:
-        state.look_at_schedule()
+        state.check_schedule()
     # the passes overwrite the buckets, so accumulated gradients are copied out of them meanwhile
     earlier = {} if before is None else {name: gradient.clone() for name, gradient in state.gradients().items()}
     state.forget_gradients()

@@ -183,9 +183,9 @@ class Sharding:
 
     def _piece(self, region: Region) -> Piece:
         owners = [device for held, devices in self.devices_of.items() if held.contains(region) for device in devices]
-        return Piece(region, tuple(sorted(owners)), frozenset(self._spokesmen(owners)))
+        return Piece(region, tuple(sorted(owners)), frozenset(self._first_of_terms(owners)))
 
-    def _spokesmen(self, owners: Sequence[int]) -> Sequence[int]:
+    def _first_of_terms(self, owners: Sequence[int]) -> Sequence[int]:
         """The first owner of each term, in order of the mesh."""
         return list({self._term_of[device]: device for device in sorted(owners, key=self._position.__getitem__, reverse=True)}.values())
 

@@ -32,12 +32,12 @@ _KNOWN_BY = (
     "A batch of engine.loader is recognised by its tensors: where all are replaced (x.to(device), which the engine does for you), replace "
     "them inside the batch that the loader gave"
 )
-_NUM_OF_BATCH = call_check.NUM_TOLD - equal_copies.NUM_TOLD
+_NUM_OF_BATCH = call_check.NUM_REPORTED - equal_copies.NUM_REPORTED
 _CALLS: Mapping[str, call_check.Call] = {"train": "step", "eval": "evaluate", "predict": "predict", "eval_predict": "evaluate"}
 
 
 @dataclass(frozen=True)
-class _Told:
+class _Report:
     """What this rank reports of its batch."""
 
     num_rows: float  # NaN if it refuses the batch
@@ -47,7 +47,7 @@ class _Told:
     contents: Mapping[str, int] | None = None  # a digest of each tensor of a global batch, or of `place`; None if not compared
     place: str | None = None  # which batch of a loader it is (`BatchView.place`)
     balance: int | None = None  # of rows that other ranks read too (`shared_pieces`); None if not compared
-    copies: tuple[float, ...] = (0.0,) * equal_copies.NUM_TOLD  # of weights and settings that others have too (`EqualCopies.told`)
+    copies: tuple[float, ...] = (0.0,) * equal_copies.NUM_REPORTED  # of weights and settings that others have too (`EqualCopies.report`)
     refusal: str | None = None  # why it refuses the batch
 
     @property
@@ -55,8 +55,8 @@ class _Told:
         """Rows, their square, whether all are here; for capture and contents: whether there is one, its value, its square; for the
         balance the first two; copies. Sums over all ranks are exact in float64.
         """
-        told = (self.capture, None if self.contents is None else combined(self.contents))
-        found = [number for one in told for number in (one is not None, one or 0, (one or 0) ** 2)]
+        values = (self.capture, None if self.contents is None else combined(self.contents))
+        found = [number for one in values for number in (one is not None, one or 0, (one or 0) ** 2)]
         return self.num_rows, self.num_rows**2, self.is_whole, *found, self.balance is not None, self.balance or 0, *self.copies
 
 
@@ -119,24 +119,24 @@ class Agreement:
         try:
             self.micro_batches(batch.num_rows)
         except BatchError as refusal:
-            told = _Told(batch.num_rows)
-            self._end(self._start(told), told, None)
+            report = _Report(batch.num_rows)
+            self._end(self._start(report), report, None)
             raise refusal
-        told = self._told(batch)
+        report = self._report(batch)
         if self._copies is not None:
-            told = replace(told, copies=self._copies.told())
+            report = replace(report, copies=self._copies.report())
         if batch.is_global:
-            first = self._start(told)
-            return PendingAgreement(self._measure_whole(batch), lambda: self._end(first, told, self._none()))
+            first = self._start(report)
+            return PendingAgreement(self._measure_whole(batch), lambda: self._end(first, report, self._none()))
         measured = self._measure(batch)
-        first = self._start(told)
-        return PendingAgreement(None, lambda: self._end(first, told, measured))
+        first = self._start(report)
+        return PendingAgreement(None, lambda: self._end(first, report, measured))
 
     def refuse(self, reason: WhaleError, call: call_check.Call | None = None) -> None:
         """Takes part although this rank refuses its batch, so that no other rank waits for it."""
         self._call = call or _CALLS[self._mode]
         with suppress(BatchError):  # this rank's own error says more
-            refusal = _Told(math.nan, refusal=reason.message)
+            refusal = _Report(math.nan, refusal=reason.message)
             self._end(self._start(refusal), refusal, None)
 
     def answers_for(self, term: int) -> bool:
@@ -147,7 +147,7 @@ class Agreement:
     def _none(self) -> torch.Tensor:
         return torch.zeros(len(self._weights.measured), dtype=torch.float64, device=self._world.device)
 
-    def _told(self, batch: BatchView) -> _Told:
+    def _report(self, batch: BatchView) -> _Report:
         """The report on a batch: digests of it if all ranks have it, else of the rows that others read too.
 
         Batches on a device are digested only in the first steps, and after a change between batches of a loader and others: a script may
@@ -156,50 +156,50 @@ class Agreement:
         if self._compares_places != (batch.place is not None):
             self._num_compared, self._compares_places = 0, not self._compares_places
         self._num_compared += 1
-        told = _Told(batch.num_rows, batch.is_global, self._capture if batch.leaves else None)
+        report = _Report(batch.num_rows, batch.is_global, self._capture if batch.leaves else None)
         if not self._world.can_compare:
-            return told
+            return report
         if batch.place is not None:
-            told = replace(told, contents={"": zlib.crc32(batch.place.encode())}, place=batch.place)
+            report = replace(report, contents={"": zlib.crc32(batch.place.encode())}, place=batch.place)
         if not (on_host(batch.leaves) or self._num_compared <= DEVICE_STEPS):
-            return told
+            return report
         if batch.place is None:
-            return replace(told, contents=digests(batch.leaves))
+            return replace(report, contents=digests(batch.leaves))
         if self._rank_place is None:
-            return replace(told, balance=0)
+            return replace(report, balance=0)
         if batch.num_rows not in self._shared:
             self._shared[batch.num_rows] = shared_pieces(self._plan, self._rank_place, batch.num_rows)
-        return replace(told, balance=balance(batch, self._shared[batch.num_rows]))
+        return replace(report, balance=balance(batch, self._shared[batch.num_rows]))
 
-    def _start(self, told: _Told) -> tuple[torch.Tensor, Launched | None]:
+    def _start(self, report: _Report) -> tuple[torch.Tensor, Launched | None]:
         """Starts the sum, on the host so that nobody waits for a GPU."""
-        return self._world_sums.say(self._call, self._world.rank, told.numbers)
+        return self._world_sums.report(self._call, self._world.rank, report.numbers)
 
-    def _end(self, first: tuple[torch.Tensor, Launched | None], told: _Told, measured: torch.Tensor | None) -> list[torch.Tensor]:
+    def _end(self, first: tuple[torch.Tensor, Launched | None], report: _Report, measured: torch.Tensor | None) -> list[torch.Tensor]:
         """Compares, then sums what was measured if some rank needs it; `measured` is None if this rank refuses the batch."""
         if not self._world.can_compare:
             return [] if measured is None else list(measured)
-        num_whole = self._compare(first, told)
+        num_whole = self._compare(first, report)
         if measured is None or not len(measured) or num_whole == self._world.size:
             return []
         self._world_sums.add(measured, "summing the weights of the loss")
         return list(measured)
 
-    def _compare(self, first: tuple[torch.Tensor, Launched | None], told: _Told) -> int:
+    def _compare(self, first: tuple[torch.Tensor, Launched | None], report: _Report) -> int:
         """Waits for all reports and compares them; returns the number of ranks that have all rows."""
-        found = self._world_sums.hear(first, self._call, "comparing the batch")
+        found = self._world_sums.collect(first, self._call, "comparing the batch")
         (count, squares, num_whole, *others, num_balanced, rest), copies = found[:_NUM_OF_BATCH], found[_NUM_OF_BATCH:]
         if math.isnan(count):
-            self._refuse_with_others(told)
+            self._refuse_with_others(report)
         if not call_check.are_equal(self._world.size, count, squares):
             raise BatchError(
-                f"the number of rows differs between ranks (here {told.num_rows}, {count / self._world.size:g} on average)",
+                f"the number of rows differs between ranks (here {report.num_rows}, {count / self._world.size:g} on average)",
                 hint=f"give every rank the same global batch, or use engine.loader. {_KNOWN_BY}",
             )
         if not call_check.are_equal(*others[:3]):
-            self._refuse_capture(told)
+            self._refuse_capture(report)
         if not call_check.are_equal(*others[3:]):
-            self._refuse_contents(told)
+            self._refuse_contents(report)
         if rest and num_balanced == self._world.size:
             raise BatchError(
                 "ranks read different values for the same sample of the dataset",
@@ -210,18 +210,18 @@ class Agreement:
             self._copies.check()
         return int(num_whole)
 
-    def _refuse_with_others(self, told: _Told) -> NoReturn:
+    def _refuse_with_others(self, report: _Report) -> NoReturn:
         """Raises which ranks have refused their batch, and why the first did. A collective."""
-        found = cast(list[str | None], self._world.gather_objects(told.refusal))
+        found = cast(list[str | None], self._world.gather_objects(report.refusal))
         refusals = {rank: reason for rank, reason in enumerate(found) if reason is not None}
         raise BatchError(
             f"the batch was refused on {listed('rank', list(refusals))}: {next(iter(refusals.values()))}",
             hint="those ranks' own errors say more",
         )
 
-    def _refuse_capture(self, told: _Told) -> NoReturn:
+    def _refuse_capture(self, report: _Report) -> NoReturn:
         """Raises whose batch has other sizes or parts. A collective."""
-        found = cast(list[Mapping[str, str] | None], self._world.gather_objects(None if told.capture is None else self._sizes))
+        found = cast(list[Mapping[str, str] | None], self._world.gather_objects(None if report.capture is None else self._sizes))
         known = {rank: sizes for rank, sizes in enumerate(found) if sizes is not None}
         first, reference = next(iter(known.items()))
         names = dict.fromkeys(name for sizes in known.values() for name in sizes)
@@ -241,9 +241,9 @@ class Agreement:
             hint="padding to the longest row must see all rows: use engine.loader(..., whole_batches=True), or pad to a fixed length",
         )
 
-    def _refuse_contents(self, told: _Told) -> NoReturn:
+    def _refuse_contents(self, report: _Report) -> NoReturn:
         """Raises which tensors of the batch differ on which ranks. A collective."""
-        places = self._world.gather_objects(told.place)
+        places = self._world.gather_objects(report.place)
         if any(place is not None for place in places):
             ranks_at = {place: listed("rank", [rank for rank, each in enumerate(places) if each == place]) for place in places}
             listing = first_few([f"{ranks}: {place or 'no batch of engine.loader'}" for place, ranks in ranks_at.items()], separator="; ")
@@ -251,7 +251,7 @@ class Agreement:
                 f"ranks step with different global batches ({listing})",
                 hint=f"skip no batch of the loader on one rank only, and step on all ranks with its batches or on none. {_KNOWN_BY}",
             )
-        found = cast(list[Mapping[str, int] | None], self._world.gather_objects(told.contents))
+        found = cast(list[Mapping[str, int] | None], self._world.gather_objects(report.contents))
         known = {rank: contents for rank, contents in enumerate(found) if contents is not None}
         first, reference = next(iter(known.items()))
         names = dict.fromkeys(name for contents in known.values() for name in contents)

@@ -233,7 +233,7 @@ def balance(batch: BatchView, pieces: Sequence[SharedPiece]) -> int:
     return sum(piece.factor * combined(digests({name: batch.rows(name, piece.start, piece.stop) for name in names})) for piece in pieces)
 
 
-class InputsAhead:
+class InputPrefetch:
     """Copies what the stages of a rank read of a batch to their device.
 
     Args:

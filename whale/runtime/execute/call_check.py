@@ -52,21 +52,21 @@ class WorldSums:
         """Sums a tensor, in place, and waits."""
         self.finish(self.start(tensor), what)
 
-    def say(self, call: Call, rank: int, told: Sequence[float] = ()) -> tuple[torch.Tensor, Launched | None]:
+    def report(self, call: Call, rank: int, report: Sequence[float] = ()) -> tuple[torch.Tensor, Launched | None]:
         """Starts the message with this rank's call, its numbers, its SIGTERM notice and its compute time."""
         busy = [0.0] * len(self._ranks)
         busy[self._rank] = self._watch.busy_seconds()
-        numbers = _numbers(call, rank, (*told, *(0.0,) * (NUM_TOLD - len(told)), float(self._notice.has_come), *busy))
+        numbers = _numbers(call, rank, (*report, *(0.0,) * (NUM_REPORTED - len(report)), float(self._notice.has_come), *busy))
         return numbers, self.start(numbers)
 
-    def hear(self, said: tuple[torch.Tensor, Launched | None], call: Call, what: str) -> list[float]:
+    def collect(self, started: tuple[torch.Tensor, Launched | None], call: Call, what: str) -> list[float]:
         """Waits for the sums of all ranks' numbers. Raises RuntimeFault as `finish`, or on all ranks if some make another call."""
-        self.finish(said[1], what)
-        found, size = _read(said[0], call, len(self._ranks)), len(self._ranks)
-        *told, self._num_noticed = found[:-size]
-        busy = said[0][-size:]
+        self.finish(started[1], what)
+        found, size = _read(started[0], call, len(self._ranks)), len(self._ranks)
+        *numbers, self._num_noticed = found[:-size]
+        busy = started[0][-size:]
         self._busy = torch.where(busy > 0, busy, self._busy)  # other calls report no run
-        return told
+        return numbers
 
     @property
     def num_noticed(self) -> int:
@@ -103,23 +103,23 @@ Call = Literal[
 ]
 
 _CALLS: tuple[Call, ...] = get_args(Call)
-NUM_TOLD = 11 + equal_copies.NUM_TOLD
+NUM_REPORTED = 11 + equal_copies.NUM_REPORTED
 """Numbers that a call may send."""
 
 
-def _numbers(call: Call, rank: int, told: Sequence[float]) -> torch.Tensor:
+def _numbers(call: Call, rank: int, report: Sequence[float]) -> torch.Tensor:
     """A rank's message, to be summed over all: per call, whether it is this rank's, and the rank's number; then its numbers."""
-    assert len(told) > NUM_TOLD
+    assert len(report) > NUM_REPORTED
     values = [0.0] * (2 * len(_CALLS))
     index = 2 * _CALLS.index(call)
     values[index], values[index + 1] = 1.0, float(rank)
-    return torch.tensor([*values, *told], dtype=torch.float64)
+    return torch.tensor([*values, *report], dtype=torch.float64)
 
 
 def _read(summed: torch.Tensor, call: Call, size: int) -> list[float]:
     """The summed numbers; raises `RuntimeFault`, on all ranks, if some make another call."""
     values = summed.tolist()
-    told = values[2 * len(_CALLS) :]
+    numbers = values[2 * len(_CALLS) :]
     counts = {each: (int(values[2 * index]), int(values[2 * index + 1])) for index, each in enumerate(_CALLS) if values[2 * index]}
     if counts[call][0] != size:
         alone = min(counts, key=lambda each: counts[each][0])
@@ -128,7 +128,7 @@ def _read(summed: torch.Tensor, call: Call, size: int) -> list[float]:
             f"ranks call different methods of the engine ({said})",
             hint=f"call engine.{alone} on every rank, as often as on the others; rank 0 alone may print, and write files of its own",
         )
-    return told
+    return numbers
 
 
 def _who(count: int, ranks: int, size: int) -> str:
@@ -155,9 +155,9 @@ def call_together(call: Call, argument: float | None, world: World, world_sums: 
     if world.is_alone:
         return asks
     # sums of squares of 24 bits are exact, and 24 bits distinguish the few arguments of a script
-    told = 0 if argument is None else 1 + (zlib.crc32(struct.pack("d", argument)) & 0xFFFFFF)
-    total, squares, num_asking, *_ = world_sums.hear(
-        world_sums.say(call, world.rank, (float(told), float(told**2), float(asks))), call, call
+    digest = 0 if argument is None else 1 + (zlib.crc32(struct.pack("d", argument)) & 0xFFFFFF)
+    total, squares, num_asking, *_ = world_sums.collect(
+        world_sums.report(call, world.rank, (float(digest), float(digest**2), float(asks))), call, call
     )
     if not are_equal(world.size, total, squares):
         raise RuntimeFault(f"ranks call engine.{call} with different arguments (here {argument}, another on some rank)")

@@ -37,7 +37,7 @@ _CHUNK = 1 << 18
 """Elements per chunk, 16 bytes each: they fit in the cache of a CPU."""
 _ODD = 0x1E3779B97F4A7C15
 _AS_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-NUM_TOLD = 6
+NUM_REPORTED = 6
 """Numbers that a rank reports."""
 
 _Key = tuple[str, int]
@@ -79,12 +79,12 @@ class EqualCopies:
                 if self._world.rank in owners and len(owners) > 1 and not own_state.is_shared_out:
                     self._copies[name, number] = _Copy(holdings.index(name, piece.region, held), owners)
 
-    def told(self) -> tuple[float, ...]:
+    def report(self) -> tuple[float, ...]:
         """This rank's report: its term; whether it has an optimizer; a digest of the settings of its groups, by position, and its square,
         as the last step left them, and as they are.
         """
         if not self._world.can_compare:
-            return (0.0,) * NUM_TOLD
+            return (0.0,) * NUM_REPORTED
         settings, noted = self._state.settings, self._state.noted_settings
         total = sum(_digest(group) * sum(self._weights[name] for name in members) for group, members in self._groups(settings))
         if self._state.num_advanced & (self._state.num_advanced - 1) == 0:
@@ -94,9 +94,9 @@ class EqualCopies:
         return total % _MODULUS, bool(settings), positions[0], positions[0] ** 2, positions[1], positions[1] ** 2
 
     @staticmethod
-    def are_equal(told: Sequence[float]) -> bool:
+    def are_equal(sums: Sequence[float]) -> bool:
         """Whether the summed reports show no difference."""
-        total, num, noted, noted_squares, now, now_squares = map(int, told)
+        total, num, noted, noted_squares, now, now_squares = map(int, sums)
         is_apart = num * noted_squares == noted**2 and num * now_squares != now**2
         return total % _MODULUS == 0 and not is_apart
 
@@ -107,9 +107,9 @@ class EqualCopies:
         named: dict[str, Mapping[str, object]] = {name: {} for name in self._state.kept}
         settings = self._state.settings
         named |= {name: group for group, members in self._groups(settings) for name in members}
-        told = cast(list[Any], self._world.gather_objects((named, self._state.noted_settings, settings)))
-        self._check_settings([each for each, _, _ in told])
-        self._check_positions([noted for _, noted, _ in told], [now for _, _, now in told])
+        reports = cast(list[Any], self._world.gather_objects((named, self._state.noted_settings, settings)))
+        self._check_settings([each for each, _, _ in reports])
+        self._check_positions([noted for _, noted, _ in reports], [now for _, _, now in reports])
         self._check_weights()
 
     def _groups(self, settings: Sequence[Mapping[str, object]]) -> Iterator[tuple[Mapping[str, object], list[str]]]:
@@ -151,8 +151,8 @@ class EqualCopies:
         sums = self._checksums()
         own = {key: (sums[key], copy.owners, self._piece(key).shape, self._piece(key).dtype) for key, copy in self._copies.items()}
         found = cast(list[Mapping[_Key, Any]], self._world.gather_objects(own))
-        for key in dict.fromkeys(key for told in found for key in told):
-            of_ranks = {rank: told[key][0] for rank, told in enumerate(found) if key in told}
+        for key in dict.fromkeys(key for own in found for key in own):
+            of_ranks = {rank: own[key][0] for rank, own in enumerate(found) if key in own}
             if len(set(of_ranks.values())) > 1:
                 _, owners, shape, dtype = found[min(of_ranks)][key]
                 self._check_numbers(key, owners, shape, dtype)

@@ -140,7 +140,7 @@ class Exchange:
         self._forms: dict[tuple[int, int, Copy], _Form] = {}
 
     @property
-    def hands_over_at_once(self) -> bool:
+    def passes_locally(self) -> bool:
         """Whether stages of one virtual device pass values to each other, which the schedule has no actions for."""
         return any(self._boundary.replica.is_local(edge) for edge in self._boundary.replica.edges)
 
@@ -184,7 +184,7 @@ class Exchange:
                 self._watch.arrived(parcel.sender, place, parcel.copy.channel)
             parcel.work = None
             for done in self._done_at.get((place, self._boundary.replica.pipeline.stage_rank[parcel.sender[1]]), ()):
-                self._let_go(done, parcel.peer)
+                self._free_sends(done, parcel.peer)
 
     def take(self, place: Place) -> dict[str, torch.Tensor]:
         """The assembled tensors of a place; waits for those from the same virtual device."""
@@ -207,7 +207,7 @@ class Exchange:
             if copy.channel.source == self._rank:
                 self._send(place, _receiving(place, edge), copy, self._piece(place, edge, values, copy))
 
-    def hand_over(self, place: Place, values: Mapping[str, torch.Tensor]) -> None:
+    def pass_locally(self, place: Place, values: Mapping[str, torch.Tensor]) -> None:
         """Passes a stage's values on within its virtual device: to other stages of this rank, and between its ranks.
 
         All ranks of the virtual device call this at once, so sends and receives start in one order on all of them.
@@ -230,7 +230,7 @@ class Exchange:
             work = self._channels.send(as_bytes(wire), copy.channel)
         self._sends.setdefault((place, copy.channel.target), []).append((work, wire))
 
-    def _let_go(self, place: Place, peer: int) -> None:
+    def _free_sends(self, place: Place, peer: int) -> None:
         """Waits for a stage's sends to a rank, and frees them."""
         for work, _ in self._sends.pop((place, peer), ()):
             self._waits.wait(work, _name(place, "SEND"), (peer,))
@@ -238,7 +238,7 @@ class Exchange:
     def finish(self) -> None:
         """Waits for all sends of the step."""
         for place, peer in list(self._sends):
-            self._let_go(place, peer)
+            self._free_sends(place, peer)
         assert not self._parcels, f"parcels that nobody took: {list(self._parcels)}"
 
     def _copies(self, sender: Place, *, local: bool) -> Iterator[tuple[Edge, Copy]]:

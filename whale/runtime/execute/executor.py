@@ -147,7 +147,7 @@ class Executor:
         agreed = cache(agree)  # calls it once
         for gate in self._gates:
             gate.close(agreed)
-        if self._exchange.hands_over_at_once or self._gathers:
+        if self._exchange.passes_locally or self._gathers:
             agreed()
         with nullcontext() if self._weights is None else self._weights.run(self._visits):
             self._walk(state, agreed, reduce)
@@ -202,7 +202,7 @@ class Executor:
             self._collect(state, flight, start + low, start + high)
         self._num_in_flight += 1
         self.peak_in_flight = max(self.peak_in_flight, self._num_in_flight)
-        self._exchange.hand_over(("forward", stage, micro_batch), flight.tensors())
+        self._exchange.pass_locally(("forward", stage, micro_batch), flight.tensors())
         flight.pending = set(self._order.after_forward[stage])
         if flight.pending:
             self._flights[stage, micro_batch] = flight
@@ -263,7 +263,7 @@ class Executor:
         }
         with self._visit(stage, backward=True):
             self._stages[stage].backward(flight, seeds)
-        self._exchange.hand_over(place, flight.received_gradients())
+        self._exchange.pass_locally(place, flight.received_gradients())
 
     def _send_backward(self, state: StepState, stage: int, micro_batch: int) -> None:
         self._exchange.send(("backward", stage, micro_batch), self._flights[stage, micro_batch].received_gradients())

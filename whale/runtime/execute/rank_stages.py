@@ -73,7 +73,7 @@ def make_stages(
         shards = shards_of(replica, stage, captured.graph, axes, holdings, rank_place.position)
         splits = any(action.kind is Kind.BACKWARD_WEIGHT and action.stage == index for action in actions)
         lacks = holdings.lacks(replica.index, stage)
-        brought, awaited = (
+        transient, awaited = (
             {} if each is None else {name: own for name, own in each.numbers.items() if name not in lacks} for each in (weights, publishing)
         )
         source = StageSource(
@@ -85,7 +85,7 @@ def make_stages(
             device,
             splits,
             shards,
-            brought,
+            transient,
             awaited,
             connections.watch,
             compilation,

@@ -12,7 +12,7 @@ from whale.deferred import WeightQueue
 from whale.ir.graph import NUM_ROWS
 from whale.ir.schedule import Kind
 from whale.runtime.execute.randomness import seeded
-from whale.runtime.program.lowering import AWAITED, BROUGHT, QUEUE, StageProgram
+from whale.runtime.program.lowering import AWAITED, QUEUE, TRANSIENT, StageProgram
 from whale.runtime.program.shard import GROUP, Gate, Group
 from whale.runtime.state.gathered import GatheredWeights
 from whale.runtime.state.publishing import Publishing
@@ -141,7 +141,7 @@ class StageRunner:
             return flight.received[key]
         if kind == QUEUE:
             return flight.weights
-        if kind == BROUGHT:
+        if kind == TRANSIENT:
             return self._weights
         if kind == AWAITED:
             return self._publishing

@@ -14,7 +14,7 @@ from whale.ir.plan import Plan
 from whale.ir.schedule import Schedule
 from whale.ir.updates import buffer_updates
 from whale.runtime.execute.agreement import Agreement, PendingAgreement
-from whale.runtime.execute.batch import BatchView, InputsAhead
+from whale.runtime.execute.batch import BatchView, InputPrefetch
 from whale.runtime.execute.call_check import Call
 from whale.runtime.execute.connections import Connections
 from whale.runtime.execute.equal_copies import EqualCopies
@@ -63,7 +63,7 @@ class Worker:
         self._device, self._world_sums = roster.world.device, connections.world_sums
         self._weights = weight_program(captured.graph, captured.graph_for(captured.graph.num_rows), self._device)
         self._executor: Executor | None = None
-        self._inputs = None if self._rank_place is None else InputsAhead(plan, self._rank_place, captured.graph, self._device)
+        self._inputs = None if self._rank_place is None else InputPrefetch(plan, self._rank_place, captured.graph, self._device)
         self._prepared: set[int] = set()
         stages = RankStages()
         if self._rank_place is not None:

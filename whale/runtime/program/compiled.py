@@ -28,16 +28,16 @@ from whale.deferred import deferred
 from whale.errors import first_few, warn
 from whale.ir.scope import SourceLine
 from whale.ir.writes import SILENT_WRITERS, TRAINING, marked_arguments
-from whale.runtime.program.bringing import bring, bring_again, let_go, let_go_again
 from whale.runtime.program.marks import op_of
-from whale.runtime.program.segments import take_out
+from whale.runtime.program.segments import extract
+from whale.runtime.program.weight_gathers import free_backward, free_forward, gather_backward, gather_forward
 from whale.units import counted
 
 BACKEND = "inductor"
 FEWEST = 2
 """Fewest computing ops of a run that is worth a graph."""
 
-_BETWEEN = (bring, bring_again, let_go, let_go_again)
+_BETWEEN = (gather_forward, gather_backward, free_forward, free_backward)
 
 _SCALARS = ("_operator", "math")
 """Modules of functions on Python numbers."""
@@ -218,7 +218,7 @@ def compile_runs(graph: fx.Graph, root: nn.Module, random: Collection[str], *, c
         name = f"compiled{number}"
         ops = [each for node in nodes if (each := op_of(node)) is not None] or [nodes[0].name, nodes[-1].name]
         names = Counter(_title(node) for node in nodes if _computes(node))
-        run = CompiledRun(take_out(graph, nodes, name), (ops[0], ops[-1]), names, compilation, is_dynamic=is_dynamic)
+        run = CompiledRun(extract(graph, nodes, name), (ops[0], ops[-1]), names, compilation, is_dynamic=is_dynamic)
         root.add_module(name, run)
         made.append(run)
     compilation.add(made, left)
@@ -234,7 +234,7 @@ def _runs(graph: fx.Graph, random: Collection[str]) -> tuple[list[list[fx.Node]]
     memory = _Memory(graph)
     while True:
         runs = list(_unbroken(calls, fit))
-        apart = memory.written_apart(runs)
+        apart = memory.written_outside(runs)
         if not apart & fit:
             break
         fit -= apart
@@ -293,7 +293,7 @@ class _Memory:
             for written in _written(node):
                 self._writers.setdefault(owner[written], []).append(node)
 
-    def written_apart(self, runs: Sequence[Sequence[fx.Node]]) -> set[fx.Node]:
+    def written_outside(self, runs: Sequence[Sequence[fx.Node]]) -> set[fx.Node]:
         """Nodes around memory that is written outside of a single run, or touched before it."""
         number = {node: index for index, run in enumerate(runs) for node in run}
         found = set[fx.Node]()

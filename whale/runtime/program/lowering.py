@@ -15,13 +15,13 @@ from whale.deferred import defer_weights
 from whale.ir.graph import ModelGraph
 from whale.ir.plan import BATCH, Shard
 from whale.ir.writes import written_buffers
-from whale.runtime.program.bringing import Numbers, await_weights, bring_weights
 from whale.runtime.program.marks import NUM_DIMS, OP, num_dims_of
 from whale.runtime.program.overlap import overlap
 from whale.runtime.program.regather import keep_parts
 from whale.runtime.program.segments import Rewrite, with_segments
 from whale.runtime.program.shard import GROUP, Slots, lower_shards
 from whale.runtime.program.watch import NOBODY, Watch
+from whale.runtime.program.weight_gathers import Numbers, insert_gathers, insert_waits
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class StageProgram:
     module: fx.GraphModule  # takes `inputs` in order and returns a tuple in the order of `outputs`
     inputs: tuple[str, ...]  # ops whose values it takes: batch inputs, parameters, buffers, constants, received tensors
     outputs: tuple[str, ...]  # ops whose values it returns
-    # per input, ``input``, ``parameter``, ``buffer``, ``constant``, ``received``, ``weight_queue``, ``brought_weights``,
+    # per input, ``input``, ``parameter``, ``buffer``, ``constant``, ``received``, ``weight_queue``, ``transient_weights``,
     # ``awaited_weights`` or ``split_group``
     kinds: tuple[str, ...]
     keys: tuple[str, ...]  # per input, the name of its value: of the parameter or buffer, else of the op
@@ -54,8 +54,8 @@ def lower(
     shards: StageShards | None = None,  # of a split stage: its program works on this device's parts, and also takes the split group
     num_rows: int = 0,  # rows of its split group, where the batch is cut
     halving: Halving | None = None,  # how a split stage computes its rows in two halves; None for all at once
-    # per parameter that exists only around its readers, its buckets; the program also takes the `Bringing`
-    brought: Mapping[str, Numbers] | None = None,
+    # per parameter that exists only around its readers, its buckets; the program also takes the `WeightSource`
+    transient: Mapping[str, Numbers] | None = None,
     awaited: Mapping[str, Numbers] | None = None,  # per parameter that may be in flight when it is read, its buckets; likewise
     watch: Watch = NOBODY,  # called when each segment is computed
     rewrite: Rewrite | None = None,  # compiles runs of its ops; None for none
@@ -80,13 +80,13 @@ def lower(
         first = (QUEUE, *first)
     if shards is not None and segments:
         keep_parts(local, model, wanted, {name for segment in segments for name in segment})
-    if brought:
-        weights = _first(local, BROUGHT)
-        bring_weights(local, model, brought, weights)
-        first = (BROUGHT, *first)
+    if transient:
+        weights = _first(local, TRANSIENT)
+        insert_gathers(local, model, transient, weights)
+        first = (TRANSIENT, *first)
     if awaited:
         weights = _first(local, AWAITED)
-        await_weights(local, model, awaited, weights)
+        insert_waits(local, model, awaited, weights)
         first = (AWAITED, *first)
     if not splits_backward:
         _sum_as_read(local, model)
@@ -167,7 +167,7 @@ def _sum_as_read(graph: fx.Graph, model: ModelGraph) -> None:
 
 
 QUEUE = "weight_queue"
-BROUGHT = "brought_weights"
+TRANSIENT = "transient_weights"
 AWAITED = "awaited_weights"
 
 

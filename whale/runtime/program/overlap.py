@@ -113,7 +113,7 @@ def overlap(graph: fx.Graph, model: ModelGraph, halving: Halving, outputs: Seque
     for half, step in _in_turns(chunks):
         writer.write(half, step)
     (results,) = next(node for node in graph.nodes if node.op == "output").args
-    writer.hand_on(outputs, cast("Sequence[fx.Node]", results))
+    writer.write_results(outputs, cast("Sequence[fx.Node]", results))
     writer.graph.lint()
     return writer.graph
 
@@ -251,7 +251,7 @@ class _Writer:
         made.meta = {**node.meta, HALF: half}
         return made
 
-    def hand_on(self, names: Sequence[str], nodes: Sequence[fx.Node]) -> None:
+    def write_results(self, names: Sequence[str], nodes: Sequence[fx.Node]) -> None:
         """Writes the results: halves joined, or added."""
         self.graph.output(tuple(self._whole(name, node) for name, node in zip(names, nodes, strict=True)))
 

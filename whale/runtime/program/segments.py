@@ -62,7 +62,7 @@ def with_segments(
         if marked:
             nodes = order[marked[0] : marked[-1] + 1]  # with the nodes that lowering inserted in between
             name = f"segment{number}"
-            inner, is_random = take_out(graph, nodes, name), not names.isdisjoint(random)
+            inner, is_random = extract(graph, nodes, name), not names.isdisjoint(random)
             if rewrite is not None:
                 rewrite(inner.graph, inner, random)
                 inner.recompile()
@@ -73,7 +73,7 @@ def with_segments(
     return fx.GraphModule(root, graph)
 
 
-def take_out(graph: fx.Graph, nodes: Sequence[fx.Node], name: str) -> fx.GraphModule:
+def extract(graph: fx.Graph, nodes: Sequence[fx.Node], name: str) -> fx.GraphModule:
     """Moves a run of nodes into a module, and puts a call of it in their place."""
     own = set(nodes)
     inputs = tuple(dict.fromkeys(source for node in nodes for source in node.all_input_nodes if source not in own))

@@ -16,10 +16,10 @@ from torch import fx
 from whale.axes.batch import MIN_ROWS, halve_stage
 from whale.ir.graph import ModelGraph
 from whale.ir.plan import Replica, Stage
-from whale.runtime.program.bringing import Numbers
 from whale.runtime.program.compiled import Compilation, compile_runs
 from whale.runtime.program.lowering import StageProgram, StageShards, lower
 from whale.runtime.program.watch import NOBODY, Watch
+from whale.runtime.program.weight_gathers import Numbers
 
 
 class Captured(Protocol):
@@ -58,12 +58,12 @@ class StageSource:
         device: torch.device,
         splits_backward: bool,  # whether its schedule has separate passes for weight gradients
         shards: StageShards | None = None,  # of a split stage
-        brought: Mapping[str, Numbers] | None = None,  # see `lower`
+        transient: Mapping[str, Numbers] | None = None,  # see `lower`
         awaited: Mapping[str, Numbers] | None = None,
         watch: Watch = NOBODY,  # called when segments are computed
         compilation: Compilation | None = None,  # compiles runs of ops; None for none
     ) -> None:
-        self._shards, self._brought, self._awaited, self._watch = shards, brought, awaited, watch
+        self._shards, self._brought, self._awaited, self._watch = shards, transient, awaited, watch
         self._compilation, self._first = compilation, dict[fx.Graph, int]()
         self._splits_backward = splits_backward
         self._model, self._graphs, self._stage, self._device = model, graphs, stage, device
@@ -99,7 +99,7 @@ class StageSource:
                 segments=self._stage.recomputed,
                 num_rows=rows,
                 halving=halving,
-                brought=self._brought,
+                transient=self._brought,
                 awaited=self._awaited,
                 watch=self._watch,
                 rewrite=None if compilation is None else partial(compile_runs, compilation=compilation, is_dynamic=is_dynamic),

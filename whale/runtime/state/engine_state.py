@@ -114,7 +114,7 @@ class EngineState:
             optimizer.param_groups = _Replaced()
         self.optimizer = self.scheduler = None
 
-    def keep_to_itself(self) -> None:
+    def forbid_outside_steps(self) -> None:
         """Makes steps of the optimizer from outside raise: by the user or a `GradScaler` they would apply gradients twice."""
 
         def check(*_: object) -> None:
@@ -195,7 +195,7 @@ class EngineState:
         """Notes the scheduler's position, to notice steps from outside."""
         self._scheduled = getattr(self.scheduler, "last_epoch", None)
 
-    def look_at_schedule(self) -> None:
+    def check_schedule(self) -> None:
         """Warns, once, if the scheduler was stepped from outside since the last step."""
         now = getattr(self.scheduler, "last_epoch", None)
         if self._scheduled in (None, now) or self._has_told_of_schedule:

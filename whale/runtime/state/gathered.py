@@ -25,7 +25,7 @@ from whale.runtime.program.shard.pieces import on_device
 from whale.runtime.program.watch import NOBODY, Watch
 from whale.runtime.state.holdings import Holdings
 from whale.runtime.state.host_copies import HostCopies, Mark, pinned
-from whale.runtime.state.publishing import Parcel, Place, home, parcel_of
+from whale.runtime.state.publishing import Place, RankBucket, bucket_of_rank, home
 from whale.sharding.buckets import NUM_AT_ONCE, Bucket, Visits
 
 
@@ -62,12 +62,12 @@ class GatheredWeights:
                 with watch.on_host() if state.compute.home == "host" else nullcontext():
                     self.parts[name] = pinned(own.data.to(there, dtype), copies.device) if state.is_copied else own.data
         self.numbers: dict[str, tuple[int, ...]] = {}
-        self._parcels: dict[int, Parcel] = {}
+        self._rank_buckets: dict[int, RankBucket] = {}
         for number, bucket in enumerate(buckets):
             if rank in bucket.owners:
-                self._parcels[number] = self._parcel(bucket, holdings, rank, world_ranks, tensors)
+                self._rank_buckets[number] = self._rank_bucket(bucket, holdings, rank, world_ranks, tensors)
                 self.numbers |= {name: (*self.numbers.get(name, ()), number) for name in bucket.names}
-        self.speaks = any(parcel.plan.is_shared_out for parcel in self._parcels.values())
+        self.speaks = any(rank_bucket.plan.is_shared_out for rank_bucket in self._rank_buckets.values())
         self._users: Counter[int] = Counter()  # per storage of a weight, the number of its buckets that are here
         self._order: tuple[int, ...] = ()
         self._num_started = 0
@@ -76,8 +76,10 @@ class GatheredWeights:
         self._here: set[int] = set()
         self._throughout: frozenset[int] = frozenset()
 
-    def _parcel(self, bucket: Bucket, holdings: Holdings, rank: int, world_ranks: Sequence[int], tensors: Mapping[str, Tensor]) -> Parcel:
-        found = parcel_of(bucket, holdings, rank, world_ranks, tensors)
+    def _rank_bucket(
+        self, bucket: Bucket, holdings: Holdings, rank: int, world_ranks: Sequence[int], tensors: Mapping[str, Tensor]
+    ) -> RankBucket:
+        found = bucket_of_rank(bucket, holdings, rank, world_ranks, tensors)
         given = []
         for slot in bucket.slots:
             start = slot.start
@@ -89,7 +91,7 @@ class GatheredWeights:
                     given.append(Place(own, None if index is None else on_device(index, own.device), start, start + num_elements))
                 start += num_elements
         taken = tuple(place for place in found.taken if place.held.untyped_storage().nbytes() == 0 or place.held.numel() == 0)
-        return Parcel(found.plan, found.ranks, found.runs, tuple(given), taken)
+        return RankBucket(found.plan, found.ranks, found.runs, tuple(given), taken)
 
     @contextmanager
     def run(self, visits: Visits) -> Iterator[None]:
@@ -106,7 +108,7 @@ class GatheredWeights:
             self._drop(visits.throughout)
         except BaseException:
             self._copies.finish()  # they write to what is freed
-            for place in (place for parcel in self._parcels.values() for place in parcel.taken):
+            for place in (place for rank_bucket in self._rank_buckets.values() for place in rank_bucket.taken):
                 place.held.untyped_storage().resize_(0)
             for left in (self._under_way, self._here, self._users):
                 left.clear()
@@ -121,7 +123,7 @@ class GatheredWeights:
         self._order, self._num_started, self._is_backward = tuple(order), 0, backward
         yield
         for number in self._order[self._num_started :]:
-            if self._parcels[number].plan.is_shared_out:  # others wait for this rank's part
+            if self._rank_buckets[number].plan.is_shared_out:  # others wait for this rank's part
                 self._start(number)
         for number in [*self._under_way]:
             self._arrive(number)
@@ -139,7 +141,7 @@ class GatheredWeights:
                 self._start_next()
             self._arrive(number)
 
-    def let_go(self, numbers: Iterable[int], *, backward: bool) -> None:
+    def free(self, numbers: Iterable[int], *, backward: bool) -> None:
         """Frees buckets that no op reads any more, if the current pass has this direction."""
         if backward == self._is_backward:
             self._drop(number for number in numbers if number not in self._throughout)
@@ -149,35 +151,35 @@ class GatheredWeights:
         self._num_started += 1
 
     def _start(self, number: int) -> None:
-        parcel = self._parcels[number]
-        if parcel.plan.form.home == "device":
-            self._under_way[number] = (*parcel.start(self._groups), None)
-        elif parcel.plan.is_shared_out:
-            with self._copies.beside():
-                self._under_way[number] = (*parcel.start(self._groups), self._copies.mark())
+        rank_bucket = self._rank_buckets[number]
+        if rank_bucket.plan.form.home == "device":
+            self._under_way[number] = (*rank_bucket.start(self._groups), None)
+        elif rank_bucket.plan.is_shared_out:
+            with self._copies.stream():
+                self._under_way[number] = (*rank_bucket.start(self._groups), self._copies.mark())
         else:
-            for place in parcel.taken:
+            for place in rank_bucket.taken:
                 self._make_room(place)
-            with self._copies.beside(), torch.no_grad():
-                for source, place in zip(parcel.given, parcel.taken, strict=True):
+            with self._copies.stream(), torch.no_grad():
+                for source, place in zip(rank_bucket.given, rank_bucket.taken, strict=True):
                     place.take(source.value)
                 self._under_way[number] = None, [], self._copies.mark()
 
     def _arrive(self, number: int) -> None:
-        parcel, (flat, works, mark) = self._parcels[number], self._under_way.pop(number)
+        rank_bucket, (flat, works, mark) = self._rank_buckets[number], self._under_way.pop(number)
         self._here.add(number)
         self._copies.arrive(mark)
         if flat is None:
             return
         with self._watch.waiting("weights"):
             for work in works:
-                self._waits.wait(work, "gathering weights", parcel.ranks)
-        for place in parcel.taken:
+                self._waits.wait(work, "gathering weights", rank_bucket.ranks)
+        for place in rank_bucket.taken:
             self._make_room(place)
             with torch.no_grad():
                 place.write(flat)
         if mark is not None:
-            self._copies.is_read(flat)
+            self._copies.keep_for_device(flat)
 
     def _make_room(self, place: Place) -> None:
         """Allocates a weight's storage, unless another of its buckets is here."""
@@ -191,7 +193,7 @@ class GatheredWeights:
         for number in numbers:
             if number in self._here:
                 self._here.remove(number)
-                for place in self._parcels[number].taken:
+                for place in self._rank_buckets[number].taken:
                     memory = place.held.untyped_storage()
                     self._users[memory._cdata] -= 1
                     if not self._users[memory._cdata]:

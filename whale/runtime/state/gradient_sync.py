@@ -114,7 +114,7 @@ class _Bucket:
         return torch.zeros(self.plan.num_elements, dtype=getattr(torch, self.plan.form.dtype), device=self.device)
 
     @property
-    def is_let_go(self) -> bool:
+    def is_freed(self) -> bool:
         """Whether only keepers keep its contents."""
         return self.plan.form.sharding == "owners"
 
@@ -144,7 +144,7 @@ class _Bucket:
         return tuple(slot for slot in self.slots if slot.accumulates)
 
     @cached_property
-    def apart(self) -> tuple[_Slot, ...]:
+    def copied(self) -> tuple[_Slot, ...]:
         """Slots that are filled when the bucket starts."""
         return tuple(slot for slot in self.slots if not slot.accumulates)
 
@@ -169,7 +169,7 @@ class GradientSync:
         self._groups, self._waits, self._copies, self._watch = groups, waits, copies, watch
         self._armed: set[int] = set()
         self._hooks: list[RemovableHandle] = []
-        let_go = {name for plan in buckets if rank in plan.owners and plan.form.sharding == "owners" for name in plan.names}
+        freed = {name for plan in buckets if rank in plan.owners and plan.form.sharding == "owners" for name in plan.names}
         bucketed = {name for plan in buckets if rank in plan.owners for name in plan.names}
         self._collected: dict[torch.Tensor, _Collected] = {}  # after their last bucket
         self._collected_last: list[_Collected] = []
@@ -177,8 +177,8 @@ class GradientSync:
             own, stays = kept.get(name), holdings.gradient_stays(name)
             if own is not parameter or not stays:
                 index = None if own is None else holdings.kept_index(name, rank)
-                collected = _Collected(parameter, own, index, not stays and (name in let_go or index is not None))
-                if name in let_go or (name in bucketed and collected.leaves_device):
+                collected = _Collected(parameter, own, index, not stays and (name in freed or index is not None))
+                if name in freed or (name in bucketed and collected.leaves_device):
                     self._collected[parameter] = collected
                     continue
                 self._collected_last.append(collected)
@@ -272,7 +272,7 @@ class GradientSync:
 
     def _take(self, bucket: _Bucket) -> None:
         """Waits for a sum and converts it; frees a bucket that only keepers keep."""
-        with self._copies.beside() if bucket.leaves_device else nullcontext():  # so that the device's main stream does not wait for it
+        with self._copies.stream() if bucket.leaves_device else nullcontext():  # so that the device's main stream does not wait for it
             self._receive(bucket)
 
     def _receive(self, bucket: _Bucket) -> None:
@@ -289,9 +289,9 @@ class GradientSync:
         if bucket.sent is not None:
             bucket.flat.copy_(bucket.sent)
             if bucket.leaves_device:
-                self._copies.still_read(bucket.sent)
+                self._copies.keep_for_copies(bucket.sent)
             bucket.sent = None
-        for slot in bucket.apart:
+        for slot in bucket.copied:
             if slot.index is not None:
                 assert slot.parameter.grad is not None
                 write_part(slot.parameter.grad, slot.index, slot.view(bucket.flat))
@@ -299,9 +299,9 @@ class GradientSync:
             self._num_coming[parameter] -= 1
             if not self._num_coming[parameter] and parameter in self._collected:
                 self._collected[parameter].collect(self._copies)
-        if bucket.is_let_go:
+        if bucket.is_freed:
             if bucket.leaves_device:
-                self._copies.still_read(bucket.flat)
+                self._copies.keep_for_copies(bucket.flat)
             bucket.flat = None
 
     def abandon(self) -> None:
@@ -369,14 +369,14 @@ class GradientSync:
             if counts is not None:
                 self._watch.summing(bucket.number, bucket.stages, bucket.ranks, bucket.rows.counts, counts)
             return
-        if bucket.is_let_go or bucket.is_collected or bucket.plan.sum_dtype is not None:
+        if bucket.is_freed or bucket.is_collected or bucket.plan.sum_dtype is not None:
             if len(self._under_way) == NUM_AT_ONCE:
                 self._take(self._under_way.pop(0))
             self._under_way.append(bucket)
         if bucket.flat is None:
             bucket.flat = bucket.room()
         flat = bucket.flat
-        for slot in bucket.apart:
+        for slot in bucket.copied:
             slot.fill(flat)
         sent = bucket.round()
         if bucket.runs:

@@ -27,7 +27,7 @@ class HostCopies:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
     @contextmanager
-    def beside(self) -> Iterator[None]:
+    def stream(self) -> Iterator[None]:
         """Runs what is started inside in the copy stream, after all work enqueued before."""
         if self._stream is None:
             yield
@@ -45,12 +45,12 @@ class HostCopies:
         if mark is not None:
             torch.cuda.current_stream(self.device).wait_event(mark)
 
-    def still_read(self, tensor: Tensor) -> None:
+    def keep_for_copies(self, tensor: Tensor) -> None:
         """Keeps a device tensor's memory until the copies started here are done."""
         if self._stream is not None:
             tensor.record_stream(self._stream)
 
-    def is_read(self, tensor: Tensor) -> None:
+    def keep_for_device(self, tensor: Tensor) -> None:
         """Keeps the memory of a tensor made here until the device's current stream is done with it."""
         if self._stream is not None:
             tensor.record_stream(torch.cuda.current_stream(self.device))
@@ -67,9 +67,9 @@ class HostCopies:
         if tensor.device.type == "cpu":
             return tensor.to(dtype)
         made = torch.empty(tensor.shape, dtype=dtype, device="cpu", pin_memory=self._stream is not None)
-        with self.beside():
+        with self.stream():
             made.copy_(tensor, non_blocking=True)
-        self.still_read(tensor)
+        self.keep_for_copies(tensor)
         return made
 
 

@@ -115,7 +115,7 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Parcel:
+class RankBucket:
     """A bucket on this rank, with the places that it sends and receives."""
 
     plan: Bucket
@@ -194,13 +194,13 @@ class Publishing:
                 held, index = tensors[name].detach(), holdings.kept_index(name, rank)
                 read = parts[name] if name in parts else held if index is None else part(held, index)
                 (self._cast if read.device == own.device else self._brought).append((read, own.detach()))
-        self._parcels = [parcel_of(bucket, holdings, rank, world_ranks, tensors) for bucket in own_buckets]
+        self._rank_buckets = [bucket_of_rank(bucket, holdings, rank, world_ranks, tensors) for bucket in own_buckets]
         self.numbers: dict[str, tuple[int, ...]] = {}
-        for number, parcel in enumerate(self._parcels):
-            if defers and self._flats[number] is not None and parcel.taken:
-                self.numbers |= dict.fromkeys(parcel.plan.names, (number,))
+        for number, rank_bucket in enumerate(self._rank_buckets):
+            if defers and self._flats[number] is not None and rank_bucket.taken:
+                self.numbers |= dict.fromkeys(rank_bucket.plan.names, (number,))
         state_of = holdings.plan.state_of
-        shared = {name for each in self._parcels for name in each.plan.names}
+        shared = {name for each in self._rank_buckets for name in each.plan.names}
         shared |= {name for name in parts if state_of(name).is_shared_out}
         copied = {name for name in kept if state_of(name).is_copied}
         reads = {name: tensors[name] if name in shared else parts.get(name, tensors[name]) for name in copied | shared}
@@ -231,21 +231,21 @@ class Publishing:
         self.arrive()
         copy_all([held for held, _ in self._cast], [own for _, own in self._cast])
         if self._brought:
-            with self._copies.beside():
+            with self._copies.stream():
                 for held, own in self._brought:
                     held.copy_(own, non_blocking=True)
             self._copies.arrive(self._copies.mark())
-        under_way: list[tuple[Parcel, Tensor, list[Launched | None]]] = []
-        for number, (parcel, flat) in enumerate(zip(self._parcels, self._flats, strict=True)):
+        under_way: list[tuple[RankBucket, Tensor, list[Launched | None]]] = []
+        for number, (rank_bucket, flat) in enumerate(zip(self._rank_buckets, self._flats, strict=True)):
             if flat is not None:
-                works = self._under_way[number] = parcel.give(flat, self._groups)
+                works = self._under_way[number] = rank_bucket.give(flat, self._groups)
                 if self._defers and works[-1] is not None:
-                    stages = {stage for _, stage in parcel.plan.stages}
-                    self._watch.publishing(number, stages, parcel.ranks, flat, works[-1])
+                    stages = {stage for _, stage in rank_bucket.plan.stages}
+                    self._watch.publishing(number, stages, rank_bucket.ranks, flat, works[-1])
                 continue
             if len(under_way) == NUM_AT_ONCE:
                 self._take(*under_way.pop(0))
-            under_way.append((parcel, *parcel.start(self._groups)))
+            under_way.append((rank_bucket, *rank_bucket.start(self._groups)))
         for each in under_way:
             self._take(*each)
         self._versions = self._read_versions()
@@ -258,7 +258,7 @@ class Publishing:
             if number in self._under_way:
                 with self._watch.waiting("weights"):
                     for work in self._under_way.pop(number):
-                        self._waits.wait(work, "publishing weights", self._parcels[number].ranks)
+                        self._waits.wait(work, "publishing weights", self._rank_buckets[number].ranks)
                 self._watch.published(number)
 
     def arrive(self) -> None:
@@ -266,15 +266,15 @@ class Publishing:
         self.need([*self._under_way])
         self._copies.finish()
 
-    def _take(self, parcel: Parcel, flat: Tensor, works: Sequence[Launched | None]) -> None:
+    def _take(self, rank_bucket: RankBucket, flat: Tensor, works: Sequence[Launched | None]) -> None:
         with self._watch.waiting("weights"):
             for work in works:
-                self._waits.wait(work, "publishing weights", parcel.ranks)
-        for place in parcel.taken:
+                self._waits.wait(work, "publishing weights", rank_bucket.ranks)
+        for place in rank_bucket.taken:
             place.write(flat)
 
 
-def parcel_of(bucket: Bucket, holdings: Holdings, rank: int, world_ranks: Sequence[int], tensors: Mapping[str, Tensor]) -> Parcel:
+def bucket_of_rank(bucket: Bucket, holdings: Holdings, rank: int, world_ranks: Sequence[int], tensors: Mapping[str, Tensor]) -> RankBucket:
     """A bucket on a rank; `tensors` are what ops read."""
     given, taken = [], []
     for slot in bucket.slots:
@@ -285,4 +285,4 @@ def parcel_of(bucket: Bucket, holdings: Holdings, rank: int, world_ranks: Sequen
         given += [place] if rank in keepers else []
         taken += [place] if keepers != {rank} or bucket.form.home == "host" else []
     runs = tuple((world_ranks[keeper], start, stop) for keeper, start, stop in bucket.runs)
-    return Parcel(bucket, tuple(sorted(world_ranks[owner] for owner in bucket.owners)), runs, tuple(given), tuple(taken))
+    return RankBucket(bucket, tuple(sorted(world_ranks[owner] for owner in bucket.owners)), runs, tuple(given), tuple(taken))

@@ -28,7 +28,7 @@ from whale.runtime.program.shard.writer import Writer
 from whale.sharding.bridges import Bridge
 
 
-def drawn_apart(position: int, target: Any, *args: Any, **kwargs: Any) -> Any:
+def draw_by_position(position: int, target: Any, *args: Any, **kwargs: Any) -> Any:
     """Runs a random op with numbers of this position, and leaves the generator as on the group's other devices."""
     device = next(value.device for value in args if isinstance(value, Tensor))
     generator = torch.cuda.default_generators[device.index or 0] if device.type == "cuda" else torch.default_generator
@@ -129,7 +129,7 @@ class Call:
             given.pop()
         kwargs = {i.name: values[i.name] for i in schema if i.kwarg_only and not _is(values[i.name], i.default_value)}
         if "random" in self.op.tags and not self._noise_is_whole():
-            return self.emit(drawn_apart, self.layout.position, self.node.target, *args, **kwargs)
+            return self.emit(draw_by_position, self.layout.position, self.node.target, *args, **kwargs)
         return self.emit(self.node.target, *args, **kwargs)
 
     def _noise_is_whole(self) -> bool:

@@ -37,7 +37,7 @@ class Pending:
         return self._finish()
 
 
-def at_hand(value: Tensor) -> Pending:
+def ready(value: Tensor) -> Pending:
     """A value without communication."""
     return Pending(lambda: value)
 

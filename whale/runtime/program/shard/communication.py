@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from whale.runtime.program.shard.collectives import Pending, all_gather, all_reduce, all_to_all, at_hand, gathered, reduce_scatter
+from whale.runtime.program.shard.collectives import Pending, all_gather, all_reduce, all_to_all, gathered, ready, reduce_scatter
 from whale.runtime.program.shard.group import Group
 from whale.runtime.program.shard.slots import Slots
 
@@ -42,23 +42,23 @@ class _Move(NamedTuple):
 
 def _enter(group: Group, what: str) -> _Move:
     # Not a view for autograd, so that in-place ops of the model may follow.
-    return _Move(lambda value: at_hand(value.detach()), partial(all_reduce, group=group, what=what))
+    return _Move(lambda value: ready(value.detach()), partial(all_reduce, group=group, what=what))
 
 
 def _leave(group: Group, what: str) -> _Move:
-    return _Move(partial(all_reduce, group=group, what=what), at_hand)
+    return _Move(partial(all_reduce, group=group, what=what), ready)
 
 
 def _part(slots: Slots, group: Group, what: str) -> _Move:
     def own(value: Tensor) -> Pending:
-        return at_hand(slots.own(value).clone(memory_format=torch.contiguous_format))
+        return ready(slots.own(value).clone(memory_format=torch.contiguous_format))
 
     return _Move(own, partial(all_gather, slots=slots, group=group, what=what))
 
 
 def _gather(slots: Slots, group: Group, what: str) -> _Move:
     forward = partial(all_gather, slots=slots, group=group, what=what)
-    return _Move(forward, lambda gradient: at_hand(slots.own(gradient).contiguous()))
+    return _Move(forward, lambda gradient: ready(slots.own(gradient).contiguous()))
 
 
 def _collect(slots: Slots, group: Group, what: str) -> _Move:
@@ -151,7 +151,7 @@ class _Way:
         self.backward: Pending | None = None
 
 
-OnItsWay = tuple[Tensor, _Way]
+InFlight = tuple[Tensor, _Way]
 """An empty tensor that links both ends in autograd, and the operation in flight."""
 
 
@@ -182,15 +182,15 @@ class _Finish(torch.autograd.Function):
         return gradients[0].new_empty(0), None
 
 
-def start(operation: str, value: Tensor, *arguments: Any) -> OnItsWay:
+def start(operation: str, value: Tensor, *arguments: Any) -> InFlight:
     """Starts an operation forward, and ends it backward."""
     way = _Way(_MOVES[operation](*arguments))
     return _Start.apply(value, way), way  # type: ignore[no-untyped-call]
 
 
-def finish(on_its_way: OnItsWay) -> Tensor:
+def finish(in_flight: InFlight) -> Tensor:
     """Ends an operation forward, and starts it backward."""
-    moved: Tensor = _Finish.apply(*on_its_way)  # type: ignore[no-untyped-call]
+    moved: Tensor = _Finish.apply(*in_flight)  # type: ignore[no-untyped-call]
     return moved
 
 

@@ -71,7 +71,7 @@ def lower_shards(
         _write(node, writer)
         is_held = node.op == "placeholder" and node.name in model.by_name
         if is_held and (slots := gathered.get(_parameter(model, node.name))) is not None:
-            writer.bring_together(node, slots)
+            writer.gather_whole(node, slots)
     shard = [node.name for node in known if _parameter(model, node.name) and layout.labels.held(node.name)]
     parameters = {_parameter(model, name): layout.dimensions(name) for name in shard}
     writer.graph.lint()
@@ -86,7 +86,7 @@ def _write(node: fx.Node, writer: Writer) -> None:
         return
     axis = layout.labels.work.get(node.name)
     if op is None or node.op == "placeholder" or node.target is operator.getitem:
-        writer.copy(node, as_it_lies=True)
+        writer.copy(node, raw=True)
     elif axis is None:
         writer.copy(node)
     else:

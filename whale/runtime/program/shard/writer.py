@@ -60,13 +60,13 @@ class Writer:
         self._writes: dict[str, int] = {}
         self._forms: dict[tuple[fx.Node, Use, int], fx.Node] = {}
 
-    def copy(self, node: fx.Node, *, as_it_lies: bool = False) -> fx.Node:
+    def copy(self, node: fx.Node, *, raw: bool = False) -> fx.Node:
         """The same node on whole values of the new graph, or on values in the layout that they have."""
-        copied = self.graph.node_copy(node, self.copies.__getitem__ if as_it_lies else lambda argument: self.form(argument, Use()))
+        copied = self.graph.node_copy(node, self.copies.__getitem__ if raw else lambda argument: self.form(argument, Use()))
         self.copies[node] = copied
         return copied
 
-    def bring_together(self, node: fx.Node, slots: Slots) -> None:
+    def gather_whole(self, node: fx.Node, slots: Slots) -> None:
         """Gathers a node that is a part in the new graph; its users give it a whole gradient.
         Raises PlanError if it is written in place, which the part would not see.
         """

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from whale.runtime.program.shard.call import drawn_apart
+from whale.runtime.program.shard.call import draw_by_position
 
 aten = torch.ops.aten
 
@@ -15,7 +15,7 @@ def drawn(position: int, seed: int = 5) -> list[Tensor]:
     torch.manual_seed(seed)
     ones = torch.ones(1000)
     first = aten.dropout.default(ones, 0.5, True)
-    apart = [drawn_apart(position, aten.dropout.default, ones, 0.5, True) for _ in range(2)]
+    apart = [draw_by_position(position, aten.dropout.default, ones, 0.5, True) for _ in range(2)]
     return [first, *apart, aten.dropout.default(ones, 0.5, True)]
 
 

@@ -1,7 +1,7 @@
 """Gathered weights that exist only around the ops that read them: a stage's program gathers them before, and frees them after.
 
-    forward    bring(w)  y = linear(x, w)  let_go(w)
-    backward   before the backward node of the last reader: bring; once the gradient of what the first one reads is complete: let go
+    forward    gather(w)  y = linear(x, w)  free(w)
+    backward   before the backward node of the last reader: gather; once the gradient of what the first one reads is complete: free
 
 A segment that is recomputed gathers like any other op.
 """
@@ -26,24 +26,24 @@ _OF_LEAVES = 2**64 - 1
 """Sequence number of AccumulateGrad nodes."""
 
 
-class Bringing(Protocol):
+class WeightSource(Protocol):
     """Gathers buckets of weights, and frees them."""
 
     def need(self, numbers: Iterable[int]) -> None:
         """Gathers those that are not there."""
 
-    def let_go(self, numbers: Iterable[int], *, backward: bool) -> None:
+    def free(self, numbers: Iterable[int], *, backward: bool) -> None:
         """Frees them, in a pass of this direction."""
 
 
-def bring(weights: Bringing, numbers: Numbers) -> int:
+def gather_forward(weights: WeightSource, numbers: Numbers) -> int:
     """Before an op reads them; returns the sequence number of the next autograd node."""
     weights.need(numbers)
     number: int = _number_of_next_node()
     return number
 
 
-def bring_again(weights: Bringing, numbers: Numbers, start: int, results: Any) -> None:
+def gather_backward(weights: WeightSource, numbers: Numbers, start: int, results: Any) -> None:
     """After an op that reads them: gathers them before each node of its backward pass, since later writes may replace some nodes."""
     pending, seen = list(_nodes(results)), set[Any]()
     while pending:
@@ -54,28 +54,28 @@ def bring_again(weights: Bringing, numbers: Numbers, start: int, results: Any) -
             pending += [source for source, _ in node.next_functions if source is not None]
 
 
-def let_go(weights: Bringing, numbers: Numbers) -> None:
+def free_forward(weights: WeightSource, numbers: Numbers) -> None:
     """After the last op that reads them."""
-    weights.let_go(numbers, backward=False)
+    weights.free(numbers, backward=False)
 
 
-def let_go_again(weights: Bringing, numbers: Numbers, operands: Any) -> None:
+def free_backward(weights: WeightSource, numbers: Numbers, operands: Any) -> None:
     """Before the first op that reads them: once the gradients of its operands are complete, all readers are done."""
     for node in _nodes(operands):
-        node.register_prehook(lambda _: weights.let_go(numbers, backward=True))
+        node.register_prehook(lambda _: weights.free(numbers, backward=True))
 
 
 def _nodes(values: Any) -> set[Any]:
     return {value.grad_fn for value in tree_leaves(values) if isinstance(value, torch.Tensor) and value.grad_fn is not None}
 
 
-def bring_weights(graph: fx.Graph, model: ModelGraph, numbers: Mapping[str, Numbers], weights: fx.Node) -> None:
+def insert_gathers(graph: fx.Graph, model: ModelGraph, numbers: Mapping[str, Numbers], weights: fx.Node) -> None:
     """Inserts the calls that gather and free weights into a stage's graph.
 
     Args:
         graph: of the stage, its nodes marked with their op's name; changed in place.
         numbers: per gathered parameter, its buckets.
-        weights: the placeholder of the `Bringing`.
+        weights: the placeholder of the `WeightSource`.
     """
     sources = {node: own for node in graph.find_nodes(op="placeholder") if (own := _numbers_of(node, model, numbers))}
     views, readers, computing = dict(sources), dict[int, list[fx.Node]](), dict[int, fx.Node]()
@@ -91,32 +91,32 @@ def bring_weights(graph: fx.Graph, model: ModelGraph, numbers: Mapping[str, Numb
             if not is_view:
                 computing.setdefault(number, node)
         with graph.inserting_before(node):
-            start = graph.call_function(bring, (weights, own))
+            start = graph.call_function(gather_forward, (weights, own))
         _marked(start, node)
         if is_view:  # its backward reads no weight, and may be later than that of all readers
             continue
         with graph.inserting_after(node):
-            again = graph.call_function(bring_again, (weights, own, start, node))
+            again = graph.call_function(gather_backward, (weights, own, start, node))
         _marked(again, node)
     for number, own_readers in readers.items():
         behind = own_readers[-1]
-        with graph.inserting_after(behind if _is_view(behind) else behind.next):  # after the `bring_again` of the node
-            graph.call_function(let_go, (weights, (number,)))
+        with graph.inserting_after(behind if _is_view(behind) else behind.next):  # after the `gather_backward` of the node
+            graph.call_function(free_forward, (weights, (number,)))
         if (first := computing.get(number)) is not None:
             operands = tuple(source for source in first.all_input_nodes if source not in views)
             with graph.inserting_before(first):
-                _marked(graph.call_function(let_go_again, (weights, (number,), operands)), first)
+                _marked(graph.call_function(free_backward, (weights, (number,), operands)), first)
 
 
-def await_weights(graph: fx.Graph, model: ModelGraph, numbers: Mapping[str, Numbers], weights: fx.Node) -> None:
-    """Inserts waits for buckets of weights that stay, before the first node that reads each; arguments as in `bring_weights`."""
+def insert_waits(graph: fx.Graph, model: ModelGraph, numbers: Mapping[str, Numbers], weights: fx.Node) -> None:
+    """Inserts waits for buckets of weights that stay, before the first node that reads each; arguments as in `insert_gathers`."""
     sources, there = {node: _numbers_of(node, model, numbers) for node in graph.find_nodes(op="placeholder")}, set[int]()
     for node in list(graph.nodes):
         own = {number for source in node.all_input_nodes for number in sources.get(source, ())} - there
         if node.op == "call_function" and own:
             there |= own
             with graph.inserting_before(node):
-                _marked(graph.call_function(bring, (weights, tuple(sorted(own)))), node)
+                _marked(graph.call_function(gather_forward, (weights, tuple(sorted(own)))), node)
 
 
 def _numbers_of(node: fx.Node, model: ModelGraph, numbers: Mapping[str, Numbers]) -> Numbers:
