@@ -44,7 +44,7 @@ Ends = tuple[Sharding, Sharding]
 
 @dataclass(frozen=True, slots=True)
 class Bridge:
-    """One tensor of a stage, brought into one layout."""
+    """One tensor of a stage, in one layout of its users."""
 
     tensor: str  # the op that makes it
     source: str | None  # the axis along which it is cut; None where it is whole (or a sum, if `is_sum`)

@@ -40,7 +40,7 @@ class Pattern:
     def _hash(self) -> int:
         return hash((self.parameters, self.split, self.shards, self.partial))
 
-    def __hash__(self) -> int:  # alike replicas share their patterns, which are long
+    def __hash__(self) -> int:  # identical replicas share their patterns, which are long
         return self._hash
 
 

@@ -101,18 +101,18 @@ def _summed(source: Sharding) -> Iterator[Step]:
 def _copied(source: Sharding, target: Sharding, hosts: Mapping[int, str] | None) -> Iterator[Step]:
     """A step for each connected set of devices, and one for all that only drop a part."""
     found = moves(source, target, hosts)
-    apart: list[Move] = []
+    dropped: list[Move] = []
     alone = set(source.mesh) & set(target.mesh)  # what no move reaches is let go, and holds zeros
     for group in _connected(found):
         devices = _devices(group)
         if len(devices) > 1:
             yield _step(_kind(devices, source, target), devices, source, target, group)
         elif len(group) > 1 or source.held[group[0].source] != target.held[group[0].target]:
-            apart += group
+            dropped += group
             continue
         alone -= devices
     if alone:
-        yield _step("slice", alone, source, target, apart)
+        yield _step("slice", alone, source, target, dropped)
 
 
 def _devices(found: Sequence[Move]) -> set[int]:

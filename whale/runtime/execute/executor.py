@@ -101,7 +101,7 @@ class Executor:
         visits: Visits,  # when they are gathered
     ) -> None:
         self._weights, self._visits = weights, visits
-        self._gathers = weights is not None and weights.speaks  # then sums start at the SYNC, in one order with gathers
+        self._gathers = weights is not None and weights.communicates  # then sums start at the SYNC, in one order with gathers
         self._order, self._stages, self._exchange, self._model = order, stages, exchange, model
         self._counted = counted
         self._gates = [stage.gate for stage in stages.values() if stage.gate is not None]

@@ -113,15 +113,15 @@ class LossAccount:
         self._device = device
         self.dtype: torch.dtype = torch.float32
 
-    def know(self, index: int, weight: torch.Tensor, *, tells: bool) -> None:
+    def know(self, index: int, weight: torch.Tensor, *, reports: bool) -> None:
         """Sets a term's global weight before the backward.
 
         Args:
             weight: of the whole batch.
-            tells: whether this rank reports it to the others.
+            reports: whether this rank reports it to the others.
         """
         self._known[index] = whole_divisor(self.terms[index], weight)
-        if tells:
+        if reports:
             self._weights[index] = weight
 
     def divisor(self, index: int) -> float | torch.Tensor:

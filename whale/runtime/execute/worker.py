@@ -180,7 +180,7 @@ class Worker:
 
     def _know(self, account: LossAccount, weights: Sequence[torch.Tensor]) -> None:
         for index, weight in zip(self._weights.measured, weights, strict=True):
-            account.know(index, weight, tells=self._agreement.answers_for(index))
+            account.know(index, weight, reports=self._agreement.answers_for(index))
 
     def _reduce(self, state: StepState) -> None:
         if self.model.loss:

@@ -234,10 +234,10 @@ def _runs(graph: fx.Graph, random: Collection[str]) -> tuple[list[list[fx.Node]]
     memory = _Memory(graph)
     while True:
         runs = list(_unbroken(calls, fit))
-        apart = memory.written_outside(runs)
-        if not apart & fit:
+        outside = memory.written_outside(runs)
+        if not outside & fit:
             break
-        fit -= apart
+        fit -= outside
     found = [run for run in runs if sum(map(_computes, run)) >= FEWEST]
     inside = {node for run in found for node in run}
     return found, [node for node in calls if node not in inside and node.op == "call_function" and _computes(node)]

@@ -35,7 +35,7 @@ class GatheredWeights:
     Attributes:
         parts: what this rank keeps, in the type that ops read, on the device or host where it stays.
         numbers: per parameter, its buckets.
-        speaks: whether some come from other ranks.
+        communicates: whether some come from other ranks.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class GatheredWeights:
             if rank in bucket.owners:
                 self._rank_buckets[number] = self._rank_bucket(bucket, holdings, rank, world_ranks, tensors)
                 self.numbers |= {name: (*self.numbers.get(name, ()), number) for name in bucket.names}
-        self.speaks = any(rank_bucket.plan.is_shared_out for rank_bucket in self._rank_buckets.values())
+        self.communicates = any(rank_bucket.plan.is_shared_out for rank_bucket in self._rank_buckets.values())
         self._users: Counter[int] = Counter()  # per storage of a weight, the number of its buckets that are here
         self._order: tuple[int, ...] = ()
         self._num_started = 0

@@ -236,9 +236,9 @@ class GradientSync:
 
     def settle(self, stage: int, waiting: Collection[torch.Tensor]) -> None:
         """The gradients of a stage are final, except those in `waiting`, whose weight part runs next."""
-        apart = set(waiting)
+        pending = set(waiting)
         for parameter, buckets in self._buckets_of.items():
-            if parameter not in apart and stage in buckets[0].stages:
+            if parameter not in pending and stage in buckets[0].stages:
                 self.is_final(parameter)
 
     def is_final(self, parameter: torch.Tensor) -> None:
