@@ -6,9 +6,9 @@ watchdog does not end the process first.
 
 A rank that fails writes the reason to the store that all ranks share and closes its connections, so that nobody waits for it. The
 first rank to write is the cause; ranks that fail because of it write nothing. Gloo has no call that closes a connection, but a
-receive that times out closes all connections of its group, and the other ends notice: so `close_all` receives, with a tiny limit, what
-nobody sends. A rank that loses a connection closes its own too, so that the news reaches ranks without a connection to the first. NCCL closes
-nothing; there the monitor of `Waits` reads the store.
+receive that times out closes all connections of its group, and the other ends notice: so `close_all` receives, with a tiny limit,
+what nobody sends. A rank that loses a connection closes its own too, so that the news reaches ranks without a connection to the
+first. NCCL closes nothing; there the monitor of `Waits` reads the store.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ from whale.runtime.program.watch import NOBODY, Watch
 from whale.runtime.state.engine_state import EngineState
 from whale.runtime.state.gathered import GatheredWeights
 from whale.runtime.state.gradient_sync import GradientSync
-from whale.runtime.state.holdings import Holdings, discover_if_sharded
+from whale.runtime.state.holdings import Holdings, RankLinks, discover_if_sharded
 from whale.runtime.state.host_copies import HostCopies
 from whale.runtime.state.publishing import Publishing
 from whale.runtime.state.scaling import Clipping
@@ -349,50 +349,24 @@ class Runtime:
         if rank_place is None:
             return None
         stages = {(rank_place.replica, stage) for stage in roster.plan.pipelines[rank_place.replica].stages_of(rank_place.pipeline_rank)}
-        groups, waits = self._connections.groups, roster.world.waits
-        return GradientSync(
-            buckets,
-            self.holdings,
-            rank_place.rank,
-            stages,
-            roster.world_ranks,
-            state.parameters,
-            state.kept,
-            groups,
-            waits,
-            self._host_copies,
-            self.watch,
-        )
+        return GradientSync(buckets, self._links(rank_place.rank), stages, state.parameters, state.kept)
 
     def _make_publishing(self, buckets: Sequence[Bucket], state: EngineState) -> Publishing | None:
         """None where ops on this rank read what the optimizer steps, and no other rank steps a part of it."""
-        rank, roster = self.roster.rank, self.roster
+        rank = self.roster.rank
         is_copied = any(self.holdings.plan.state_of(name).is_copied for name in state.kept)
         parts = {} if self._weights is None else self._weights.parts
         if rank is None or not (is_copied or parts or any(rank in bucket.owners for bucket in buckets)):
             return None
-        groups, waits = self._connections.groups, roster.world.waits
-        return Publishing(
-            buckets,
-            self.holdings,
-            rank,
-            roster.world_ranks,
-            state.tensors,
-            state.kept,
-            parts,
-            groups,
-            waits,
-            self._host_copies,
-            defers=self.config.communication.defer_weights,
-            watch=self.watch,
-        )
+        return Publishing(buckets, self._links(rank), state.tensors, state.kept, parts, defers=self.config.communication.defer_weights)
 
     def _make_weights(self, buckets: Sequence[Bucket], state: EngineState) -> GatheredWeights | None:
         """None where this rank holds all that ops read."""
-        rank, roster = self.roster.rank, self.roster
+        rank = self.roster.rank
         if rank is None or not any(rank in bucket.owners for bucket in buckets):
             return None
-        groups, waits = self._connections.groups, roster.world.waits
-        return GatheredWeights(
-            buckets, self.holdings, rank, roster.world_ranks, state.tensors, state.kept, groups, waits, self._host_copies, self.watch
-        )
+        return GatheredWeights(buckets, self._links(rank), state.tensors, state.kept)
+
+    def _links(self, rank: int) -> RankLinks:
+        world_ranks, groups, waits = self.roster.world_ranks, self._connections.groups, self.roster.world.waits
+        return RankLinks(self.holdings, rank, world_ranks, groups, waits, self._host_copies, self.watch)

@@ -20,11 +20,10 @@ from contextlib import contextmanager, nullcontext
 import torch
 from torch import Tensor
 
-from whale.comm import Groups, Launched, Waits
+from whale.comm import Launched
 from whale.runtime.program.shard.pieces import on_device
-from whale.runtime.program.watch import NOBODY, Watch
-from whale.runtime.state.holdings import Holdings
-from whale.runtime.state.host_copies import HostCopies, Mark, pinned
+from whale.runtime.state.holdings import RankLinks
+from whale.runtime.state.host_copies import Mark, pinned
 from whale.runtime.state.publishing import Place, RankBucket, bucket_of_rank, home
 from whale.sharding.buckets import NUM_AT_ONCE, Bucket, Visits
 
@@ -41,17 +40,13 @@ class GatheredWeights:
     def __init__(
         self,
         buckets: Sequence[Bucket],
-        holdings: Holdings,
-        rank: int,
-        world_ranks: Sequence[int],  # per rank of the plan, the rank in the world
+        links: RankLinks,
         tensors: Mapping[str, Tensor],  # what ops read
         kept: Mapping[str, Tensor],  # what the optimizer steps
-        groups: Groups,
-        waits: Waits,
-        copies: HostCopies,  # from the host
-        watch: Watch = NOBODY,  # called for each wait, each resized storage, and each host tensor
     ) -> None:
-        self.buckets, self._groups, self._waits, self._copies, self._watch = buckets, groups, waits, copies, watch
+        self.buckets = buckets
+        self._groups, self._waits, self._copies, self._watch = links.groups, links.waits, links.copies, links.watch
+        holdings, rank = links.holdings, links.rank
         self.parts: dict[str, Tensor] = {}
         for name, own in kept.items():
             state = holdings.plan.state_of(name)
@@ -59,13 +54,13 @@ class GatheredWeights:
                 self.parts[name] = tensors[name].data
             elif state.is_gathered:
                 dtype, there = getattr(torch, state.compute.dtype), home(state.compute, tensors[name].device)
-                with watch.on_host() if state.compute.home == "host" else nullcontext():
-                    self.parts[name] = pinned(own.data.to(there, dtype), copies.device) if state.is_copied else own.data
+                with links.watch.on_host() if state.compute.home == "host" else nullcontext():
+                    self.parts[name] = pinned(own.data.to(there, dtype), links.copies.device) if state.is_copied else own.data
         self.numbers: dict[str, tuple[int, ...]] = {}
         self._rank_buckets: dict[int, RankBucket] = {}
         for number, bucket in enumerate(buckets):
             if rank in bucket.owners:
-                self._rank_buckets[number] = self._rank_bucket(bucket, holdings, rank, world_ranks, tensors)
+                self._rank_buckets[number] = self._rank_bucket(bucket, links, tensors)
                 self.numbers |= {name: (*self.numbers.get(name, ()), number) for name in bucket.names}
         self.communicates = any(rank_bucket.plan.is_shared_out for rank_bucket in self._rank_buckets.values())
         self._users: Counter[int] = Counter()  # per storage of a weight, the number of its buckets that are here
@@ -76,10 +71,8 @@ class GatheredWeights:
         self._here: set[int] = set()
         self._throughout: frozenset[int] = frozenset()
 
-    def _rank_bucket(
-        self, bucket: Bucket, holdings: Holdings, rank: int, world_ranks: Sequence[int], tensors: Mapping[str, Tensor]
-    ) -> RankBucket:
-        found = bucket_of_rank(bucket, holdings, rank, world_ranks, tensors)
+    def _rank_bucket(self, bucket: Bucket, links: RankLinks, tensors: Mapping[str, Tensor]) -> RankBucket:
+        found, holdings, rank = bucket_of_rank(bucket, links, tensors), links.holdings, links.rank
         given = []
         for slot in bucket.slots:
             start = slot.start

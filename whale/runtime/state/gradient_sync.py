@@ -26,10 +26,9 @@ from functools import cached_property
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from whale.comm import Groups, Launched, Waits
+from whale.comm import Launched
 from whale.runtime.program.shard.pieces import Index, on_device, part, write_part
-from whale.runtime.program.watch import NOBODY, Watch
-from whale.runtime.state.holdings import Holdings
+from whale.runtime.state.holdings import RankLinks
 from whale.runtime.state.host_copies import HostCopies
 from whale.runtime.state.sparse_sums import RowSum
 from whale.sharding.buckets import NUM_AT_ONCE, Bucket
@@ -155,18 +154,13 @@ class GradientSync:
     def __init__(
         self,
         buckets: Sequence[Bucket],
-        holdings: Holdings,  # which part of a parameter this rank holds
-        rank: int,
+        links: RankLinks,
         stages: Collection[tuple[int, int]],  # (replica, stage) pairs that it runs
-        world_ranks: Sequence[int],  # per rank of the plan, the rank in the world
         parameters: Mapping[str, torch.nn.Parameter],  # what this rank owns
         kept: Mapping[str, torch.nn.Parameter],  # what the optimizer steps of these
-        groups: Groups,
-        waits: Waits,
-        copies: HostCopies,  # to the host, of what the optimizer steps there
-        watch: Watch = NOBODY,  # called when each bucket starts and ends
     ) -> None:
-        self._groups, self._waits, self._copies, self._watch = groups, waits, copies, watch
+        self._groups, self._waits, self._copies, self._watch = links.groups, links.waits, links.copies, links.watch
+        holdings, rank = links.holdings, links.rank
         self._armed: set[int] = set()
         self._hooks: list[RemovableHandle] = []
         freed = {name for plan in buckets if rank in plan.owners and plan.form.sharding == "owners" for name in plan.names}
@@ -195,7 +189,7 @@ class GradientSync:
         for plan in buckets:
             if rank not in plan.owners:
                 continue
-            bucket = _make_bucket(plan, holdings, rank, stages, world_ranks, parameters, len(self._buckets))
+            bucket = _make_bucket(plan, links, stages, parameters, len(self._buckets))
             going = [self._collected[parameter] for parameter in bucket.parameters if parameter in self._collected]
             bucket.is_collected = bool(going)
             bucket.leaves_device = all(each.leaves_device for each in going) and len(going) == len(bucket.parameters)
@@ -388,14 +382,9 @@ class GradientSync:
 
 
 def _make_bucket(
-    plan: Bucket,
-    holdings: Holdings,
-    rank: int,
-    stages: Collection[tuple[int, int]],
-    world_ranks: Sequence[int],
-    parameters: Mapping[str, torch.nn.Parameter],
-    number: int,
+    plan: Bucket, links: RankLinks, stages: Collection[tuple[int, int]], parameters: Mapping[str, torch.nn.Parameter], number: int
 ) -> _Bucket:
+    holdings, rank = links.holdings, links.rank
     stays, slots = plan.form.sharding == "stage", list[_Slot]()
     in_place = stays and not plan.form.is_sparse
     for slot in plan.slots:
@@ -407,8 +396,7 @@ def _make_bucket(
         adds = rank in slot.piece.contributors
         slots.append(_Slot(parameter, index, shape, slot.start, slot.stop, adds, accumulates=in_place and adds and index is None))
     mine = frozenset(stage for replica, stage in plan.stages if (replica, stage) in stages)
-    runs = tuple((world_ranks[keeper], start, stop) for keeper, start, stop in plan.runs)
-    ranks, device = tuple(sorted(world_ranks[owner] for owner in plan.owners)), slots[0].parameter.device
+    (ranks, runs), device = links.in_world(plan), slots[0].parameter.device
     made = _Bucket(plan, ranks, runs, slots, mine, device, number)
     if plan.form.is_sparse:
         made.rows = RowSum(slots[0].parameter, slots[0].adds, ranks)

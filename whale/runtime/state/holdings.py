@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from whale.axes import Axes, discover
+from whale.comm import Groups, Waits
 from whale.ir.graph import ModelGraph
 from whale.ir.plan import Form, Plan, Stage
 from whale.runtime.program.shard.pieces import Index, as_index, part
+from whale.runtime.program.watch import NOBODY, Watch
+from whale.runtime.state.host_copies import HostCopies
 from whale.runtime.state.perform import Whole
 from whale.sharding import Piece, Region
+from whale.sharding.buckets import Bucket
 from whale.sharding.parameters import ParameterShardings, parameter_shardings
 
 
@@ -102,6 +107,24 @@ class Holdings:
         kept = self.kept(name, rank)
         pieces = self.shardings.kept(name).pieces if kept is not None else ()
         return [self.index(name, piece.region, kept) for piece in pieces if piece.owners[0] == rank]
+
+
+@dataclass(frozen=True)
+class RankLinks:
+    """How this rank of a plan exchanges gradients and weights with their other owners."""
+
+    holdings: Holdings
+    rank: int  # of the plan
+    world_ranks: Sequence[int]  # per rank of the plan, the rank in the world
+    groups: Groups  # one per owner set
+    waits: Waits
+    copies: HostCopies  # between the device and its host
+    watch: Watch = NOBODY
+
+    def in_world(self, bucket: Bucket) -> tuple[tuple[int, ...], tuple[tuple[int, int, int], ...]]:
+        """The owners and the runs of a bucket, by ranks of the world."""
+        owners = tuple(sorted(self.world_ranks[owner] for owner in bucket.owners))
+        return owners, tuple((self.world_ranks[keeper], start, stop) for keeper, start, stop in bucket.runs)
 
 
 def discover_if_sharded(plan: Plan, model: ModelGraph) -> Axes | None:

@@ -20,13 +20,12 @@ from types import MappingProxyType
 import torch
 from torch import Tensor, nn
 
-from whale.comm import Groups, Launched, Waits
+from whale.comm import Groups, Launched
 from whale.errors import RuntimeFault, first_few
 from whale.ir.plan import Form
 from whale.runtime.program.shard.pieces import Index, on_device, part, write_part
-from whale.runtime.program.watch import NOBODY, Watch
-from whale.runtime.state.holdings import Holdings
-from whale.runtime.state.host_copies import HostCopies, pinned
+from whale.runtime.state.holdings import Holdings, RankLinks
+from whale.runtime.state.host_copies import pinned
 from whale.runtime.state.updates import copy_all
 from whale.sharding.buckets import NUM_AT_ONCE, Bucket
 
@@ -170,20 +169,15 @@ class Publishing:
     def __init__(
         self,
         buckets: Sequence[Bucket],  # of the whole plan, in the order in which they start
-        holdings: Holdings,
-        rank: int,
-        world_ranks: Sequence[int],  # per rank of the plan, the rank in the world
+        links: RankLinks,
         tensors: Mapping[str, Tensor],  # what ops read
         kept: Mapping[str, Tensor],  # what the optimizer steps
         parts: Mapping[str, Tensor],  # of gathered weights, what this rank keeps, in the type that ops read
-        groups: Groups,
-        waits: Waits,
-        copies: HostCopies,  # from the host
         *,
         defers: bool = False,  # whether readers wait for what is in flight when `publish` returns
-        watch: Watch = NOBODY,  # called when each such bucket starts and ends
     ) -> None:
-        self._groups, self._waits, self._copies, self._defers, self._watch = groups, waits, copies, defers, watch
+        self._groups, self._waits, self._copies, self._watch, self._defers = links.groups, links.waits, links.copies, links.watch, defers
+        holdings, rank = links.holdings, links.rank
         own_buckets = [bucket for bucket in buckets if rank in bucket.owners]
         self._flats = [_read_in_place(bucket, holdings, rank, tensors, kept) for bucket in own_buckets]
         self._under_way: dict[int, list[Launched | None]] = {}  # of buckets in which ops read
@@ -194,7 +188,7 @@ class Publishing:
                 held, index = tensors[name].detach(), holdings.kept_index(name, rank)
                 read = parts[name] if name in parts else held if index is None else part(held, index)
                 (self._cast if read.device == own.device else self._brought).append((read, own.detach()))
-        self._rank_buckets = [bucket_of_rank(bucket, holdings, rank, world_ranks, tensors) for bucket in own_buckets]
+        self._rank_buckets = [bucket_of_rank(bucket, links, tensors) for bucket in own_buckets]
         self.numbers: dict[str, tuple[int, ...]] = {}
         for number, rank_bucket in enumerate(self._rank_buckets):
             if defers and self._flats[number] is not None and rank_bucket.taken:
@@ -274,9 +268,9 @@ class Publishing:
             place.write(flat)
 
 
-def bucket_of_rank(bucket: Bucket, holdings: Holdings, rank: int, world_ranks: Sequence[int], tensors: Mapping[str, Tensor]) -> RankBucket:
+def bucket_of_rank(bucket: Bucket, links: RankLinks, tensors: Mapping[str, Tensor]) -> RankBucket:
     """A bucket on a rank; `tensors` are what ops read."""
-    given, taken = [], []
+    given, taken, holdings, rank = list[Place](), list[Place](), links.holdings, links.rank
     for slot in bucket.slots:
         held = tensors[slot.name].data
         index = holdings.index(slot.name, slot.piece.region, holdings.held(slot.name, rank))
@@ -284,5 +278,4 @@ def bucket_of_rank(bucket: Bucket, holdings: Holdings, rank: int, world_ranks: S
         keepers = {keeper for keeper, _ in slot.keepers}
         given += [place] if rank in keepers else []
         taken += [place] if keepers != {rank} or bucket.form.home == "host" else []
-    runs = tuple((world_ranks[keeper], start, stop) for keeper, start, stop in bucket.runs)
-    return RankBucket(bucket, tuple(sorted(world_ranks[owner] for owner in bucket.owners)), runs, tuple(given), tuple(taken))
+    return RankBucket(bucket, *links.in_world(bucket), tuple(given), tuple(taken))

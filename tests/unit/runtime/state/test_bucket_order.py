@@ -20,7 +20,7 @@ from whale.ir.schedule import LAUNCHES, POSTS, Action, Kind
 from whale.planning import make_plan
 from whale.runtime.execute.roster import find_rank_place
 from whale.runtime.state.gradient_sync import GradientSync
-from whale.runtime.state.holdings import Holdings
+from whale.runtime.state.holdings import Holdings, RankLinks
 from whale.runtime.state.host_copies import HostCopies
 from whale.schedules import alike_schedules, schedules_of
 from whale.sharding.buckets import Bucket, plan_buckets
@@ -69,7 +69,8 @@ def launches_of(plan: Plan, rank: int, holdings: Holdings, buckets: Sequence[Buc
     launches = Launches()
     own = {(replica.index, stage) for stage in stages}
     world = range(len(plan.devices))
-    sync = GradientSync(buckets, holdings, rank, own, world, parameters, parameters, launches, timedelta(seconds=1), COPIES)  # type: ignore[arg-type]
+    links = RankLinks(holdings, rank, world, launches, timedelta(seconds=1), COPIES)  # type: ignore[arg-type]
+    sync = GradientSync(buckets, links, own, parameters, parameters)
     sync.begin()
     actions = schedules_of(plan)[replica.index].ranks[rank_place.pipeline_rank]
     last = {action.stage: index for index, action in enumerate(actions) if action.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)}

@@ -12,6 +12,7 @@ import torch
 from whale.comm import Waits
 from whale.ir.plan import Form
 from whale.runtime.state.gradient_sync import GradientSync
+from whale.runtime.state.holdings import RankLinks
 from whale.runtime.state.host_copies import HostCopies
 from whale.sharding import Piece, Region
 from whale.sharding.buckets import Bucket, BucketSlot
@@ -66,7 +67,8 @@ def make(names: Sequence[str], stages: Sequence[int], contributors: tuple[int, .
         for name, stage in zip(names, stages, strict=True)
     ]
     held = {(0, stage) for stage in stages}
-    sync = GradientSync(buckets, Whole(), 0, held, (0, 1), parameters, parameters, owners, Waits(timedelta(seconds=1)), COPIES)  # type: ignore[arg-type]
+    links = RankLinks(Whole(), 0, (0, 1), owners, Waits(timedelta(seconds=1)), COPIES)  # type: ignore[arg-type]
+    sync = GradientSync(buckets, links, held, parameters, parameters)
     sync.begin()
     return sync, owners, parameters
 
@@ -112,7 +114,8 @@ def test_parameters_of_several_stages_start_last() -> None:
         Bucket((BucketSlot("tied", PIECE, (), 0, 4),), FLOAT, (0, 1), ((0, 0), (0, 1)), False),
         Bucket((BucketSlot("own", PIECE, (), 0, 4),), FLOAT, (0, 1), ((0, 0), (1, 0))),
     ]
-    sync = GradientSync(buckets, Whole(), 0, {(0, 0)}, (0, 1), parameters, parameters, owners, Waits(timedelta(seconds=1)), COPIES)  # type: ignore[arg-type]
+    links = RankLinks(Whole(), 0, (0, 1), owners, Waits(timedelta(seconds=1)), COPIES)  # type: ignore[arg-type]
+    sync = GradientSync(buckets, links, {(0, 0)}, parameters, parameters)
     sync.begin()
     sync.arm(0)
     (parameters["tied"] * 7 + parameters["own"]).sum().backward()
@@ -131,7 +134,7 @@ def test_what_keepers_have_taken_is_let_go_two_buckets_later() -> None:
     buckets.append(replace(buckets[0], slots=(replace(buckets[0].slots[0], name="c"),)))
     kept = {name: parameters[name] for name in "ac"}
     waits = Waits(timedelta(seconds=1))
-    sync = GradientSync(buckets, Whole(False), 0, {(0, 0)}, (0, 1), parameters, kept, Owners(), waits, COPIES)  # type: ignore[arg-type]
+    sync = GradientSync(buckets, RankLinks(Whole(False), 0, (0, 1), Owners(), waits, COPIES), {(0, 0)}, parameters, kept)  # type: ignore[arg-type]
     sync.begin()
     sync.arm(0)
     for name in "abc":
