@@ -9,8 +9,8 @@ from torch import Tensor
 
 from whale.axes.values import Axes, Dimension
 from whale.ir.plan import Shard
-from whale.runtime.program.shard.pieces import Index, as_index, axis_sizes, part, write_part
-from whale.sharding.index_sets import index_set, intervals
+from whale.runtime.program.shard.pieces import Index, as_index, part, write_part
+from whale.sharding.index_sets import axis_sizes, index_set, intervals
 
 
 def local_indices(dimensions: Sequence[Dimension], sizes: Mapping[str, int], shards: Sequence[Shard], position: int) -> tuple[Index, ...]:

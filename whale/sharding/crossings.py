@@ -21,7 +21,7 @@ from whale.ir.division import divide, intervals
 from whale.ir.graph import ModelGraph, TensorSpec
 from whale.ir.plan import BATCH, BatchAxis, Edge, Replica, Stage
 from whale.sharding.index_sets import IndexSpace
-from whale.sharding.moves import Move, moves
+from whale.sharding.reshard import Move, moves
 from whale.sharding.sharding import Region, Sharding
 
 
@@ -70,11 +70,6 @@ def row_space(spec: TensorSpec, axis: BatchAxis | None, num_rows: int) -> IndexS
         dimensions[axis.dim] = ("outer", BATCH, "inner")
         sizes |= {"outer": axis.outer, BATCH: num_rows, "inner": axis.inner}
     return IndexSpace(tuple(dimensions), sizes)
-
-
-def shard_space(dimensions: tuple[Dimension, ...], sizes: Mapping[str, int], num_rows: int) -> IndexSpace:
-    """The index space of a tensor whose axes are known."""
-    return IndexSpace(dimensions, {**sizes, BATCH: num_rows})
 
 
 Direction = Literal["forward", "backward"]

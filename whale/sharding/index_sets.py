@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from math import prod
 
-from whale.axes.values import Concatenation, Dimension, Factor
+from whale.axes.values import Axes, Concatenation, Dimension, Factor
 from whale.ir.plan import Shard
 from whale.sharding.sharding import Region
 
@@ -29,6 +29,11 @@ def intervals(shards: Sequence[Shard], position: int) -> dict[str, tuple[int, in
         ends = (0, *accumulate(shard.sizes))
         found[shard.axis] = (ends[position], ends[position + 1])
     return found
+
+
+def axis_sizes(axes: Axes) -> dict[str, int]:
+    """Sizes of all axes, at the example's rows."""
+    return {axis.name: axis.size for axis in axes.axes}
 
 
 def extent(dimension: Dimension, sizes: Mapping[str, int]) -> int:

@@ -18,7 +18,7 @@ from whale.axes.values import Axes, Dimension, may_lie_in_parts
 from whale.errors import PlanError
 from whale.ir.graph import DTYPE_BYTES, ModelGraph
 from whale.ir.plan import BATCH, Plan, Replica, Shard, Stage
-from whale.sharding.index_sets import IndexSpace, Runs, intervals
+from whale.sharding.index_sets import IndexSpace, Runs, axis_sizes, intervals
 from whale.sharding.keepers import ROWS, Keeping, SharedOut, deal
 from whale.sharding.sharding import Region, Sharding
 
@@ -213,7 +213,7 @@ class ParameterShardings:
 
     @cached_property
     def _sizes(self) -> dict[str, int]:
-        return {} if self.axes is None else {axis.name: axis.size for axis in self.axes.axes}
+        return {} if self.axes is None else axis_sizes(self.axes)
 
     def _form(self, pattern: Pattern, name: str) -> GroupHolding:
         dimensions = self._dimensions(name)

@@ -1,15 +1,22 @@
-"""Resharding: the collectives and messages that turn one sharding of a tensor into another, each a linear map with its adjoint.
+"""Resharding: the copies, and the collectives and messages, that turn one sharding of a tensor into another.
 
-    sums          reduce-scattered where nobody wants an element twice, else all-reduced in place, piece by piece
-    final values  copied by the moves between the regions; devices that exchange nothing are in different steps
+     source (5:3)        target (4:4)            moves
+a0  [0 1 2 3 4]      b0 [0 1 2 3]           a0 -> b0  [0, 4)
+a1  [5 6 7]          b1 [4 5 6 7]           a0 -> b1  [4, 5)
+                                            a1 -> b1  [5, 8)
 
-    kind             its adjoint      received by a device that has n_i of N elements before, m_i after, t devices
-    slice            pad              0
-    all-gather       reduce-scatter   N - n_i               what it does not have
-    all-to-all       all-to-all       m_i - what it has of it already
-    send             send             m_i - what it has of it already
-    reduce-scatter   all-gather       m_i (t - 1)           its part, from each of the others
-    all-reduce       all-reduce       2 N (t - 1) / t       a reduce-scatter and an all-gather, in even pieces
+Each target device receives each element that it lacks exactly once, which is the least possible. A step is a linear map, with its adjoint:
+
+sums          reduce-scattered where nobody wants an element twice, else all-reduced in place, piece by piece
+final values  copied by the moves between the regions; devices that exchange nothing are in different steps
+
+kind             its adjoint      received by a device that has n_i of N elements before, m_i after, t devices
+slice            pad              0
+all-gather       reduce-scatter   N - n_i               what it does not have
+all-to-all       all-to-all       m_i - what it has of it already
+send             send             m_i - what it has of it already
+reduce-scatter   all-gather       m_i (t - 1)           its part, from each of the others
+all-reduce       all-reduce       2 N (t - 1) / t       a reduce-scatter and an all-gather, in even pieces
 
 Gradients have shardings of their own: where every copy of a value has the complete gradient, that of the value; where each
 copy has seen only some of the users, the copies are terms of a sum.
@@ -23,8 +30,110 @@ from functools import cached_property
 from typing import Literal
 
 from whale.sharding.index_sets import IndexSpace
-from whale.sharding.moves import Move, moves
 from whale.sharding.sharding import Region, Sharding
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """A region copied from a device to a device, maybe the same one; terms that arrive at one place are added."""
+
+    source: int
+    target: int
+    region: Region
+
+    @property
+    def adjoint(self) -> Move:
+        return Move(self.target, self.source, self.region)
+
+    def __str__(self) -> str:
+        return f"{self.source} -> {self.target} {self.region}"
+
+
+def moves(source: Sharding, target: Sharding, hosts: Mapping[int, str] | None = None) -> tuple[Move, ...]:
+    """The moves that turn one sharding into another, target device by target device.
+
+    A device prefers what it holds itself, then a holder on its host, then the holder that has sent least so far, then one at the
+    same relative place in its mesh, so that copies spread. Each final element comes from one holder. Where a sum of n terms becomes
+    a sum of m terms, term k goes to term ``k * m // n``, whose devices add what they receive. A term is zero where no device holds it.
+
+    Args:
+        source, target: of one tensor; the devices of each term of the target together hold everything.
+        hosts: the host of each device; None where all links are equal.
+    """
+    senders = _Senders(source, hosts or {})
+    terms = _order(source)
+    ends = _order(target)
+    found: list[Move] = []
+    for position, (device, region) in enumerate(zip(target.mesh, target.regions, strict=True)):
+        place = position * len(source.mesh) / len(target.mesh)
+        end, wanted = ends[target.own_terms[position]], region.intersect(source.hull)
+        for term, number in terms.items():
+            if number * len(ends) // len(terms) == end and not wanted.is_empty:
+                found += sorted(senders.deliver(device, place, wanted, term), key=senders.order)
+    return tuple(found)
+
+
+def _order(sharding: Sharding) -> dict[int, int]:
+    """Each term's number, in order of the mesh."""
+    return {term: number for number, term in enumerate(dict.fromkeys(sharding.own_terms))}
+
+
+class _Senders:
+    """The devices of a source, and how much each has sent so far."""
+
+    def __init__(self, source: Sharding, hosts: Mapping[int, str]) -> None:
+        self._hosts = hosts
+        self._position = {device: position for position, device in enumerate(source.mesh)}
+        self._sent = dict.fromkeys(source.mesh, 0)
+        self._of_term: dict[int, dict[Region, list[int]]] = {}
+        for device, region, term in zip(source.mesh, source.regions, source.own_terms, strict=True):
+            holders = self._of_term.setdefault(term, {})
+            if not region.is_empty:
+                holders.setdefault(region, []).append(device)
+
+    def order(self, move: Move) -> tuple[object, ...]:
+        """By sender, then by place."""
+        return self._position[move.source], move.region.intervals
+
+    def deliver(self, device: int, place: float, wanted: Region, term: int) -> Iterator[Move]:
+        """The moves that give a device its region of one term; `place` is the matching position in the source's mesh."""
+        near = [
+            (region, min(holders, key=lambda holder: self._cost(holder, device, place)))
+            for region, holders in self._meeting(wanted, term)
+            if not region.intersect(wanted).is_empty
+        ]
+        near.sort(key=lambda pair: self._cost(pair[1], device, place))
+        missing = [wanted]
+        for region, holder in near:
+            rest: list[Region] = []
+            for part in missing:
+                common = part.intersect(region)
+                if common.is_empty:
+                    rest.append(part)
+                    continue
+                yield Move(holder, device, common)
+                if holder != device:
+                    self._sent[holder] += common.volume
+                rest += part.without(region)
+            missing = rest
+        assert not missing or len(self._of_term) > 1, f"nobody holds {', '.join(map(str, missing))}"
+
+    def _meeting(self, wanted: Region, term: int) -> Iterator[tuple[Region, list[int]]]:
+        """The regions of a term that may overlap with another, by the first axis alone: a cheap filter for a hot path."""
+        for region, holders in self._of_term[term].items():
+            if not region.intervals:
+                yield region, holders
+                continue
+            axis, start, stop = region.intervals[0]
+            low, high = wanted.interval(axis) or (start, stop)
+            if start < high and low < stop:
+                yield region, holders
+
+    def _cost(self, holder: int, device: int, place: float) -> tuple[object, ...]:
+        position = self._position[holder]
+        is_far = bool(self._hosts) and self._hosts.get(holder) != self._hosts.get(device)
+        return holder != device, is_far, self._sent[holder], abs(position - place), position
+
 
 Kind = Literal["slice", "pad", "all-gather", "reduce-scatter", "all-reduce", "all-to-all", "send"]
 

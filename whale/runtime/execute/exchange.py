@@ -15,13 +15,14 @@ import torch
 from whale.axes import Axes
 from whale.comm import Channel, Channels, Launched, Waits
 from whale.ir.graph import ModelGraph
-from whale.ir.plan import BatchAxis, Edge, Plan, Replica
+from whale.ir.plan import BATCH, BatchAxis, Edge, Plan, Replica
 from whale.ir.schedule import Action, Kind
 from whale.runtime.program.shard.pieces import Index, as_bytes, as_index, on_device, part, write_part
 from whale.runtime.program.watch import Place, Watch
 from whale.schedules import Releases
 from whale.sharding import IndexSpace, Region
-from whale.sharding.crossings import Crossings, Direction, row_space, shard_space
+from whale.sharding.crossings import Crossings, Direction, row_space
+from whale.sharding.index_sets import axis_sizes
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +76,7 @@ class Boundary:
         """The index space of a micro-batch's tensor."""
         if any(stage.border_shard(tensor) for stage in self.replica.stages):
             assert self.axes is not None, f"%{tensor} crosses in parts of an axis whose place in it is not known"
-            return shard_space(self.axes.ops[tensor].outputs[0], {axis.name: axis.size for axis in self.axes.axes}, num_rows)
+            return IndexSpace(self.axes.ops[tensor].outputs[0], {**axis_sizes(self.axes), BATCH: num_rows})
         return row_space(self.model.by_name[tensor].outputs[0], self._batch_axes.get(tensor), num_rows)
 
     def local_rows(self, stage: int, position: int, num_rows: int) -> tuple[int, int]:

@@ -77,8 +77,7 @@ def make_stages(
             {} if each is None else {name: own for name, own in each.numbers.items() if name not in lacks} for each in (weights, publishing)
         )
         source = StageSource(
-            captured.graph,
-            captured.graph_for,
+            captured,
             replica,
             stage,
             set(known),

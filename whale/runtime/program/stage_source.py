@@ -6,7 +6,7 @@ another of static shapes for the first number of rows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Protocol
 
@@ -37,10 +37,6 @@ class Captured(Protocol):
         """The program for pieces of `num_rows` rows."""
 
 
-GraphSource = Callable[[int], fx.Graph]
-"""The captured graph by number of rows."""
-
-
 class StageSource:
     """A stage's program, lowered on demand.
 
@@ -50,8 +46,7 @@ class StageSource:
 
     def __init__(
         self,
-        model: ModelGraph,
-        graphs: GraphSource,  # its program per number of rows
+        captured: Captured,
         replica: Replica,  # holds the edges
         stage: Stage,
         known: set[int],  # loss terms whose weights are known in advance and need not be returned
@@ -63,10 +58,10 @@ class StageSource:
         watch: Watch = NOBODY,  # called when segments are computed
         compilation: Compilation | None = None,  # compiles runs of ops; None for none
     ) -> None:
-        self._shards, self._brought, self._awaited, self._watch = shards, transient, awaited, watch
+        self._shards, self._transient, self._awaited, self._watch = shards, transient, awaited, watch
         self._compilation, self._first = compilation, dict[fx.Graph, int]()
         self._splits_backward = splits_backward
-        self._model, self._graphs, self._stage, self._device = model, graphs, stage, device
+        self._captured, self._stage, self._device, model = captured, stage, device, captured.graph
         self._received = {name for edge in replica.edges if edge.target == stage.index for name in edge.tensors}
         sent = {name for edge in replica.edges if edge.source == stage.index for name in edge.tensors}
         ops = set(stage.ops)
@@ -79,7 +74,7 @@ class StageSource:
         self._lowered: dict[tuple[fx.Graph, int, bool, bool], StageProgram] = {}
 
     def __call__(self, num_rows: int) -> StageProgram:
-        graph = self._graphs(num_rows)
+        graph = self._captured.graph_for(num_rows)
         rows = num_rows if self._shards is not None and self._shards.divides_rows else 0
         halving = self._halving if num_rows >= MIN_ROWS else None
         compilation = self._compilation
@@ -89,7 +84,7 @@ class StageSource:
         if program is None:
             program = lower(
                 graph,
-                self._model,
+                self._captured.graph,
                 self._stage.ops,
                 self._received,
                 self.outputs,
@@ -99,7 +94,7 @@ class StageSource:
                 segments=self._stage.recomputed,
                 num_rows=rows,
                 halving=halving,
-                transient=self._brought,
+                transient=self._transient,
                 awaited=self._awaited,
                 watch=self._watch,
                 rewrite=None if compilation is None else partial(compile_runs, compilation=compilation, is_dynamic=is_dynamic),

@@ -148,10 +148,6 @@ class StreamTicks:
         return event
 
 
-def ticks_of(device: torch.device) -> Ticks:
-    return StreamTicks(device) if device.type == "cuda" else HostTicks()
-
-
 Route = tuple[Place, Place, Channel]
 
 
@@ -205,7 +201,7 @@ class Recorder(Meter):
 
     def start(self, clock: Clock) -> None:
         """Starts to record, with this rank's clock."""
-        self._notes = notes = _Notes(ticks_of(self.device), clock)
+        self._notes = notes = _Notes(StreamTicks(self.device) if self.device.type == "cuda" else HostTicks(), clock)
         self._under_way = {key: each for key, each in self._under_way.items() if each.what == "weights"}
         for each in self._under_way.values():
             each.start = notes.ticks.now()

@@ -12,9 +12,8 @@ from whale.errors import PlanError
 from whale.ir.division import divide
 from whale.ir.graph import ModelGraph, Op
 from whale.ir.plan import BATCH, Shard
-from whale.runtime.program.shard.pieces import axis_sizes
 from whale.runtime.program.shard.slots import Slots
-from whale.sharding.index_sets import Runs, count, extent, index_set, intervals, relative
+from whale.sharding.index_sets import Runs, axis_sizes, count, extent, index_set, intervals, relative
 
 
 @dataclass(frozen=True)

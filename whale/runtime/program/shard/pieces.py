@@ -7,16 +7,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from whale.axes.values import Axes
 from whale.sharding.index_sets import Runs, count_below
 
 Index = slice | Tensor
 """Positions along one dimension: a slice if they are consecutive, else a LongTensor."""
-
-
-def axis_sizes(axes: Axes) -> dict[str, int]:
-    """Sizes of all axes, at the example's rows."""
-    return {axis.name: axis.size for axis in axes.axes}
 
 
 def as_index(runs: Runs) -> Index:
