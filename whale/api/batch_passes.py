@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any, Literal, TypeVar
 from warnings import catch_warnings, simplefilter
 
@@ -14,16 +14,19 @@ import torch
 from whale.api.guards import Guards
 from whale.api.loader import DataPosition
 from whale.api.mode import CapturedMode, ModeName, view_of
-from whale.api.modes import Modes, forget, prepare_forward, prepare_training
+from whale.api.modes import Modes, warn_where_apart
 from whale.api.rank_batch import RankBatch
 from whale.capture import BatchStructure
 from whale.errors import WhaleError
+from whale.ir.plan import Plan
+from whale.planning import carry_plan, retarget_plan
 from whale.runtime.execute.batch import BatchView
 from whale.runtime.execute.call_check import Call
 from whale.runtime.execute.executor import StepState
 from whale.runtime.runtime import Runtime
 from whale.runtime.state.engine_state import EngineState
 from whale.runtime.weights.gathering import gather_outputs, own_outputs
+from whale.schedules import forward_schedules_of, short_schedules_of
 
 Found = TypeVar("Found")
 
@@ -92,7 +95,7 @@ class BatchPasses:
         like = self._like_elsewhere(name, batch)
         base = modes.ensure(name, batch, like)
         if runtime.plan_of(name) is None:
-            prepare_forward(runtime, modes, base, base.graph.num_rows)
+            self._prepare_forward(base, base.graph.num_rows)
         runtime.lend(name)
         key, captured, view = self.view(name, batch, like=like)
         return ForwardPass(runtime.forward(key, view, self.state.step_number), captured, view, runtime)
@@ -114,17 +117,43 @@ class BatchPasses:
                 self.runtime.check_unwritten()
                 if isinstance(batch, RankBatch):
                     batch.check(self.runtime.roster.plan, self.runtime.roster.rank)
-                captured = self._modes.fitting(name, batch, partial(forget, self.runtime), like)
+                captured = self._modes.fitting(name, batch, self._forget, like)
                 view = view_of(captured.program.batch, batch)
-                key = captured.key
-                if name == "train":
-                    key = prepare_training(self.runtime, self._modes, captured, view.num_rows)
-                else:
-                    prepare_forward(self.runtime, self._modes, captured, view.num_rows)
+                prepare = self._prepare_training if name == "train" else self._prepare_forward
+                key = prepare(captured, view.num_rows)
             except WhaleError as refusal:
                 self.runtime.refuse(name, refusal, call)
                 raise
             return key, captured, view
+
+    def _prepare_forward(self, captured: CapturedMode, num_rows: int) -> str:
+        """Prepares a mode without backward for global batches of so many rows, under a plan made from the training's; its name."""
+        runtime, name = self.runtime, captured.key
+        fitting = runtime.roster.plan.with_micro_batches_for(num_rows)
+        if self._lacks(name, fitting):
+            plan = retarget_plan(fitting, self._modes.train.graph, captured.graph)
+            if name == captured.graph.mode:  # at other sizes the warning would come again
+                warn_where_apart(plan, captured.graph, runtime.roster.world)
+            runtime.prepare(name, captured, plan, forward_schedules_of(plan))
+        return name
+
+    def _prepare_training(self, captured: CapturedMode, num_rows: int) -> str:
+        """Prepares training on global batches of so many rows, in fewer micro-batches where these are too few; its name."""
+        train, whole = self._modes.train, self.runtime.roster.plan
+        fitting = whole.with_micro_batches_for(num_rows)
+        name = captured.key if fitting is whole else _in_fewer(captured.key)
+        if self._lacks(name, fitting):
+            plan = fitting if captured is train else carry_plan(fitting, train.graph, captured.graph)
+            self.runtime.prepare(name, captured, plan, short_schedules_of(plan, whole))
+        return name
+
+    def _lacks(self, name: str, plan: Plan) -> bool:
+        prepared = self.runtime.plan_of(name)
+        return prepared is None or prepared.pipelines != plan.pipelines
+
+    def _forget(self, key: str) -> None:
+        self.runtime.forget(key)
+        self.runtime.forget(_in_fewer(key))
 
     def _like_elsewhere(self, name: ModeName, batch: Any) -> BatchStructure | None:
         """The structure of a batch from a rank with rows of it, where ranks outside the plan have none of a loader's; all ranks ask."""
@@ -139,3 +168,7 @@ class BatchPasses:
             simplefilter("ignore", FutureWarning)  # of torch, of its own trees
             found = roster.world.gather_objects(own)
         return next((each for each in found if isinstance(each, BatchStructure)), None)
+
+
+def _in_fewer(key: str) -> str:
+    return f"{key}, in fewer micro-batches"

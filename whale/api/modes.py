@@ -1,7 +1,4 @@
-"""The captures of one model: the training's, the others when first used, those of batches of other sizes and of other plain values.
-
-Each is executed under a plan made from the training's, for it and for the number of rows of its batches.
-"""
+"""The captures of one model: the training's, the others when first used, those of batches of other sizes and of other plain values."""
 
 from __future__ import annotations
 
@@ -24,11 +21,8 @@ from whale.errors import BatchError, CaptureError, first_few, warn
 from whale.ir.graph import ModelGraph
 from whale.ir.plan import Plan
 from whale.ir.precision import Precision
-from whale.planning import carry_plan, retarget_plan
 from whale.planning.explain.mixing import mixed_apart, warn_of_mixing
 from whale.progress import progress
-from whale.runtime.runtime import Runtime
-from whale.schedules import forward_schedules_of, short_schedules_of
 from whale.units import listed
 
 RETRACE_SECONDS = 8.0
@@ -294,48 +288,6 @@ def _compare_captures(graph: ModelGraph | None, world: World) -> None:
         hint="build the model, its scopes and the example batch's shapes the same on every rank. A set is iterated in another order in "
         "each process unless PYTHONHASHSEED is set, as whale run does",
     )
-
-
-def prepare_forward(runtime: Runtime, modes: Modes, captured: CapturedMode, num_rows: int) -> None:
-    """Prepares a mode without backward for global batches of so many rows, unless it is prepared already."""
-    fitting = runtime.roster.plan.with_micro_batches_for(num_rows)
-    prepared = runtime.plan_of(captured.key)
-    if prepared is None or prepared.pipelines != fitting.pipelines:
-        plan = retarget_plan(fitting, modes.train.graph, captured.graph)
-        if captured.key == captured.graph.mode:  # at other sizes it would be said again
-            warn_where_apart(plan, captured.graph, runtime.roster.world)
-        runtime.prepare(captured.key, captured, plan, forward_schedules_of(plan))
-
-
-def prepare_training(runtime: Runtime, modes: Modes, captured: CapturedMode, num_rows: int) -> str:
-    """Prepares training on batches of the sizes of a capture and of so many rows, unless it is prepared already.
-
-    A batch with too few rows for all micro-batches is trained in fewer.
-
-    Returns:
-        The name under which it is prepared.
-
-    Raises:
-        PlanError: the plan cannot be carried over to these sizes.
-    """
-    whole = runtime.roster.plan
-    fitting = whole.with_micro_batches_for(num_rows)
-    name = captured.key if fitting is whole else _in_fewer(captured.key)
-    prepared = runtime.plan_of(name)
-    if prepared is None or prepared.pipelines != fitting.pipelines:
-        plan = fitting if captured is modes.train else carry_plan(fitting, modes.train.graph, captured.graph)
-        runtime.prepare(name, captured, plan, short_schedules_of(plan, whole))
-    return name
-
-
-def forget(runtime: Runtime, key: str) -> None:
-    """Lets go of what was prepared for a capture."""
-    runtime.forget(key)
-    runtime.forget(_in_fewer(key))
-
-
-def _in_fewer(key: str) -> str:
-    return f"{key}, in fewer micro-batches"
 
 
 def warn_where_apart(plan: Plan, graph: ModelGraph, world: World) -> None:
