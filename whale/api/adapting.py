@@ -1,6 +1,6 @@
 """Following the speeds of the devices of a run, and finding when its plan no longer fits them.
 
-Every rank has the same numbers and decides alike, without communication, that another plan is to be searched; rank 0 searches.
+Every rank has the same numbers and decides the same, without communication, that another plan is to be searched; rank 0 searches.
 """
 
 from __future__ import annotations

@@ -103,7 +103,7 @@ class BatchPasses:
     def view(
         self, name: ModeName, batch: Any, call: Call | None = None, like: BatchStructure | None = None
     ) -> tuple[str, CapturedMode, BatchView]:
-        """The key of the prepared program, its capture, and the batch in parts; where this fails on one rank, the others hear of it.
+        """The key of the prepared program, its capture, and the batch in parts; where this fails on one rank, it fails on all.
 
         Args:
             name: of the mode.

@@ -93,7 +93,7 @@ class Engine:
         tensors, is_first = train.program.tensors, world.rank == 0
         self._guards = Guards(modes.model, train.graph, tensors, world.device, trains=trains, warns=is_first)
         self._passes = BatchPasses(modes, self._guards, self._data)
-        self._warns_of_no_optimizer, self._has_told_of_parts = not trains and is_first, False
+        self._warns_of_no_optimizer, self._has_warned_of_parts = not trains and is_first, False
         self._log = StepLog.of(opening.settings.runtime, world)
         self._saved: tuple[Path, int, object] | None = None  # the last: where, of which step, with what
         self._keeping = FaultKeeper(opening, self._data)
@@ -206,7 +206,7 @@ class Engine:
 
     def _begin(self, batch: Any, call: Literal["step", "forward_backward"]) -> torch.Tensor:
         self.runtime.check_open()
-        self._end_if_told()
+        self._end_if_preempted()
         if self._warns_of_no_optimizer:
             self._warns_of_no_optimizer = False
             warn("no weights are updated: parallelize was given no optimizer=, so step computes gradients only")
@@ -217,7 +217,7 @@ class Engine:
                 return self._train(batch, call)
         return self._train(batch, call)
 
-    def _end_if_told(self) -> None:
+    def _end_if_preempted(self) -> None:
         """Raises Preempted where SIGTERM has come to any rank, after a save; on all ranks before the same call.
 
         While gradients wait for an update it goes on: a checkpoint does not have them.
@@ -237,8 +237,8 @@ class Engine:
         where, when, extra = self._saved or (None, None, None)
         self.save(path, extra=extra if (where, when) == (path.resolve(), step_number) else None)
         if world.rank == 0:
-            told = f"{number} of {counted(world.size, 'rank')} received SIGTERM"
-            print(f"whale: {told}: saved {path}; the run ends with exit code {PREEMPTED_CODE}", file=sys.stderr, flush=True)
+            text = f"{number} of {counted(world.size, 'rank')} received SIGTERM"
+            print(f"whale: {text}: saved {path}; the run ends with exit code {PREEMPTED_CODE}", file=sys.stderr, flush=True)
         raise Preempted(str(path))
 
     def _train(self, batch: Any, call: Literal["step", "forward_backward"]) -> torch.Tensor:
@@ -599,7 +599,7 @@ class Engine:
 
         The training is the one that it would have been under that plan from the start: the same global batches, and loaders go on
         where they are. All ranks call it, between two steps. `optimizer` and `scheduler` are new afterwards, made by the functions
-        given to `whale.parallelize`, and `gradients` are those of the next step. Recording starts anew.
+        given to `whale.parallelize`, and `gradients` are those of the next step. Recording starts again.
 
         Args:
             plan: as of `whale.parallelize`; None plans, by the settings.
@@ -758,7 +758,7 @@ class Engine:
         Warns:
             UserWarning: the script goes through them, some are parts, and a norm of each (for a max-norm, say) would be that of the part.
         """
-        return OwnedParameters(self.state.kept, self._tell_of_parts)
+        return OwnedParameters(self.state.kept, self._warn_of_parts)
 
     @property
     def model_graph(self) -> ModelGraph:
@@ -798,7 +798,7 @@ class Engine:
         """Around what reads weights: their averages, where the call asks for these."""
         self.runtime.check_open()
         self.runtime.call_together(call)
-        self._end_if_told()
+        self._end_if_preempted()
         if not call.endswith("(averaged=True)"):
             yield
             return
@@ -819,12 +819,12 @@ class Engine:
                 hint="call engine.average(decay=0.999) before the steps to average over",
             )
 
-    def _tell_of_parts(self) -> None:
+    def _warn_of_parts(self) -> None:
         """Warns, once, that this rank holds parts; the first rank that holds parts of them speaks for the others."""
         holders = self.runtime.holdings.holders_of_parts
         parts = [name for name in self.state.kept if self.rank in holders(name)]
-        if parts and not self._has_told_of_parts and self.rank == min(holders(parts[0])):
-            self._has_told_of_parts = True
+        if parts and not self._has_warned_of_parts and self.rank == min(holders(parts[0])):
+            self._has_warned_of_parts = True
             warn(
                 f"engine.parameters has only this rank's part of {first_few(parts)}: norms and counts computed from it are of that part. "
                 "Clip by gradient.clip_norm; engine.state_dict() returns whole weights, and engine.load_state_dict(...) writes them"
@@ -843,6 +843,6 @@ _OPEN: weakref.WeakSet[Engine] = weakref.WeakSet()
 
 
 def _adapting_to(is_first: bool) -> Adapting:
-    from whale.api.adapting import Adapting  # needed beside other ranks alone
+    from whale.api.adapting import Adapting  # needed among other ranks only
 
     return Adapting(is_first)

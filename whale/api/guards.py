@@ -73,7 +73,7 @@ class Guards:
         Warns:
             UserWarning: tensors of the user's model were written.
         """
-        with torch._C.DisableTorchFunctionSubclass():  # of the user's parameters, which hear of who reads them
+        with torch._C.DisableTorchFunctionSubclass():  # of the user's parameters, which see reads
             check_types(self._device)
             replaced = [path for path, held, key, part in self._parts if held.get(key) is not part]
             if replaced:
@@ -233,8 +233,8 @@ class _StaleModel:
 class _StaleHook:
     """The hook: a copy of the model, which is stale too, keeps it; a pickled model does not."""
 
-    def __init__(self, told: _StaleModel | None) -> None:
-        self._told = told
+    def __init__(self, stale: _StaleModel | None) -> None:
+        self._stale = stale
 
     def __call__(self, _: nn.Module, given: object, keep_vars: bool = False) -> None:
         """Called with the arguments of ``forward`` or of ``state_dict``; captures call it too, with ``keep_vars`` where they read names."""
@@ -243,8 +243,8 @@ class _StaleHook:
 
     def tell(self) -> None:
         """Warns, unless the model was pickled since."""
-        if self._told is not None:
-            self._told.tell()
+        if self._stale is not None:
+            self._stale.tell()
 
     def __deepcopy__(self, _: object) -> _StaleHook:
         return self

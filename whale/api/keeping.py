@@ -254,7 +254,7 @@ class FaultKeeper:
             try:
                 await_device(self.runtime.roster.world.device)
                 return self._is_written(copies)
-            except Exception:  # a GPU's too: then nobody can tell
+            except Exception:  # a GPU's too: then it is unknown
                 return True
         return False
 
@@ -276,7 +276,7 @@ class FaultKeeper:
         return self._write(f"_{number}", number, *self.held(position, random), self.runtime.unmerged(self.state))
 
     def _write(self, name: str, step: int, pieces: Sequence[Piece], plain: Mapping[str, Any], lacks: Sequence[str] = ()) -> int:
-        """Writes a part into memory of the host, named alike on all ranks; the number of bytes."""
+        """Writes a part into memory of the host, under one name on all ranks; the number of bytes."""
         if self.runtime.losses.has_bad(step):
             raise CheckpointError("the loss of one of the last steps is not finite, and may have changed the weights")
         assert self.folder is not None and self.purpose is not None, "else nothing is kept"

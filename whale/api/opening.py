@@ -165,7 +165,7 @@ class Opening:
         """Measures how long this rank computes, unless it is alone or trains nothing."""
         if self.world.is_alone or self.optimizer is None:
             return NOBODY
-        from whale.runtime.recording.meter import Meter  # needed beside other ranks alone
+        from whale.runtime.recording.meter import Meter  # needed among other ranks only
 
         return Meter(self.world.device)
 
@@ -254,8 +254,8 @@ def attach(settings: ClusterSettings, world: World, cluster: Cluster | str | Pat
     if num_devices > world.size:
         away = [device.name for device in described.devices if device.name not in rank_of]
         if world.rank == 0:
-            told = f"{world.size} of {num_devices} devices of cluster {described.name} have a rank; missing: {first_few(away)}"
-            print(f"whale: {told}", file=sys.stderr, flush=True)
+            text = f"{world.size} of {num_devices} devices of cluster {described.name} have a rank; missing: {first_few(away)}"
+            print(f"whale: {text}", file=sys.stderr, flush=True)
         described = described.only(rank_of)
     return Attachment(described, rank_of)
 
@@ -284,7 +284,7 @@ def _match(cluster: Cluster, profiles: Sequence[DeviceProfile]) -> dict[str, int
 
 
 def compare_settings(settings: Config, world: World) -> None:
-    """Raises, on all ranks, a ConfigError where ranks have unlike settings."""
+    """Raises, on all ranks, a ConfigError where settings differ between ranks."""
     # Rank 0 alone reads where it records and logs, and each host has a cache of its own: hosts may write a path otherwise.
     own = ("trace.directory", "runtime.log_file", "runtime.capture_cache", "runtime.keep_on_fault")
     own_values = {name: str(value) for name, value in settings.items() if name not in own}

@@ -75,7 +75,7 @@ def parallelize(
         The engine, on every rank.
 
     Warns:
-        UserWarning: the model or its loss mixes samples that the plan computes apart; names the lines.
+        UserWarning: the model or its loss mixes samples that the plan computes separately; names the lines.
 
     Raises:
         WhaleError: see the subclasses; everything is checked before the first step, on all ranks.

@@ -1,6 +1,6 @@
 """Recording chosen steps of a run: `trace.directory` gets trace.json for Perfetto, report.html, the picture of a step, and steps.json.
 
-After each recorded step rank 0 gathers the recordings and writes the files anew, so that a run that ends early leaves what it has done.
+After each recorded step rank 0 gathers the recordings and rewrites the files, so that a run that ends early leaves what it has done.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Tracing:
     Attributes:
         directory: where it is written; made here.
         steps: which steps of this run are recorded, from 0; a run that resumes counts from where it does.
-        recorder: told what happens on this rank.
+        recorder: of what happens on this rank.
         graph, cluster, config: what the step is predicted from.
         roster: who is who.
     """
@@ -68,7 +68,7 @@ class Tracing:
 
     def begin(self) -> None:
         """Called by all ranks before each step; where it is recorded, they start it together."""
-        if self._num_done in self.steps:  # anew after one that failed
+        if self._num_done in self.steps:  # again after one that failed
             if self._last_end is not None:  # the first batch of an update
                 self._seconds_before, self._last_end = perf_counter() - self._last_end, None
             self.recorder.start(compare_clocks(self.roster.world))

@@ -60,15 +60,15 @@ def _in_place(paths: Sequence[str]) -> dict[str, str]:
 
 
 def differences(a: Planned, b: Planned) -> Iterator[tuple[str, str, str, str]]:
-    """Replica, what differs there, and its value in both plans; replicas that differ alike, except in devices, once."""
+    """Replica, what differs there, and its value in both plans; replicas with the same differences, except in devices, once."""
     found: dict[tuple[Row, ...], list[tuple[int, list[Row]]]] = {}
     facts = ([dict(_facts(own, *each)) for each in zip(own.plan.replicas, _written(own), strict=True)] for own in (a, b))
     for index, (one, other) in enumerate(zip_longest(*facts, fillvalue=dict[str, str]())):
-        unlike = [(what, one.get(what, NONE), other.get(what, NONE)) for what in one | other if one.get(what) != other.get(what)]
-        found.setdefault(tuple(row for row in unlike if not row[0].endswith("devices")), []).append((index, unlike))
-    for alike in found.values():
-        first, rows = alike[0]
-        name = str(first) + (f" +{len(alike) - 1}" if len(alike) > 1 else "")
+        differing = [(what, one.get(what, NONE), other.get(what, NONE)) for what in one | other if one.get(what) != other.get(what)]
+        found.setdefault(tuple(row for row in differing if not row[0].endswith("devices")), []).append((index, differing))
+    for same in found.values():
+        first, rows = same[0]
+        name = str(first) + (f" +{len(same) - 1}" if len(same) > 1 else "")
         yield from ((name, *row) for row in rows)
 
 

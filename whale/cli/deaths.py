@@ -143,7 +143,7 @@ def _look_for_the_next(found: Deaths, directory: str) -> None:
 
 
 def _note_fall(kept: Path, step: int) -> None:
-    """For the ranks that begin anew, which remove it once they have gone on."""
+    """For the restarted ranks, which remove it once they have gone on."""
     from whale.runtime.execute.status import FALL
 
     with suppress(OSError):  # no room, or the ranks before have not gone on: theirs stands

@@ -22,7 +22,7 @@ KEPT = "kept"
 """The folder in the run directory where ranks leave what they hold."""
 
 MOST_RESTARTS = 1 << 20
-"""Of torchrun, which counts those of a training of months too; `deaths` ends what begins anew in vain."""
+"""Of torchrun, which counts those of a training of months too; `deaths` ends what restarts in vain."""
 
 LAST_CALL_SECONDS = 3
 """So long do launchers, if they are enough, wait for others."""

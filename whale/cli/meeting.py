@@ -50,7 +50,7 @@ class Meeting(DynamicRendezvousHandler):
         return found
 
     def num_nodes_waiting(self) -> int:
-        """For how many launchers all are to begin anew: those that wait, and those that are silent."""
+        """For how many launchers all restart: those that wait, and those that are silent."""
         num_waiting: int = super().num_nodes_waiting()
         with self._heartbeat_lock:
             return self._tell_silent() or num_waiting

@@ -1,7 +1,7 @@
 """``whale plan``: decides which devices run what, and prints the decision; with ``--explain`` also the reasons.
 
 ``--tree`` prints the model's modules with the stages and devices that run them, what they hold and how long they compute. Consecutive
-numbered modules that are built and placed alike take one line: ``h.0 .. h.5``.
+numbered modules with the same structure and devices take one line: ``h.0 .. h.5``.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ def _choices(plan: Plan) -> Iterator[str]:
 
 
 def _shards(plan: Plan) -> Iterator[tuple[str, str]]:
-    """What each split stage cuts, replicas that cut alike together."""
+    """What each split stage cuts, replicas with the same cuts together."""
     found: dict[tuple[int, str], list[int]] = {}
     for replica in plan.replicas:
         for stage in replica.stages:
@@ -233,7 +233,7 @@ class Module:
         return self.first if self.first == self.last else f"{self.first} .. {self.last}"
 
     def looks(self) -> object:
-        """Equal for modules that are built and placed alike, whatever their own names are."""
+        """Equal for modules with the same structure and devices, whatever their names."""
         return self.stages, tuple((each.first, each.looks()) for each in self.inside)
 
 

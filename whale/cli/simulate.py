@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 RESTART_SECONDS = 120.0
-"""From a fault to the next step, where nobody says: to notice it, to start processes, to load a checkpoint."""
+"""From a fault to the next step, where not measured: to notice it, to start processes, to load a checkpoint."""
 
 _BOUNDS = {
     "evenly": "all compute, divided evenly",

@@ -50,7 +50,7 @@ class WhaleStrategy(Strategy):  # type: ignore[misc]
 
     Args:
         config: settings, as `whale.parallelize` takes them.
-        cluster, plan: likewise.
+        cluster, plan: as of `whale.parallelize`.
 
     Attributes:
         engine: of the training; None before its first batch.

@@ -337,7 +337,7 @@ class EngineOptimizer(torch.optim.Optimizer):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """Of the engine's optimizer as it is now: a checkpoint that is loaded, or another plan, makes others."""
+        """Of the engine's present optimizer: loading a checkpoint, or another plan, makes another."""
         own = None if self._engine is None else self._engine.optimizer
         return self._groups if own is None else own.param_groups
 

@@ -120,7 +120,7 @@ def open_checkpoint(path: Path) -> Contents:
 
 
 def _rest(contents: Contents, tensors: Mapping[str, Tensor], rank: int, shares: Mapping[str, Share]) -> tuple[OptimizerState, Extras]:
-    """What a rank reads beside its tensors."""
+    """What a rank reads besides its tensors."""
     state: dict[str, dict[str, Any]] = {}
     options: dict[str, Any] = {}
     shared: dict[str, Any] = {}

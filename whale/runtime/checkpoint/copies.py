@@ -133,10 +133,10 @@ class StateCopies:
 
     def are_of(self, pieces: Sequence[Piece], plain: Mapping[str, Any]) -> bool:
         """Whether the last copies equal, bit by bit, what this rank would copy now, except for the data position."""
-        copies, told = self._own
+        copies, others = self._own
         now = {_place(piece): piece[-1] for piece in pieces}
-        is_alike = told == _lasting(plain) and now.keys() == copies.keys()
-        return is_alike and all(_is_same(value, copies[place]) for place, value in now.items())
+        is_same = others == _lasting(plain) and now.keys() == copies.keys()
+        return is_same and all(_is_same(value, copies[place]) for place, value in now.items())
 
     def _await_device(self) -> None:
         if self._world.device.type == "cuda":

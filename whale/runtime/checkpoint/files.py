@@ -56,7 +56,7 @@ def writing_aside(path: Path) -> Iterator[None]:
     try:
         aside(path).mkdir(parents=True)
         with open(aside(path) / WRITING, "wb") as lock:
-            with suppress(OSError):  # a file system without locks: nobody cleans up here
+            with suppress(OSError):  # a file system without locks: no cleaning up
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             yield
     finally:

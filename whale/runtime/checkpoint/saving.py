@@ -207,7 +207,7 @@ class Saving:
 
 
 _UNFINISHED: set[Saving] = set()
-"""What goes on beside the training, and nobody has waited for yet."""
+"""Saves that have not been waited for yet."""
 
 
 def snapshot(
