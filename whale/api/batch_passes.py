@@ -33,8 +33,6 @@ Found = TypeVar("Found")
 
 @dataclass(frozen=True)
 class ForwardPass:
-    """A pass without backward."""
-
     step: StepState  # this rank's part
     captured: CapturedMode
     view: BatchView

@@ -126,7 +126,6 @@ class _OutsideWrites:
         self._has_weights = True
 
     def look(self) -> None:
-        """Warns, once, of what was written since the last look."""
         if not self._warns:
             return
         if self._has_weights:
@@ -201,7 +200,6 @@ class _StaleModel:
         self._handles: list[RemovableHandle] = []
 
     def listen(self) -> None:
-        """Notes that the engine has trained."""
         if self._listens and not self._handles:
             hook = _StaleHook(self)
             self._handles = [self._model.register_forward_pre_hook(hook), self._model.register_state_dict_pre_hook(hook)]  # type: ignore[no-untyped-call]
@@ -210,7 +208,6 @@ class _StaleModel:
                     parameter.__class__ = _Untrained
 
     def forget(self) -> None:
-        """Listens no more."""
         self._hear_no_more()
         for handle in self._handles:
             handle.remove()
@@ -242,7 +239,6 @@ class _StaleHook:
             self.tell()
 
     def tell(self) -> None:
-        """Warns, unless the model was pickled since."""
         if self._stale is not None:
             self._stale.tell()
 

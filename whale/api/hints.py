@@ -72,12 +72,10 @@ def warn_of_evaluation_mode(model: nn.Module) -> None:
 
 
 def call_answer() -> ConfigError:
-    """The error for ``engine(batch)``."""
     return ConfigError("an Engine is not callable", hint=_ANSWERS["forward"])
 
 
 def copy_answer() -> ConfigError:
-    """The error for `copy.deepcopy`, `pickle.dumps` and `torch.save` of an engine."""
     return ConfigError(
         "an Engine cannot be copied or pickled: it holds this rank's devices and process groups",
         hint="engine.state_dict() has the weights, for a copy of the model too; engine.save(path) writes a checkpoint",

@@ -114,7 +114,6 @@ class FaultKeeper:
             )
 
     def take_up(self, opening: Opening, state: EngineState, runtime: Runtime) -> None:
-        """Goes on with a state, and a plan at work on it."""
         self.opening, self.state, self.runtime = opening, state, runtime
         if self.copies is not None:
             self.copies.take_up(runtime.roster, runtime.holdings, opening.modes.train.graph)
@@ -136,7 +135,6 @@ class FaultKeeper:
             self._copy_changes(call, position)
 
     def end_step(self) -> None:
-        """A step is done."""
         self.rest()
         if self.copies is not None and self.copies.follows_steps and self._is_due:
             self.copy_for_script()
@@ -207,7 +205,6 @@ class FaultKeeper:
     def held(
         self, position: Mapping[str, int] | None, random: Mapping[str, Any], chosen: Mapping[str, Collection[int]] | None = None
     ) -> tuple[list[Piece], dict[str, Any]]:
-        """What this rank holds, as `held_state` gives it."""
         return held_state(
             replace(self.state, position=position),
             self.runtime.roster,

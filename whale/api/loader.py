@@ -112,7 +112,6 @@ class Loader:
 
     @property
     def epoch(self) -> int:
-        """The epoch of the next batch."""
         return self._epoch
 
     def set_epoch(self, epoch: int) -> None:
@@ -262,7 +261,6 @@ class DataPosition:
         return batch.origin.start if isinstance(batch, RankBatch) and isinstance(batch.origin.source, Loader) else self.now
 
     def add(self, loader: Loader) -> None:
-        """Takes in a loader that was just made."""
         self._made = [weakref.ref(each) for each in (*self._loaders(), loader)]
         self._hand_out()
 
@@ -289,7 +287,6 @@ class DataPosition:
         source.placed = None
 
     def _check_goes_on(self, source: Loader, batch: RankRows, read: Mapping[str, int]) -> None:
-        """Raises where a batch does not follow the position that was read."""
         if source is not self._resumed:
             source.check(read)
             raise CheckpointError(

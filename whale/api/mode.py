@@ -112,7 +112,6 @@ class CapturedMode:
         raise CaptureError(f"{fault}: {found.what})", where=found.where, hint=_STALE)
 
     def prepare(self, row_counts: Collection[int]) -> None:
-        """Captures for these numbers of rows, where one capture does not serve all; raises as `graph_for`."""
         for num_rows in sorted(row_counts):
             self.graph_for(num_rows)
 
@@ -163,7 +162,6 @@ class CapturedMode:
                 )
 
     def _check_constants(self, other: CapturedProgram, num_rows: int) -> None:
-        """Tensors that the model's code makes are those of the first capture."""
         for name, ours in self.constants.items():
             if not are_same(ours, other.tensors[name]):
                 raise CaptureError(

@@ -43,8 +43,6 @@ from whale.units import counted, listed
 
 @dataclass(frozen=True)
 class Decided:
-    """A plan, as decided on rank 0."""
-
     plan: Plan
     own_seconds: tuple[float, ...] = ()  # predicted computing time of a step per rank of the plan; empty without a prediction
     seconds: float = 0.0  # of the decision
@@ -172,8 +170,6 @@ class Opening:
 
 @dataclass(frozen=True)
 class PlanMove:
-    """A move that can be made."""
-
     opening: Opening
     decided: Decided
     roster: Roster
@@ -217,7 +213,6 @@ class Attachment:
     rank_of: dict[str, int]  # world rank by device name
 
     def roster(self, plan: Plan, world: World) -> Roster:
-        """The ranks of a plan for this cluster."""
         return Roster(plan, world, tuple(self.rank_of[device] for device in plan.devices))
 
 

@@ -62,7 +62,6 @@ def whole_state(model: nn.Module, names: Mapping[str, str | None], tensors: Mapp
 
 
 def give_extra_state(model: nn.Module, names: Mapping[str, str | None], state: Mapping[str, Any]) -> None:
-    """Gives modules the values of their own that a state dict has."""
     for key, name in names.items():
         if name is None and key in state and key.endswith(_EXTRA):
             model.get_submodule(key.removesuffix(_EXTRA).removesuffix(".")).set_extra_state(state[key])

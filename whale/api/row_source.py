@@ -74,7 +74,6 @@ class Division:
         return itertools.chain.from_iterable(itertools.starmap(range, self.rows(num_rows) or ((0, 1),)))
 
     def share(self, num_rows: int, samples: list[Any]) -> Share:
-        """This rank's share of a batch, from its samples."""
         return num_rows, self.collate(samples)
 
 
@@ -119,7 +118,6 @@ class IndexedSource:
         return {"dataset": shares, "sampler": _Requests(self, epoch, row)}
 
     def order(self, epoch: int) -> torch.Tensor:
-        """Sample numbers in the order of an epoch, equal on every rank."""
         if not self.shuffle:
             return torch.arange(len(self.dataset))
         generator = torch.Generator().manual_seed(seed_of("shuffle", self.seed, epoch))
@@ -215,7 +213,6 @@ class OwnNumbers:
         self._seeded = self._before
 
     def seed(self, number: int) -> None:
-        """Seeds all of them."""
         random.seed(number)
         torch.default_generator.manual_seed(number)
         if self._numpy is not None:
@@ -229,7 +226,6 @@ class OwnNumbers:
         return not (is_same and python == now[0] and torch.equal(of_torch, now[1]))
 
     def put_back(self) -> None:
-        """Puts them back as they were when they were lent."""
         random.setstate(self._before[0])
         torch.default_generator.set_state(self._before[1])
         if self._numpy is not None:

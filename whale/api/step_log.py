@@ -31,8 +31,6 @@ LINE_SECONDS = 10.0
 
 @dataclass(frozen=True, slots=True)
 class StepFigures:
-    """A step."""
-
     step: int  # its number, from 1
     loss: float | None  # of the global batch; of several in one `update` their sum, scaled; None where not finite
     seconds: float  # since the step before it ended, or since it began
@@ -120,14 +118,12 @@ class StepLog:
         return lambda: "" if self.last is None else str(self.last)
 
     def begin(self, optimizer: torch.optim.Optimizer | None) -> None:
-        """Before each batch that is trained on."""
         if self._is_wanted:
             counted = self._counted = self._counted or _Counted(time.perf_counter() if self._ended is None else self._ended)
             groups = [] if optimizer is None else optimizer.param_groups
             counted.learning_rates = tuple(dict.fromkeys(float(group["lr"]) for group in groups if "lr" in group))
 
     def add(self, view: BatchView) -> None:
-        """After its forward and backward passes."""
         if self._counted is not None:
             self._counted.num_rows += view.num_rows
             self._counted.num_tokens += _num_tokens(view)
@@ -170,7 +166,6 @@ class StepLog:
         self._copied.clear()
 
     def close(self) -> None:
-        """Writes what is left."""
         self._read(0)
         if self.shows and self.last is not None and self.last is not self._told:
             self._print()

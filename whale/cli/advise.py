@@ -17,7 +17,6 @@ from whale.units import counted
 
 
 def add_parser(verbs: argparse._SubParsersAction[Any]) -> None:
-    """Adds the verb's words."""
     parser = verbs.add_parser(
         "advise",
         help="show what each device type contributes, and what more devices would gain",
@@ -32,7 +31,6 @@ def add_parser(verbs: argparse._SubParsersAction[Any]) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Searches, and prints what the differences mean."""
     config, cluster = read_settings(arguments)
     graph = read_graph(arguments.source, arguments.arg, arguments.blocks, settings=(config, cluster))
     found = advise(graph, cluster, config, rows=arguments.rows, tell=_tell)

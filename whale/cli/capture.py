@@ -15,7 +15,6 @@ from whale.units import counted, format_bytes, format_count
 
 
 def add_parser(verbs: argparse._SubParsersAction[Any]) -> None:
-    """Adds the verb's words."""
     parser = verbs.add_parser("capture", help="capture a model as one graph")
     add_graph_arguments(parser)
     parser.add_argument("--output", metavar="model.json", help="file to write the graph to")
@@ -25,7 +24,6 @@ def add_parser(verbs: argparse._SubParsersAction[Any]) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Captures, and prints or writes what was asked for."""
     check_output(arguments.output)
     graph = read_graph(arguments.source, arguments.arg, arguments.blocks)
     if arguments.output is not None:

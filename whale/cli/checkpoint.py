@@ -21,7 +21,6 @@ SHARD_BYTES = "5 GB"
 
 
 def add_parser(verbs: argparse._SubParsersAction[Any]) -> None:
-    """Adds the verb's words."""
     parser = verbs.add_parser(
         "checkpoint",
         help="show what a checkpoint holds; export and import weights",
@@ -86,7 +85,6 @@ def _facts(path: Path, contents: Contents) -> Iterator[tuple[str, Any]]:
 
 
 def _shape(file: Path) -> str | None:
-    """A plan in short."""
     if not file.exists():
         return None
     try:

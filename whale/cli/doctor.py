@@ -36,7 +36,6 @@ NOT_EXACT = 3
 
 
 def add_parser(verbs: argparse._SubParsersAction[Any]) -> None:
-    """Adds the verb's words."""
     parser = verbs.add_parser(
         "doctor",
         help="check that a model can be captured and stays exact",
@@ -64,7 +63,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def end_of(findings: Sequence[Finding]) -> int:
-    """The exit code of findings."""
     if findings[0].answer == "refused":
         return 1
     return 0 if all(finding.answer in ("yes", "exact", "fixed") for finding in findings) else NOT_EXACT
@@ -182,7 +180,6 @@ def _listing(found: Sequence[int]) -> str:
 
 
 def refused(question: str, error: WhaleError) -> Finding:
-    """The answer that is an error."""
     places = () if error.where is None else (ReasonLine(str(error.where), _text_at(str(error.where))),)
     return Finding(question, "refused", error.message, error.hint or "", places)
 
@@ -246,7 +243,6 @@ def _rows(graph: ModelGraph, capture_at: Callable[[int], object] | None) -> Find
 
 
 def _places(found: Iterable[Mixing], graph: ModelGraph) -> Iterable[ReasonLine]:
-    """The lines, each once, with the first reason."""
     reasons: dict[str, str] = {}
     for mixing in found:
         reasons.setdefault(place_of(mixing, graph), mixing.reason)
@@ -261,8 +257,6 @@ def _text_at(where: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class AxisRow:
-    """One axis in one TaskGraph."""
-
     task_graph: str  # the innermost scope around its ops; "" for ops under none
     axis: str
     size: int  # at the example's rows
@@ -302,7 +296,6 @@ def _show_axes(graph: ModelGraph, *, every: bool, as_json: bool) -> None:
 
 
 def print_axes(rows: list[AxisRow], axes: Axes, graph: ModelGraph) -> None:
-    """Prints one table per TaskGraph, then the ops that mix samples."""
     for number, name in enumerate(dict.fromkeys(row.task_graph for row in rows)):
         own = [row for row in rows if row.task_graph == name]
         title = f"TaskGraph {name}" if name else "ops under no scope"

@@ -79,10 +79,6 @@ def read_graph(
         pairs: arguments of the function, each ``KEY=VALUE``.
         blocks: to which number its blocks are repeated; None: unchanged.
         settings: configuration and cluster, for whose types and devices a function's model is captured; None for its own types.
-
-    Raises:
-        CaptureError: there is no such file or function, the model cannot be captured, or its blocks cannot be repeated.
-        ConfigError: arguments that the model does not take.
     """
     device, precision = (None, None) if settings is None else types_of(*settings)
     graph = _graph_of(source, pairs, device, precision)
@@ -120,11 +116,7 @@ def _graph_of(source: str, pairs: Sequence[str], device: str | None, precision: 
 
 
 def build_model(source: str, pairs: Sequence[str]) -> tuple[Any, Any, Any, Any]:
-    """The (model, batch, loss, batch_dims) that ``FILE.py:FUNCTION`` returns, called with the ``--arg`` pairs; batch_dims may be None.
-
-    Raises:
-        CaptureError: there is no such file or function, or it fails, or returns something else.
-    """
+    """The (model, batch, loss, batch_dims) that ``FILE.py:FUNCTION`` returns, called with the ``--arg`` pairs; batch_dims may be None."""
     build = load_function(source)
     values = parse_pairs(pairs, "--arg")
     _check_names(source, build, values)
@@ -140,11 +132,7 @@ def build_model(source: str, pairs: Sequence[str]) -> tuple[Any, Any, Any, Any]:
 
 
 def keywords_for(build: Callable[..., Any], name: str, sizes: str, pairs: Sequence[str]) -> dict[str, Any]:
-    """The keyword arguments of a published model: those in its name, and the ``--arg`` pairs.
-
-    Raises:
-        CaptureError: it does not take them.
-    """
+    """The keyword arguments of a published model: those in its name, and the ``--arg`` pairs."""
     values = parse_pairs([*filter(None, sizes.split(",")), *pairs], name)
     _check_names(name, build, values)
     return values
@@ -164,11 +152,7 @@ def _check_names(source: str, build: Callable[..., Any], values: Mapping[str, ob
 
 
 def read_settings(arguments: argparse.Namespace) -> tuple[Config, Cluster]:
-    """Configuration and cluster of a verb that plans: read before the model, which takes longer.
-
-    Raises:
-        WhaleError: one of them, or ``--rows``, is invalid.
-    """
+    """Configuration and cluster of a verb that plans: read before the model, which takes longer."""
     if arguments.rows is not None and arguments.rows < 1:
         raise ConfigError(f"--rows must be at least 1, not {arguments.rows}")
     config = read_config(arguments)
@@ -226,11 +210,7 @@ def read_config(arguments: argparse.Namespace) -> Config:
 
 
 def parse_pairs(pairs: Sequence[str], flag: str) -> dict[str, Any]:
-    """``["layers=4", "name=x"]`` as ``{"layers": 4, "name": "x"}``; a value that is no JSON is text.
-
-    Raises:
-        ConfigError: a pair has no ``=``, a key comes twice, or a value nests too deep.
-    """
+    """``["layers=4", "name=x"]`` as ``{"layers": 4, "name": "x"}``; a value that is no JSON is text."""
     found: dict[str, Any] = {}
     for pair in pairs:
         key, equals, value = pair.partition("=")
@@ -270,11 +250,7 @@ def positive(text: str) -> int:
 
 
 def check_output(path: str | None) -> None:
-    """Checks, before the work, that an output file can be written.
-
-    Raises:
-        WhaleError: there is no such folder, the file is a folder, or it may not be written.
-    """
+    """Checks, before the work, that an output file can be written."""
     if path is None:
         return
     file, folder = Path(path), Path(path).parent
@@ -287,11 +263,6 @@ def check_output(path: str | None) -> None:
 
 
 def write_text(path: str, text: str) -> None:
-    """Writes an output file.
-
-    Raises:
-        WhaleError: the file cannot be written.
-    """
     try:
         Path(path).write_text(text + "\n")
     except OSError as error:
@@ -302,11 +273,7 @@ _WHOLE = "WHALE_DEBUG=1 shows the whole traceback"
 
 
 def load_function(source: str) -> Callable[..., object]:
-    """The function of ``FILE.py:FUNCTION``; the file is run as a module, its folder first on the import path.
-
-    Raises:
-        CaptureError: there is no such file, no such function in it, or the file fails.
-    """
+    """The function of ``FILE.py:FUNCTION``; the file is run as a module, its folder first on the import path."""
     name, colon, function = source.rpartition(":")
     path = Path(name)
     if not colon or path.suffix != ".py":
@@ -334,11 +301,7 @@ def _import_file(path: Path) -> ModuleType:
 
 @contextmanager
 def users_code(path: Path) -> Iterator[None]:
-    """Around code of the user's file: an exception is reported in short, with the last line of the file that led there.
-
-    Raises:
-        CaptureError: an exception was raised; `WHALE_DEBUG=1` shows its whole traceback.
-    """
+    """Around code of the user's file: an exception becomes a CaptureError with the last line of the file that led there."""
     try:
         yield
     except WhaleError:

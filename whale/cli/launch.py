@@ -282,7 +282,6 @@ def _passing_on_sigterm(arguments: argparse.Namespace, directory: str, deaths: D
 
 
 def _lives(child: int) -> bool:
-    """Whether a process is a child of this one and has not ended."""
     with suppress(ChildProcessError):
         return os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
     return False

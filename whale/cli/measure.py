@@ -62,7 +62,6 @@ def on_ranks(arguments: argparse.Namespace, verb: str, action: Callable[[argpars
 
 
 def num_devices() -> int:
-    """GPUs of this machine, or one CPU rank."""
     from whale.measure import devices_at_hand
 
     return len(devices_at_hand().devices)
@@ -88,7 +87,6 @@ PROBE_ROUNDS = 11
 
 
 def add_probe_parser(verbs: argparse._SubParsersAction[Any]) -> None:
-    """Adds the verb's words."""
     parser = verbs.add_parser(
         "probe",
         help="measure this machine's devices, as a cluster file",
@@ -101,12 +99,10 @@ def add_probe_parser(verbs: argparse._SubParsersAction[Any]) -> None:
 
 
 def run_probe(arguments: argparse.Namespace) -> int:
-    """Measures, and prints or writes the cluster."""
     return on_ranks(arguments, "probe", _probe, num_devices)
 
 
 def _probe(arguments: argparse.Namespace) -> int:
-    """On one rank."""
     from whale.comm import connect, on_first_rank
     from whale.measure.probing import probe
 
@@ -144,7 +140,6 @@ MOST_LETTERS = 160
 
 
 def add_profile_parser(verbs: argparse._SubParsersAction[Any]) -> None:
-    """Adds the verb's words."""
     parser = verbs.add_parser(
         "profile",
         help="measure a model's ops on this machine's devices",
@@ -160,7 +155,6 @@ def add_profile_parser(verbs: argparse._SubParsersAction[Any]) -> None:
 
 
 def run_profile(arguments: argparse.Namespace) -> int:
-    """Measures, prints what takes longest, and writes the profile."""
     if not is_function(arguments.source):
         raise ConfigError(
             f"{arguments.source} has no code to measure; whale profile needs FILE.py:FUNCTION",
@@ -181,7 +175,6 @@ def _ranks_of(cluster: Cluster) -> int:
 
 
 def _profile(arguments: argparse.Namespace) -> int:
-    """On one rank."""
     from whale.capture import capture
     from whale.comm import connect, on_first_rank, together
     from whale.measure.op_times import Inputs

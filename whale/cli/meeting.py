@@ -36,11 +36,9 @@ class Meeting(DynamicRendezvousHandler):
     _is_told = False
 
     def get_backend(self) -> str:
-        """Its name among torchrun's."""
         return MEETING
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Meets with the launchers that are there."""
         self._stop_heartbeats()
         self._met, self._silent_since, self._is_told = frozenset(), math.inf, False
         (Path(os.environ[KEEP]) / LOST).unlink(missing_ok=True)
@@ -81,7 +79,6 @@ class Meeting(DynamicRendezvousHandler):
 
 
 def register() -> None:
-    """Makes it known to torchrun."""
     rendezvous_handler_registry.register(MEETING, _meeting)
 
 

@@ -39,7 +39,6 @@ _WRITTEN = (".yaml", ".yml")
 
 
 def add_parser(verbs: argparse._SubParsersAction[Any]) -> None:
-    """Adds the verb's words."""
     parser = add_planning_verb(
         verbs, "plan", run, says="plan a model for a cluster", json="print the plan as JSON, or with --explain its choices"
     )
@@ -57,7 +56,6 @@ def add_parser(verbs: argparse._SubParsersAction[Any]) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Plans, and prints or writes what was asked for."""
     check_output(arguments.output)
     if arguments.largest and arguments.runner_up is not None:
         raise ConfigError("--runner-up has no effect with --largest, which prints the best plan of each depth", hint="leave it out")
@@ -101,7 +99,6 @@ def _size(largest: Largest) -> dict[str, object]:
 
 
 def _print_sizes(sizes: Sequence[Largest]) -> None:
-    """The deepest model with each state, as a table."""
     columns = ("zero", "offload", "blocks", "parameters", "step", "samples/s", "plan")
     rows = [
         (
@@ -121,7 +118,6 @@ def _print_sizes(sizes: Sequence[Largest]) -> None:
 
 
 def print_plan(found: Planned) -> None:
-    """Prints a plan as a table of its devices."""
     plan, cost = found.plan, found.cost_per_sample
     columns = ("rank", "device", "replica", "stage", "TaskGraphs", "rows", "forward", "backward", "memory")
     rows = [row for replica in plan.replicas for stage in replica.stages for row in _stage_rows(plan, replica, stage)]
@@ -238,7 +234,6 @@ class Module:
 
 
 def module_of(name: str, pieces: Sequence[TreePiece]) -> Module:
-    """The tree of some pieces."""
     below: dict[str, list[TreePiece]] = {}
     for piece in pieces:
         if piece.way:

@@ -108,9 +108,7 @@ def deepest(graph: ModelGraph, config: Config, cluster: Cluster, rows: int | Non
     """The deepest versions of a model that fit, for each state of its parameters.
 
     Raises:
-        CaptureError: no blocks repeat in the model.
-        ConfigError: there are settings for a certain depth.
-        PlanError: not even the unrepeated model fits.
+        WhaleError: no blocks repeat, there are settings for a certain depth, or not even the unrepeated model fits.
     """
     from whale.workloads import count_blocks, repeat_blocks
 
@@ -120,12 +118,7 @@ def deepest(graph: ModelGraph, config: Config, cluster: Cluster, rows: int | Non
 
 
 def planned_largest(arguments: argparse.Namespace) -> tuple[tuple[Largest, ...], Planned]:
-    """The results of `deepest`, and the plan of the last, which is the deepest.
-
-    Raises:
-        ConfigError: a plan is given.
-        WhaleError: as `deepest`.
-    """
+    """The results of `deepest`, and the plan of the last, which is the deepest."""
     check_report(arguments.report)
     if arguments.plan is not None:
         raise ConfigError(f"--largest and --plan {arguments.plan} cannot be given together: --largest searches a plan for each depth")
@@ -152,7 +145,6 @@ _SUFFIXES = (".html", ".json")
 
 
 def add_report_argument(parser: argparse.ArgumentParser) -> None:
-    """Adds the flag."""
     parser.add_argument(
         "--report",
         metavar="FILE",
@@ -161,23 +153,13 @@ def add_report_argument(parser: argparse.ArgumentParser) -> None:
 
 
 def check_report(path: str | None) -> None:
-    """Checks, before planning, the name of the picture's file.
-
-    Raises:
-        ConfigError: it ends with none of the known forms.
-        WhaleError: it cannot be written.
-    """
+    """Checks, before planning, that the picture can be written, in a form that exists."""
     if path is not None and Path(path).suffix not in _SUFFIXES:
         raise ConfigError(f"--report {path} does not end in .html or .json")
     check_output(path)
 
 
 def write_report(path: str | None, plan: Plan, graph: ModelGraph, cluster: Cluster, step: StepEstimate) -> None:
-    """Writes the picture, if ``--report`` is given.
-
-    Raises:
-        WhaleError: the file cannot be written.
-    """
     if path is None:
         return
     write_text(path, report_html(plan, graph, cluster, step) if path.endswith(".html") else trace_json(plan, step))

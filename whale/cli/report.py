@@ -15,7 +15,6 @@ from whale.report import comparison_html, differences
 
 
 def add_parser(verbs: argparse._SubParsersAction[Any]) -> None:
-    """Adds the verb's words."""
     parser = verbs.add_parser(
         "report",
         help="compare two recorded runs",
@@ -28,7 +27,6 @@ def add_parser(verbs: argparse._SubParsersAction[Any]) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Reads both, prints the differences and writes the page."""
     check_output(arguments.output)
     names = arguments.run_a, arguments.against
     a, b = map(_read, names)

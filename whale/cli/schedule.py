@@ -31,7 +31,6 @@ _TIMES = (
 
 
 def add_parser(verbs: argparse._SubParsersAction[Any]) -> None:
-    """Adds the verb's words."""
     parser = verbs.add_parser(
         "schedule",
         help="print a pipeline schedule and its figures",
@@ -64,7 +63,6 @@ def _duration(text: str) -> float:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Builds or reads the schedule, verifies it, simulates it and prints it."""
     schedule, places = _read(arguments.file) if arguments.file is not None else (_build(arguments), ())
     if arguments.file is not None:
         _refuse_words_of_build(arguments)

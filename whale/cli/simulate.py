@@ -42,7 +42,6 @@ _BOUNDS = {
 
 
 def add_parser(verbs: argparse._SubParsersAction[Any]) -> None:
-    """Adds the verb's words."""
     parser = add_planning_verb(
         verbs, "simulate", run, says="predict the time and memory of a step", json="print the figures as JSON, device by device"
     )
@@ -76,7 +75,6 @@ def _rate(text: str) -> float:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Plans or reads a plan, and prints what a step of it is predicted to be."""
     if arguments.against:
         alone = [flag for flag in ("even", "dry_run", "faults") if getattr(arguments, flag)]
         raise_faults([ConfigError(f"--{flag.replace('_', '-')} has no effect with --against, which compares plans") for flag in alone])
@@ -103,7 +101,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def print_simulation(found: Simulation, made: Planned) -> None:
-    """Prints the figures; devices that do the same are in one line."""
+    """Prints the figures; devices that do the same share a line."""
     plan, step = found.plan, found.step
     print("\n".join(headline(plan)))
     slow = step.straggler
@@ -230,7 +228,6 @@ def read_mode(source: str, pairs: Sequence[str], blocks: int | None, config: Con
 
 
 def run_dry(plan: Plan, mode: CapturedMode, config: Config) -> DryRun:
-    """Runs the distinct ranks of a plan; raises as `whale.dry_run`."""
     from whale.dry_run import dry_run
 
     return dry_run(plan, mode, config)

@@ -35,7 +35,6 @@ def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]
 
 
 def page_width() -> int:
-    """Columns of the terminal, or of a page."""
     return make_console().width if sys.stdout.isatty() else PAGE_WIDTH
 
 

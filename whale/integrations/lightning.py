@@ -248,8 +248,6 @@ class WhaleStrategy(Strategy):  # type: ignore[misc]
 
 
 class EnginePrecision(Precision):  # type: ignore[misc]
-    """Clips the engine's gradients."""
-
     def __init__(self, strategy: WhaleStrategy) -> None:
         self._strategy = strategy
 

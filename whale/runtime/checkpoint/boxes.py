@@ -34,7 +34,6 @@ class Box:
         return tuple(stop - start for start, stop in zip(self.start, self.stop, strict=True))
 
     def of(self, tensor: Tensor) -> Tensor:
-        """The view of a tensor that it covers."""
         for dim, (start, stop) in enumerate(zip(self.start, self.stop, strict=True)):
             tensor = tensor.narrow(dim, start, stop - start)
         return tensor
@@ -54,7 +53,6 @@ class Share:
 
     @property
     def local_shape(self) -> tuple[int, ...]:
-        """The shape of the rank's own tensor."""
         return tuple(map(count, self.held))
 
     def written_boxes(self) -> Iterator[Box]:
@@ -93,7 +91,6 @@ class _Line:
         return self._counts[number] - beyond
 
     def within(self, start: int, stop: int) -> Runs:
-        """What lies in ``[start, stop)``."""
         first = max(bisect_right(self._starts, start) - 1, 0)
         near = self._runs[first : bisect_left(self._starts, stop)]
         clipped = ((max(start, low), min(stop, high)) for low, high in near)

@@ -168,7 +168,6 @@ def _overlaps(contents: Contents, key: str, share: Share | None) -> Iterator[tup
 
 
 def model_tensors(contents: Contents) -> dict[str, StoredTensor]:
-    """The parameters and buffers, by name."""
     return {key.removeprefix(MODEL): tensor for key, tensor in contents.tensors.items() if key.startswith(MODEL)}
 
 

@@ -40,7 +40,6 @@ class StoredPiece:
 
     @property
     def box(self) -> Box:
-        """Where it lies in the tensor."""
         return Box(self.start, self.stop)
 
 

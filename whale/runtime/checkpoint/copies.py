@@ -34,8 +34,6 @@ _POSITION = "extra.position"
 
 @dataclass(frozen=True)
 class Duty:
-    """What a rank copies under a plan."""
-
     chosen: Mapping[str, tuple[int, ...]]  # pieces to copy, by name, as of `find_shares`
     sent: frozenset[str]  # names whose copies are sent
     target: int | None  # rank of the world; None where it sends nothing
@@ -44,8 +42,6 @@ class Duty:
 
 @dataclass(frozen=True)
 class StepCopies:
-    """The copies of one step on a rank."""
-
     step: int
     number: int  # of copies made before, equal on all ranks
     room: int  # number of the memory where they lie
@@ -154,7 +150,6 @@ class StateCopies:
         return found
 
     def _room(self, rooms: dict[object, Tensor], what: object, size: int) -> Tensor:
-        """Bytes of host memory."""
         if what not in rooms or rooms[what].numel() != size:
             rooms.pop(what, None)
             rooms[what] = torch.empty(size, dtype=torch.uint8, pin_memory=self._world.device.type == "cuda")

@@ -194,7 +194,6 @@ def faults(path: Path) -> list[str]:
 
 
 def score_of(path: Path) -> float | None:
-    """The score of a complete checkpoint, if it was given one."""
     return _marker(path)[3]
 
 
@@ -210,7 +209,6 @@ def _marker(path: Path) -> tuple[int, dict[str, int], dict[str, int], float | No
 
 
 def _completed_at(path: Path) -> int:
-    """When it was complete, in nanoseconds."""
     return (path / MARKER).stat().st_mtime_ns
 
 

@@ -77,7 +77,6 @@ def export_weights(path: Path, out: Path, shard_bytes: float) -> list[str]:
 
 
 def num_bytes(stored: StoredTensor) -> int:
-    """What the elements of a tensor take."""
     dtype: torch.dtype = getattr(torch, stored.dtype)
     return prod(stored.shape) * dtype.itemsize
 

@@ -111,8 +111,6 @@ def save(
 
 @dataclass(eq=False)
 class Saving:
-    """A checkpoint that is being written."""
-
     path: Path
     world: World
     folder: ExitStack  # closing it removes what is left aside; empty on ranks other than 0

@@ -102,12 +102,10 @@ class SurvivingState:
 
     @property
     def step(self) -> int:
-        """Steps done."""
         return int(self.value("extra.step"))
 
     @property
     def num_parts(self) -> int:
-        """Of so many ranks it is."""
         return len(self.readers)
 
     def open(self, tensors: Mapping[str, Tensor], shares: Mapping[str, Share], world: World) -> Contents:
