@@ -56,7 +56,8 @@ def parallelize(
 
     Args:
         model: any model that `torch.export` captures; it may be on the meta device.
-        loss: ``loss(output, batch)`` returns a scalar, or ``(sum, weight)``; None takes ``output.loss``. One whose second
+        loss: ``loss(output, batch)`` returns a scalar, or ``(sum, weight)``, or a mapping that has one of these as ``"loss"`` and
+            scalars as `Engine.metrics`; None takes ``output.loss``. One whose second
             argument is called ``target``, as those of torch, gets the one part of the batch that forward does not take.
         optimizer: called once with the list of (name, owned parameter); None trains nothing by itself
             (`Engine.gradients` has the gradients). Several, by patterns of names: ``{"blocks.*.weight": one, "*": other}``; the first
