@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
-PROFILES = {"quick": 6, "whale": 24, "thorough": 100}
+PROFILES = {"quick": 6, "whale": 16, "thorough": 100}
 """Examples of a law that names no number: while editing, in `make test` and `.ci/run`, and in `make laws`."""
 FEWEST = 3
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from statistics import median
 
 from whale.api.loader import DataPosition
-from whale.api.opening import Decided, Opening, PlanMove
+from whale.api.opening import CheckedMove, Decided, Opening
 from whale.comm import on_first_rank
 from whale.errors import RuntimeFault, WhaleError
 from whale.ir.cluster import Cluster
@@ -22,7 +22,7 @@ from whale.ir.plan import Plan
 from whale.search.rebalancing import LEAST_GAIN, best_move, step_seconds
 from whale.units import format_seconds
 
-Check = Callable[[Opening, Decided], PlanMove]
+Check = Callable[[Opening, Decided], CheckedMove]
 """Makes a move of a plan, or raises why it cannot be made."""
 
 EVERY = 4
@@ -124,7 +124,7 @@ class Adapting:
                     self.tell(f"{device} is as fast as the others again (step {self._health.step_number})")
         return self._health
 
-    def look(self, opening: Opening, plan: Plan, data: DataPosition, check: Check) -> PlanMove | None:
+    def look(self, opening: Opening, plan: Plan, data: DataPosition, check: Check) -> CheckedMove | None:
         """Reacts to devices that are persistently faster or slower than planned; all ranks call it after the same step.
 
         Args:
@@ -147,7 +147,7 @@ class Adapting:
 
     def better(
         self, opening: Opening, plan: Plan, slowdowns: Mapping[str, float], check: Check, *, moves: bool, stays: bool
-    ) -> PlanMove | None:
+    ) -> CheckedMove | None:
         """Searches a plan that pays at other speeds, and prints the result; all ranks call it.
 
         Args:

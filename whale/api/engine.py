@@ -23,7 +23,7 @@ from whale.api.hints import answer, call_answer, copy_answer
 from whale.api.keeping import FaultKeeper
 from whale.api.loader import DataPosition, Loader, leave_group, make_loader
 from whale.api.modes import Modes
-from whale.api.opening import Decided, Opening, PlanMove
+from whale.api.opening import CheckedMove, Decided, Opening
 from whale.api.rank_batch import RankBatch
 from whale.api.results import OwnedParameters, give_extra_state, state_keys, step_loss, whole_state
 from whale.api.resuming import resume
@@ -628,10 +628,10 @@ class Engine:
             self._log.change(after)
         return self._bring(move)
 
-    def _checked(self, opening: Opening, decided: Decided) -> PlanMove:
-        return PlanMove.checked(opening, decided, self.state, self._data)
+    def _checked(self, opening: Opening, decided: Decided) -> CheckedMove:
+        return CheckedMove.checked(opening, decided, self.state, self._data)
 
-    def _bring(self, move: PlanMove) -> Plan:
+    def _bring(self, move: CheckedMove) -> Plan:
         self.runtime.losses.settle()
         self.runtime.merge_statistics(self.state)
         begun, old = time.perf_counter(), self.runtime

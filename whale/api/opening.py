@@ -169,7 +169,7 @@ class Opening:
 
 
 @dataclass(frozen=True)
-class PlanMove:
+class CheckedMove:
     opening: Opening
     decided: Decided
     roster: Roster
@@ -177,7 +177,7 @@ class PlanMove:
     loaders: list[tuple[Loader, RowSource]]  # that the script still has, with what they read from under the plan
 
     @staticmethod
-    def checked(opening: Opening, decided: Decided, state: EngineState, data: DataPosition) -> PlanMove:
+    def checked(opening: Opening, decided: Decided, state: EngineState, data: DataPosition) -> CheckedMove:
         """The move to a plan; all ranks of the world call it, and nothing has changed.
 
         Raises:
@@ -194,7 +194,7 @@ class PlanMove:
             return data.divided(roster.plan, roster.rank)
 
         loaders = together(opening.world, check)
-        return PlanMove(opening, replace(decided, seconds=decided.seconds + time.perf_counter() - begun), roster, holdings, loaders)
+        return CheckedMove(opening, replace(decided, seconds=decided.seconds + time.perf_counter() - begun), roster, holdings, loaders)
 
     def moved(self, state: EngineState, roster: Roster, holdings: Holdings) -> EngineState:
         """The state under the plan; the old one, with its roster and holdings, is used up. All ranks of the world call it."""

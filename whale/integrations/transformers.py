@@ -403,7 +403,7 @@ def _check(args: TrainingArguments) -> None:
         "fp16_full_eval": "set fp16=True: evaluation is in the type of the training",
         "bf16_full_eval": "set bf16=True: evaluation is in the type of the training",
         "save_on_each_node": "leave it out: a checkpoint is one folder, to which ranks of all hosts write",
-        "enable_jit_checkpoint": "set runtime.save_on_sigterm: on in config=, which saves on all ranks",
+        "enable_jit_checkpoint": "set runtime.save_on_sigterm: FOLDER in config=, which saves on all ranks",
         "torch_empty_cache_steps": "leave it out: whale plan says what fits",
         "parallelism_config": "leave it out: the plan says how the model is divided",
         "debug": "leave it out: it watches a model that does not run; a loss that is not finite is an error that names the rank",
