@@ -326,7 +326,7 @@ class _Adviser:
         return Advice("memory", "the fullest device", f"{says} (the plan above needs devices of {format_bytes(now)})", need, now)
 
     def redundancy(self, found: SearchResult) -> Iterator[Advice]:
-        """What the plan that is best with copies of the state on second hosts comes to."""
+        """The best plan with redundant copies on other hosts."""
         if len(self.cluster.devices) == 1 or found.step.redundancy is not None:  # the plan says it
             return
         own = replace(self, config=self.config.with_values({"memory.redundancy": 1}))

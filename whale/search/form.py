@@ -148,7 +148,7 @@ class ClosedForms:
         return self.num_rows / speeds + end + self._copying(replicas, firsts), held
 
     def _copying(self, replicas: Sequence[ReplicaSpec], firsts: Sequence[Numbers]) -> float:
-        """About the seconds of a step in which state is sent to other hosts, if all devices of a replica have equal parts of it."""
+        """Approximate seconds per step of sending copies of the state to other hosts, with equal parts on all devices of a replica."""
         if not self._sending:
             return 0.0
         shares = zip(replicas, self.places.alone(firsts), strict=True)

@@ -139,11 +139,11 @@ class Places:
         return [names[host].name if rank.width > 1 else None for host, rank in zip(slow, replica.ranks or (), strict=True)]
 
     def sums(self, firsts: Sequence[Numbers]) -> list[list[Line]]:
-        """Per replica specification and rank, seconds of the sum of a bucket of gradients, by bytes, over all that hold as much."""
+        """Per replica specification and rank, seconds of a gradient bucket's all-reduce by bytes, over all holders of the same stages."""
         return [self._all(self._owners(own, firsts)) for own in firsts]
 
     def alone(self, firsts: Sequence[Numbers]) -> list[float]:
-        """Per replica specification, of a rank's part of the state what each that has it has alone of all hosts, the most of all ranks."""
+        """Per replica specification, the largest share of a rank's state per owner that only one host holds."""
         owners = [self._owners(own, firsts) for own in firsts]
         if self.prices.costs.zero:
             return [1 / each.shape[1] for each in owners]
@@ -151,7 +151,7 @@ class Places:
 
     @staticmethod
     def _owners(own: Numbers, firsts: Sequence[Numbers]) -> Numbers:
-        """The devices with as much as each rank has; other replicas have its stages as far along their pipelines: ``[ranks, owners]``."""
+        """The devices that hold each rank's stages, ``[ranks, owners]``; in replicas of other depths at the same relative position."""
         ranks = np.arange(own.shape[1])
         return np.concatenate([each[:, ranks * each.shape[1] // len(ranks)] for each in firsts], axis=0).T
 

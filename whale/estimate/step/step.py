@@ -150,11 +150,11 @@ class StepEstimate:
 
     @property
     def training_seconds(self) -> float:
-        """Of the step, without copies of the state."""
+        """Of the step, without redundant copies."""
         return self.step_seconds - (0.0 if self.redundancy is None else self.redundancy.step_seconds)
 
     def idle(self, each: DeviceEstimate) -> float:
-        """Seconds in which devices neither compute, nor wait for what is on its way, nor copy the state."""
+        """Seconds in which a device neither computes, nor waits for something in flight, nor copies the state."""
         return max(0.0, self.training_seconds - each.busy - each.exposed)
 
     def own_seconds(self, devices: Iterable[str]) -> tuple[float, ...]:
