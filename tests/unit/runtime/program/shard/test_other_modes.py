@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -57,7 +58,8 @@ class Carried:
     def lowered(self, replica: Replica, stage: Stage, position: int) -> StageProgram:
         """The program of a device."""
         shards = shards_of(replica, stage, self.model, discover(self.model), self.holdings, position)
-        source = StageSource(self.model, lambda _: self.program.graph, replica, stage, set(), torch.device("cpu"), False, shards)
+        captured = SimpleNamespace(graph=self.model, graph_for=lambda _: self.program.graph)
+        source = StageSource(captured, replica, stage, set(), torch.device("cpu"), False, shards)
         return source(NUM_ROWS)
 
     def returned(self, replica: Replica) -> dict[str, Tensor | int]:
