@@ -1,6 +1,6 @@
 """Logical axes of a captured model: the atoms of all its tensor dimensions, unified over the whole graph.
 
-One pass reads the ops: each op's rule makes its dimensions from those of its operands. Then each op's letters are checked (`checks`) and
+One pass reads the ops: each op's rule makes its dimensions from those of its operands. Then each op's letters are checked (`Checker`) and
 the axes get names from what ops say of them, never from the names of models or modules. The first that applies:
 
 1. ``batch``;
@@ -15,19 +15,21 @@ If one dimension is a product of several axes, a name made from it ends in ``.0`
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from types import MappingProxyType
 
 from whale.axes.atoms import ROWS, Atoms, Dim
-from whale.axes.checks import Checker, leaves_of_unknown_size
 from whale.axes.mixing import find_mixing
 from whale.axes.notation import bind, parse
 from whale.axes.operators import operator_of
 from whale.axes.operators.concatenations import find_tilings
-from whale.axes.outcome import KEPT, NO_RULE, Dims, Letter, Reading, RuleMisfit, RuleOutcome
+from whale.axes.outcome import CONTRACTED_AND_KEPT, KEPT, NO_RULE, TWICE, Dims, Letter, Reading, RuleMisfit, RuleOutcome
 from whale.axes.values import Axes, Axis, Concatenation, Dimension, OpAxes, Role, WholeReason
 from whale.ir.graph import ModelGraph, Op, Ref
 from whale.ir.plan import BATCH
+
+SOME_PIECES = Role("whole", reason="has it in only some pieces of a concatenated dimension")
+UNKNOWN_SIZE = Role("whole", reason="has it in a size that depends on values or rows")
 
 
 def discover(graph: ModelGraph) -> Axes:
@@ -178,6 +180,76 @@ def _unknown(op: Op, role: Role, reading: Reading) -> RuleOutcome:
 def _with_batch(dims: Dims, reading: Reading) -> Dims:
     place = next((index for index, dim in enumerate(dims) if reading.atoms.size(dim) == ROWS), None)
     return dims if place is None else (*dims[:place], reading.batch, *dims[place + 1 :])
+
+
+class Checker:
+    """Five checks that make wrong cuts impossible, over the letters of one op once all atoms are known.
+
+    1. One axis met twice (``x @ x.T``, ``u[:, None] - u``): a cut would keep only the diagonal blocks.
+    2. Contracted and kept: two letters of one op that never meet in one tensor are one axis (a square layer with a residual).
+    3. Axes that vanish or appear without a mark. The notation makes such letters whole.
+    4. An axis in only some pieces of a concatenated dimension: the whole pieces' gradient would be summed twice.
+    5. An axis of unknown size: it depends on values (``x[mask]``), or on the rows but not in proportion (``cat((x, rows_of_mine))``).
+
+    An axis that fails a check is whole at this op, with the reason. `unknown`: leaves without a known size.
+    """
+
+    def __init__(self, atoms: Atoms, unknown: Set[int] = frozenset()) -> None:
+        self._atoms, self._unknown = atoms, unknown
+        self._met: dict[Dim, tuple[tuple[int, bool], ...]] = {}
+
+    def roles(self, letters: Iterable[Letter]) -> dict[int, Role]:
+        """What an op does with each axis, by leaf, after the checks."""
+        roles: dict[int, Role] = {}
+        for letter in letters:
+            for leaf, everywhere in self.met(letter.dim):
+                role = letter.role if everywhere or letter.role.kind == "whole" else SOME_PIECES
+                role = UNKNOWN_SIZE if leaf in self._unknown and role.kind != "whole" else role
+                known = roles.get(leaf)
+                if known is None or (role.kind == "whole" and known.kind != "whole"):
+                    roles[leaf] = role
+                elif known.kind != "whole":
+                    roles[leaf] = CONTRACTED_AND_KEPT if {known.kind, role.kind} == {"contracted", "kept"} else TWICE
+        return roles
+
+    def met(self, dim: Dim) -> tuple[tuple[int, bool], ...]:
+        """The axes in a dimension, each with whether all pieces of a concatenation have it; one may occur twice."""
+        found = self._met.get(dim)
+        if found is None:
+            found = self._met[dim] = tuple(entry for leaf in self._atoms.leaves(dim) for entry in self._leaf(leaf))
+        return found
+
+    def _leaf(self, leaf: int) -> Iterable[tuple[int, bool]]:
+        pieces = self._atoms.pieces(leaf)
+        if not pieces:
+            return [(leaf, True)]
+        held = [self.met(piece) for piece in pieces]
+        everywhere = set.intersection(*({axis for axis, complete in piece if complete} for piece in held))
+        once = dict.fromkeys(axis for piece in held for axis, _ in piece)
+        again = [axis for axis in once if any([a for a, _ in piece].count(axis) > 1 for piece in held)]
+        return [(axis, axis in everywhere) for axis in (*once, *again)]
+
+
+def leaves_of_unknown_size(graph: ModelGraph, outcomes: Mapping[str, RuleOutcome], atoms: Atoms) -> Set[int]:
+    """Leaves that are dimensions of which only the example's size is known, and are in no others."""
+    if all(factor >= 0 for op in graph.ops for spec in op.outputs for factor in spec.row_factors):
+        return frozenset()
+    found: set[int] = set()
+    known: set[int] = set()
+    for op in graph.ops:
+        results = outcomes[op.name].results if op.outputs else ()
+        for dims, spec in zip(results, op.outputs, strict=True):
+            for dim, factor in zip(dims, spec.row_factors, strict=True):
+                leaves = atoms.leaves(dim)
+                if factor >= 0:
+                    known |= {axis for leaf in leaves for axis in (leaf, *_inside(leaf, atoms))}
+                elif len(leaves) == 1 and not atoms.pieces(leaves[0]) and atoms.size(leaves) % ROWS:
+                    found.add(leaves[0])
+    return found - known
+
+
+def _inside(leaf: int, atoms: Atoms) -> Iterable[int]:
+    return (inner for piece in atoms.pieces(leaf) for inner in atoms.leaves(piece))
 
 
 _WORD = re.compile(r"[a-z]{3,}(_[a-z]+)*$")

@@ -19,8 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Literal
 
-from whale.axes.checks import CONTRACTED_AND_KEPT, TWICE
-from whale.axes.outcome import NO_RULE, NUMBERS
+from whale.axes.outcome import CONTRACTED_AND_KEPT, NO_RULE, NUMBERS, TWICE
 from whale.axes.values import Mixing, OpAxes, Role, axes_of
 from whale.ir.graph import LossTerm, ModelGraph, Op, Ref
 from whale.ir.writes import Reads, written_storages

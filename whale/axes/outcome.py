@@ -17,6 +17,8 @@ NUMBERS = Role("broadcast", reason="makes values from their positions")
 READS_ROWS = Role("whole", reason="computes with the number of rows")
 NO_RULE = Role("whole", reason="has no rule")
 CLASHES = Role("whole", reason="regroups it in factors that do not fit")
+TWICE = Role("whole", reason="meets it twice")
+CONTRACTED_AND_KEPT = Role("whole", reason="meets it twice, contracted and kept")
 
 
 @dataclass(frozen=True, slots=True)

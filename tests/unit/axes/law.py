@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from whale.axes.atoms import Atoms, Dim
-from whale.axes.checks import Checker
-from whale.axes.discover import read
+from whale.axes.discover import Checker, read
 from whale.axes.notation import parse
 from whale.axes.operators import operator_of
 from whale.axes.outcome import RuleOutcome
