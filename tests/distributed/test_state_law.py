@@ -24,6 +24,7 @@ from tests.captures import captured_once
 from tests.distributed.split_training import cut_anew, plan_case, whole_gradients
 from tests.distributed.test_unlike_replicas import CLIPPED, ONE, SPLIT, TWO, Blocks, unlike, with_order
 from tests.distributed.training import (
+    OPTIMIZERS,
     Case,
     captured_case,
     finished,
@@ -38,14 +39,14 @@ from tests.distributed.training import (
 )
 from tests.distributed.world import RankFailure, World
 from tests.examples import at_most
-from tests.models import Block, Description, descriptions
+from tests.models import Block, Description, build, descriptions, make_batch
 from whale.comm import Groups, Launched
 from whale.errors import RuntimeFault
 from whale.estimate import DeviceEstimate, estimate
 from whale.ir.graph import ModelGraph
 from whale.ir.plan import Form, Plan, Shard, Stage, Zero, brought_back, states_of
 from whale.ir.serialization import from_json, to_json
-from whale.planning import make_plan, retarget_plan
+from whale.planning import carry_plan, make_plan, retarget_plan
 from whale.runtime.state.publishing import Publishing, RankBucket
 
 TOLERANCE = 1e-10
@@ -217,10 +218,10 @@ def test_law(world: World, data: st.DataObject) -> None:
     check(world, case, (plans[0], plans[1]), saves=data.draw(st.booleans()))
 
 
-def test_a_stage_that_other_modes_leave_without_ops(world: World) -> None:
+def loss_on_parts(world: World) -> tuple[Case, Plan, ModelGraph]:
     """A drawn case of the law: the last stage trains the loss alone, on parts of what a convolution of the first one makes whole.
 
-    The table is shared, so an evaluation runs head and loss on the first stage.
+    The table is shared, so other captures run head and loss on the first stage.
     """
     blocks = (Block("convolution"), Block("convolution", repeats=2))
     case = unlike({"num_stages": 2, "split": 2, "num_micro_batch": 2}, evaluates=True)
@@ -228,11 +229,40 @@ def test_a_stage_that_other_modes_leave_without_ops(world: World) -> None:
     plan, graph = world.prepare(plan_case, case)
     first, last = plan.replicas[0].stages
     last = replace(last, shards=(Shard("values:1", (1, 2)),))
-    plan = replace(plan, replicas=(replace(plan.replicas[0], stages=(first, last)),))
+    return case, replace(plan, replicas=(replace(plan.replicas[0], stages=(first, last)),)), graph
+
+
+def test_a_stage_that_other_modes_leave_without_ops(world: World) -> None:
+    case, plan, graph = loss_on_parts(world)
     for mode in ("eval", "predict"):
         other, _ = captured_case(case).capture(mode)
         assert [bool(stage.ops) for stage in retarget_plan(plan, graph, other).replicas[0].stages] == [True, False]
     check_equal(world, case, (plan, with_state(plan, graph, 1)), train_reference(case), saves=False)
+
+
+def other_lengths(case: Case) -> list[Any]:
+    """Batches of which some are too short to be cut."""
+    return [make_batch(replace(case.description, sequence=length), 14, number) for number, length in enumerate((3, 1, 4, 1))]
+
+
+def train_on_lengths(rank: int, size: int, case: Case, plan: Plan) -> tuple[list[float], list[float]]:
+    engine = make_engine(case, plan)
+    losses = [float(engine.step(batch)) for batch in other_lengths(case)]
+    evaluations = [float(engine.evaluate(batch)) for batch in other_lengths(case)]
+    engine.close()
+    return losses, evaluations
+
+
+def test_a_stage_that_short_batches_leave_without_ops(world: World) -> None:
+    case, plan, graph = loss_on_parts(world)
+    short, _ = captured_case(case).capture("train", other_lengths(case)[1])
+    assert [bool(stage.ops) for stage in carry_plan(plan, graph, short).replicas[0].stages] == [True, False]
+    model, _, loss = build(case.description, case.seed)
+    expected = reference.train(model, loss, other_lengths(case), OPTIMIZERS[case.optimizer]).losses
+    evaluations = [reference.evaluate(model, loss, batch)[0] for batch in other_lengths(case)]
+    for losses, evaluated in run_case(world, train_on_lengths, case, with_state(plan, graph, 1)):
+        assert losses == pytest.approx(expected, abs=TOLERANCE)
+        assert evaluated == pytest.approx(evaluations, abs=TOLERANCE)
 
 
 def held_bytes(engine: whale.Engine) -> tuple[str, float, float, float, float]:
