@@ -44,7 +44,10 @@ def fit(module: Any, *, validates: bool = False, ckpt_path: str | None = None, *
     [
         (lambda module, loss, batch_idx: loss * (2 if batch_idx % 2 else 1), "training_step uses its batch_idx, but is captured once"),
         (lambda module, loss, batch_idx: loss if batch_idx == 0 else 2 * loss, "uses its batch_idx"),
-        (lambda module, loss, batch_idx: module.log("twice", 2 * loss) or loss, r"training_step logging other values than its loss .twice"),
+        (
+            lambda module, loss, batch_idx: module.log("both", torch.stack((loss, loss))) or loss,
+            "metric 'logged both' .* not a scalar tensor",
+        ),
         (lambda module, loss, batch_idx: module.log("number", 1.0) or loss, r"self.log of a value that is not a tensor .number: float"),
         (lambda module, loss, batch_idx: {"loss": loss, "twice": 2 * loss}, "training_step returning more than its loss .twice"),
         (
@@ -53,7 +56,7 @@ def fit(module: Any, *, validates: bool = False, ckpt_path: str | None = None, *
         ),
         (lambda module, loss, batch_idx: module.logger.log_metrics({"loss": loss}) or loss, r"training_step reads trainer.logger"),
     ],
-    ids=["modulo", "comparison", "another value", "a number", "another output", "the epoch", "a logger"],
+    ids=["modulo", "comparison", "no scalar", "a number", "another output", "the epoch", "a logger"],
 )
 def test_what_a_captured_step_cannot_do_is_said(change: Any, said: str) -> None:
     with pytest.raises(CaptureError, match=said):
