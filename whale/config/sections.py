@@ -33,7 +33,7 @@ class ClusterSettings:
         None,
         "devices to plan for: names of devices, hosts or models, separated by commas, such as V100:2,host1/*; null: all",
     )
-    profile: str | None = key(None, "file of `whale profile`, relative as `cluster.file`; null: computed prices")
+    profile: str | None = key(None, "file written by `whale profile`, found as `cluster.file` is; null: computed prices")
     partial: bool = key(
         False,
         "allow fewer ranks than the cluster file has devices, matched by host and model; `whale run --elastic` sets it",
@@ -65,8 +65,8 @@ class MemorySettings:
     offload_as_needed: bool = key(False, "offload only as much of it as does not fit on the device; false: all of it")
     redundancy: str = key(
         "0",
-        "hosts that may be lost at once without losing a step under `whale run --elastic`: 1: weights and optimizer "
-        "state are in the memory of two hosts",
+        "hosts (devices, if there is one host) that may be lost at once without losing a step under `whale run --elastic`: "
+        "1: weights and optimizer state are in the memory of two",
         choices=("0", "1"),
     )
     redundancy_steps: int = key(1, "with `memory.redundancy: 1`, steps between two copies", rule=at_least(1))
@@ -199,7 +199,7 @@ class PlanningSettings:
     )
     effort: int = key(
         100,
-        "most plans that a search makes; large plans count for several, and six more are made while nothing fits",
+        "largest number of plans that a search makes; large plans count for several, and six more are made while nothing fits",
         rule=at_least(1),
     )
 

@@ -72,7 +72,7 @@ def _why(plan: Plan, graph: ModelGraph, cluster: Cluster, step: StepEstimate) ->
         own = cluster.by_name[slow.devices[0]].model
         others = [model for model in models if model != own]
         yield (
-            f"It is of the slower device type, {own} (the others: {', '.join(others)}."
+            f"It is of the slower device type, {own} (the others: {', '.join(others)})."
             if others
             else "Its work runs slower than that of the others."
         )

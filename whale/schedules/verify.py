@@ -295,8 +295,8 @@ def _surplus(positions: Positions, stage: int, kind: Kind) -> Iterator[Fault]:
     rank = positions.stage_rank[stage]
     for micro_batch, position in enumerate(positions.of(kind, stage)):
         if position > ABSENT:
-            action = Action(kind, stage, micro_batch)
-            yield rank, f"{action} (action {position + 1} of rank {rank}) sends along an edge that is not between ranks"
+            action, verb = Action(kind, stage, micro_batch), "receives" if kind in RECEIVES else "sends"
+            yield rank, f"{action} (action {position + 1} of rank {rank}) {verb} along an edge that is not between ranks"
 
 
 # Each pair: the first stands before the second wherever a stage has both for a micro-batch.

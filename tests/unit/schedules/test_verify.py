@@ -79,7 +79,7 @@ def test_faults_of_one_rank(old: str, new: str, wanted: str) -> None:
         (1, "0POST_F0 1RECV_F0", "1RECV_F0 0POST_F0", "1RECV_F0 (action 1 of rank 1) comes before 0POST_F0 (action 2)"),
         (0, "LOSS ", "", "LOSS is missing on rank 0"),
         (1, "1SYNC 1SEND_B1", "1SEND_B1 1SYNC", "1SEND_B1 is between 1B1 and 1SYNC on rank 1, where buckets start"),
-        (0, "0F0 ", "0RECV_F0 0F0 ", "0RECV_F0 (action 1 of rank 0) sends along an edge that is not between ranks"),
+        (0, "0F0 ", "0RECV_F0 0F0 ", "0RECV_F0 (action 1 of rank 0) receives along an edge that is not between ranks"),
         (0, "0F0 0SEND_F0 0F1 0SEND_F1", "0F0 0F1 0SEND_F1 0SEND_F0", "meets 0SEND_F1 (action 3 of rank 0): message 1 of that channel"),
         (0, "0SEND_F1 1POST_B0", "1POST_B0 0SEND_F1", "1POST_B0 (action 4 of rank 0) waits for rank 1, which stays at 0POST_F1"),
     ],
