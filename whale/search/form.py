@@ -19,7 +19,7 @@ from whale.config.keys import Shares
 from whale.errors import WhaleError
 from whale.estimate import Line, idle_seconds
 from whale.estimate.costs.line import Floats
-from whale.estimate.step.redundancy import sending_seconds
+from whale.estimate.step.redundancy import sendable_bytes
 from whale.ir.cluster import Device
 from whale.planning.cutting.partition import fill
 from whale.planning.realizing import Realizer
@@ -109,7 +109,7 @@ class ClosedForms:
         return 1 / speed, self._state(fewest, num_micro_batch) / fewest
 
     def relaxed(self, strategy: Strategy, orders: Sequence[Order], counts: Sequence[int]) -> tuple[Floats, Floats]:
-        """A lower bound of seconds, and about the bytes on the fullest device, if the model could be cut anywhere.
+        """A lower bound of seconds (with approximate copies of the state), and about the bytes on the fullest device, for any cuts.
 
         Returns:
             ``[orders, counts]`` and ``[counts]``, where counts are numbers of micro-batches.
@@ -149,14 +149,15 @@ class ClosedForms:
 
     def _copying(self, replicas: Sequence[ReplicaSpec], firsts: Sequence[Numbers]) -> float:
         """Approximate seconds per step of sending copies of the state to other hosts, with equal parts on all devices of a replica."""
-        if not self._sending:
+        if not self._sendable:
             return 0.0
         shares = zip(replicas, self.places.alone(firsts), strict=True)
-        return self._sending * max(alone * replica.count / replica.num_devices for replica, alone in shares)
+        most = max(alone * replica.count / replica.num_devices for replica, alone in shares)
+        return most * self._sendable / self.places.between(replicas, firsts)
 
     @cached_property
-    def _sending(self) -> float:
-        return sending_seconds(self.planner.prices)
+    def _sendable(self) -> float:
+        return sendable_bytes(self.planner.prices)
 
     def _least_end(self, strategy: Strategy, replica: ReplicaSpec, hidden: Floats, rates: Sequence[Line] | None) -> Floats:
         """What gradient sums and the optimizer add to a step, if ranks hold parts of the model in proportion to their speed.

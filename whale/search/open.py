@@ -6,7 +6,7 @@ Let T_d be the time in which a device d alone would process all rows of what its
     a replica with all rows     `pipeline_seconds` of its ranks
     a step                      1 / (the sum of 1 / these over the replicas, which divide the rows)
 
-Messages and gradient sums are left out: the plans ranked first are simulated with them.
+Messages, gradient sums and copies of the state are left out: the plans ranked first are simulated with them.
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ far     rank after rank: holders of the same stage are neighbours, and messages 
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -148,6 +149,26 @@ class Places:
         if self.prices.costs.zero:
             return [1 / each.shape[1] for each in owners]
         return [float((self._host[each] == self._host[each[:, :1]]).all(axis=1).any()) / each.shape[1] for each in owners]
+
+    def between(self, replicas: Sequence[ReplicaSpec], firsts: Sequence[Numbers]) -> float:
+        """Bytes per second of a device to other hosts where all devices send: of the slowest link or share of a used host's card."""
+        used = np.zeros(len(self.prices.cluster.hosts), dtype=np.int64)
+        for replica, own in zip(replicas, firsts, strict=True):
+            for rank, devices in zip(replica.ranks or (), own.T, strict=True):
+                used += rank.width * np.bincount(self._host[devices], minlength=len(used))
+        return min(self._slowest, float(np.min(self._cards / np.maximum(used, 1), where=used > 0, initial=math.inf)))
+
+    @cached_property
+    def _slowest(self) -> float:
+        """Bytes per second of the slowest link between hosts."""
+        cluster = self.prices.cluster
+        links = [link for _, link in cluster.pairs] + ([cluster.network] if cluster.network else [])
+        return min((link.bandwidth for link in links), default=math.inf)
+
+    @cached_property
+    def _cards(self) -> Floats:
+        """Bytes per second of each host's card."""
+        return np.array([math.inf if host.card is None else host.card for host in self.prices.cluster.hosts])
 
     @staticmethod
     def _owners(own: Numbers, firsts: Sequence[Numbers]) -> Numbers:

@@ -20,7 +20,7 @@ from whale.estimate import all_reduce_seconds
 from whale.estimate.prices.part import Part
 from whale.estimate.prices.prices import Prices
 from whale.hardware import parse_cluster
-from whale.ir.cluster import Cluster
+from whale.ir.cluster import Cluster, Link
 from whale.ir.graph import ModelGraph
 from whale.planning import make_plan
 from whale.planning.cutting.partition import _least
@@ -60,6 +60,27 @@ def test_what_waits_on_hosts_takes_about_what_its_plan_takes(offload: str, error
         strategy = Strategy((replica,), near=True)
         planned = forms.planner.realize(forms.places.named(strategy)).plan.step_seconds
         assert forms.of(strategy).seconds == pytest.approx(planned, rel=error)
+
+
+@pytest.mark.parametrize(
+    ("cards", "pairs", "bandwidth"),
+    [((), False, 0), ((None, None), False, 1e6), ((None, None), True, 1e5), ((4e5, 4e5, 1), False, 4e5), ((4e6, None), False, 1e6)],
+    ids=["one host", "network", "pairs", "cards of used hosts, one device each", "a faster card"],
+)
+def test_copies_are_ranked_by_the_links_that_they_take(cards: tuple[float | None, ...], pairs: bool, bandwidth: float) -> None:
+    """A pipeline of two stages, each on a host of two devices."""
+    graph, found = layers([64] * 4), made([[(1e9, GIB)] * 2] * max(1, len(cards)), network=1e6)
+    found = replace(found, hosts=tuple(replace(host, card=card) for host, card in zip(found.hosts, cards or (None,), strict=True)))
+    if pairs:
+        found = replace(found, network=None, pairs=((("h0", "h1"), Link(1e5, 1e-5)),))
+    elif not cards:
+        found = replace(found, network=Link(1e6, 1e-5))
+    kind = found.devices[0].kind
+    names = (("h0/0",), ("h1/0",)) if cards else (("h0/0",), ("h0/1",))
+    own = ReplicaSpec((RankSpec(kind),) * 2, names=names, schedule="1f1b", num_chunks=1, num_micro_batch=2, recompute="none")
+    forms = [ClosedForms(seater_of(graph, found, Config({"memory.redundancy": number}), 16)) for number in (0, 1)]
+    plain, copied = (each.of(Strategy((own,))).seconds for each in forms)
+    assert copied - plain == pytest.approx(3 * 4 * (4 * 64 * 64) / 2 / bandwidth if bandwidth else 0.0)
 
 
 def test_gradients_that_go_to_keepers_as_they_are_made_are_not_counted_together() -> None:

@@ -82,14 +82,12 @@ def redundancy_of(plan: Plan, prices: Prices, every: int) -> Redundancy | None:
     )
 
 
-def sending_seconds(prices: Prices) -> float:
-    """Of the mean step, if each device of a host sent all of the state to another host; 0 where no copies are made."""
-    cluster, every = prices.cluster, prices.costs.copies_every
-    if not every or cluster.network is None:
+def sendable_bytes(prices: Prices) -> float:
+    """Of the mean step, if all of the state were sent to another host; 0 where no copies are made, or there is no other host."""
+    every = prices.costs.copies_every
+    if not every or len(prices.cluster.hosts) < 2:
         return 0.0
-    num_bytes = sum(each.spec.num_elements * element_bytes(prices.state_of[each.name]) for each in prices.graph.parameters)
-    slowest = min([cluster.network.bandwidth, *(host.card / len(host.devices) for host in cluster.hosts if host.card is not None)])
-    return num_bytes / slowest / every
+    return sum(each.spec.num_elements * element_bytes(prices.state_of[each.name]) for each in prices.graph.parameters) / every
 
 
 def _sides(found: SecondOwners, devices: list[str], prices: Prices) -> Iterator[tuple[str, float]]:
