@@ -120,7 +120,7 @@ class FaultKeeper:
             if self.copies.survives == "device" and opening.world.rank == 0 and self.purpose is None:
                 warn(f"memory.redundancy: {self._redundancy} survives the loss of a rank, not of the host: there is only one host")
             if self.folder is not None and runtime.roster.world.local_rank == 0:
-                check_room(self.folder, self.copies.host_bytes)
+                check_room(self.folder, self.copies.fault_bytes)
 
     def begin_step(self, call: Call, batch: Any) -> None:
         """Before the first batch of a step, as `DataPosition.recognized` gives it; all ranks are in the same call."""
@@ -282,10 +282,10 @@ class FaultKeeper:
 
 
 def check_room(folder: Path, num_bytes: int) -> None:
-    """Warns where the copies of all ranks of the host could not be left in its memory as well."""
+    """Warns where the copies of all ranks of the host, and the state that they hold, could not be left in its memory."""
     if num_bytes > (free := disk_usage(folder.parent).free):
         warn(
-            f"memory.redundancy: copies of {format_bytes(num_bytes)} do not fit in {folder.parent} when ranks are lost "
+            f"memory.redundancy: what ranks leave when others are lost ({format_bytes(num_bytes)}) does not fit in {folder.parent} "
             f"({format_bytes(free)} free): some will not be kept"
         )
 

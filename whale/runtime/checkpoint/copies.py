@@ -59,14 +59,14 @@ class StateCopies:
     Attributes:
         steps: the complete ones, the newest first.
         duty: of this rank, under the plan at work.
-        host_bytes: of the copies of all ranks of this host.
+        fault_bytes: what all ranks of this host leave in its memory when others are lost: copies, and the state that they hold.
         survives: what may be lost, as of `SecondOwners`.
         follows_steps: whether copies are made as a step ends; else as the next begins, since the script writes into the state in between.
         is_with_script: whether the script may have changed what was copied, and ranks have not compared since.
     """
 
     duty: Duty
-    host_bytes: int
+    fault_bytes: int
     survives: str
     follows_steps = True
     is_with_script = False
@@ -83,7 +83,7 @@ class StateCopies:
         found = second_owners(roster.plan, model, holdings.shardings, [self._hosts[rank] for rank in order])
         own, self.survives = order.index(self._world.rank), found.survives
         host = self._hosts[self._world.rank]
-        self.host_bytes = sum(found.host_bytes(device) for device, rank in enumerate(order) if self._hosts[rank] == host)
+        self.fault_bytes = sum(found.fault_bytes(device) for device, rank in enumerate(order) if self._hosts[rank] == host)
         target, sources = found.targets.get(own), sorted(order[source] for source in found.sources.get(own, ()))
         self.duty = Duty(found.copied[own], found.sent[own], None if target is None else order[target], tuple(sources))
 
