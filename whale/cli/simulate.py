@@ -18,7 +18,7 @@ from whale.cli.planned import Planned, add_planning_verb, headline, planned
 from whale.cli.tables import paragraph, print_table
 from whale.config import Config
 from whale.errors import ConfigError, first_few, raise_faults
-from whale.estimate import DeviceEstimate, Faults, Goodput, StepEstimate, faults_of, with_copies
+from whale.estimate import DeviceEstimate, Faults, Goodput, StepEstimate, faults_of, with_copies, with_copying
 from whale.ir.cluster import Cluster
 from whale.ir.plan import Plan
 from whale.planning import EvenShares, Simulation, even_shares
@@ -151,11 +151,12 @@ def _filling(each: DeviceEstimate) -> Iterator[str]:
         yield f"{name} {format_share(num_bytes / each.peak.total)}"
 
 
-def _goodputs(faults: Faults, step_seconds: float) -> Iterator[Goodput]:
+def _goodputs(faults: Faults, step: StepEstimate) -> Iterator[Goodput]:
     """With the best interval between checkpoints, and with a quarter of it and four times it."""
+    step_seconds = step.step_seconds
     best = faults.best_interval(least=step_seconds)
     for interval in sorted({max(step_seconds, best / 4), best, 4 * best}):
-        yield faults.goodput(interval)
+        yield with_copying(faults.goodput(interval), step)
 
 
 def _fault_data(faults: Faults, step: StepEstimate) -> dict[str, Any]:
@@ -164,7 +165,7 @@ def _fault_data(faults: Faults, step: StepEstimate) -> dict[str, Any]:
         "with_copies": None if copied is None else asdict(copied),
         "best_interval_seconds": faults.best_interval(least=step_seconds),
         "young_interval_seconds": faults.young_interval,
-        "goodput": [asdict(each) for each in _goodputs(faults, step_seconds)],
+        "goodput": [asdict(each) for each in _goodputs(faults, step)],
     }
 
 
@@ -178,19 +179,22 @@ def _print_faults(faults: Faults, found: Simulation) -> None:
     )
     intervals = [
         (f"{format_duration(each.interval_seconds)}{' (best)' if each.interval_seconds == best else ''}", each)
-        for each in _goodputs(faults, step_seconds)
+        for each in _goodputs(faults, found.step)
     ]
-    copied = with_copies(faults, found.step)
+    copied, redundancy = with_copies(faults, found.step), found.step.redundancy
+    if copied is not None and redundancy is not None:
+        intervals.append((f"copies (one {redundancy.survives} lost at once)", copied))
+    rate = found.samples_per_second * step_seconds / found.step.training_seconds  # of steps without copies
     rows = [
         (
             interval,
             f"{each.useful:.2%}",
-            f"{each.useful * found.samples_per_second:.4g}",
+            f"{each.useful * rate:.4g}",
             f"{each.saving:.2%}",
             f"{each.repeated:.2%}",
             f"{each.restarting:.2%}",
         )
-        for interval, each in (*intervals, *([] if copied is None else [("copies (one host lost at once)", copied)]))
+        for interval, each in intervals
     ]
     columns = ("checkpoint every", "goodput", "samples/s", "saving", "repeated", "restarts")
     print_table("", columns, rows, columns[1:])

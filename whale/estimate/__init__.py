@@ -16,7 +16,7 @@ from whale.estimate.events.drawing import draw
 from whale.estimate.events.simulate import ActionTimes, bubble, bubble_rate, simulate
 from whale.estimate.memory.memory import StateBytes, kept_names, kept_tensors, size_line, state_bytes
 from whale.estimate.step.estimate import estimate, estimate_with
-from whale.estimate.step.goodput import Faults, Goodput, faults_of, with_copies
+from whale.estimate.step.goodput import Faults, Goodput, faults_of, with_copies, with_copying
 from whale.estimate.step.step import DeviceEstimate, StepEstimate
 
 __all__ = [
@@ -55,4 +55,5 @@ __all__ = [
     "spec_line",
     "state_bytes",
     "with_copies",
+    "with_copying",
 ]

@@ -151,7 +151,7 @@ def test_simulate_tells_time_and_memory(captured: str, capsys: pytest.CaptureFix
     assert main(["simulate", *words, *copies, "--faults", "0.5"]) == 0
     assert (
         "survives the loss of any one device" in (printed := " ".join(capsys.readouterr().out.split()))
-        and "copies (one host lost at once)" in printed
+        and "copies (one device lost at once)" in printed
     )
     assert main(["simulate", *words, *copies, "--faults", "0.5", "--json"]) == 0
     data = json.loads(capsys.readouterr().out)

@@ -13,7 +13,9 @@ from whale.errors import PlanError
 from whale.estimate import Costs, Faults, StepEstimate, estimate, with_copies
 from whale.ir.cluster import Cluster, Link
 from whale.planning import make_plan
+from whale.planning.explain.choices import explain_step
 from whale.search import search
+from whale.units import format_seconds
 
 STAGES = {"planning.search": "off", "pipeline.num_stages": 2, "memory.redundancy": 1}
 LAYER_BYTES = 3 * 4 * 64 * 64
@@ -82,3 +84,15 @@ def test_a_fault_repeats_no_more_than_the_steps_since_the_copies() -> None:
     found, best = with_copies(faults, step), faults.goodput(faults.best_interval(least=step.step_seconds))
     assert found is not None and found.repeated < best.repeated and found.interval_seconds == step.step_seconds
     assert with_copies(faults, replace(step, redundancy=None)) is None
+    assert step.redundancy is not None, "copies take time from the steps that count"
+    share = step.redundancy.step_seconds / step.step_seconds
+    assert share > 0 and found.saving == pytest.approx(share * (found.useful + found.saving))
+    assert found.useful + found.saving + found.repeated + found.restarting == pytest.approx(1.0)
+
+
+def test_what_a_step_is_made_of_names_copies() -> None:
+    step = estimated(cluster((1e9,), (1e9,)), **{"memory.redundancy_steps": 4})
+    assert step.redundancy is not None
+    copies = f", {format_seconds(step.redundancy.step_seconds)} of copies"
+    assert str(step).splitlines()[0].endswith(copies) and (next(explain_step(step)).cost or "").endswith(copies)
+    assert "of copies" not in str(replace(step, redundancy=None))

@@ -11,6 +11,7 @@ from tests.unit.planning.graphs import chain, cluster
 from tests.unit.report.pages import Page
 from whale.config import Config
 from whale.estimate import StepEstimate, estimate
+from whale.estimate.step.redundancy import Redundancy
 from whale.ir.cluster import Cluster
 from whale.ir.figure import Figure
 from whale.ir.graph import ModelGraph
@@ -89,6 +90,13 @@ def test_the_straggler_is_told_with_its_reason() -> None:
 def test_balanced_devices_are_said_to_be(pipeline: Made) -> None:
     plan, graph, there, step = made(cluster((1e9, 1e9)), rows=64)
     assert "All devices compute about equally long" in Page(report_html(plan, graph, there, step)).text
+
+
+def test_copies_are_named_in_the_predicted_step(pipeline: Made) -> None:
+    plan, graph, there, step = pipeline
+    copied = replace(step, redundancy=Redundancy("host", 2, 0.5, "", ("h0/0", 8), (("h0", 16, 24),)))
+    assert "per second, 250 ms of copies" in Page(report_html(plan, graph, there, copied)).text
+    assert "of copies" not in Page(report_html(*pipeline)).text
 
 
 def test_measured_stands_beside_predicted(pipeline: Made) -> None:

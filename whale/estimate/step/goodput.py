@@ -24,7 +24,7 @@ class Goodput:
 
     interval_seconds: float  # of work between checkpoints
     useful: float  # steps that count
-    saving: float  # checkpoints that block training
+    saving: float  # checkpoints that block training, and redundant copies
     repeated: float  # work and checkpoints lost to faults
     restarting: float  # restarts
 
@@ -75,7 +75,15 @@ def with_copies(faults: Faults, step: StepEstimate) -> Goodput | None:
     """
     if step.redundancy is None:
         return None
-    return replace(faults, save_seconds=0.0).goodput(step.redundancy.every * step.step_seconds)  # steps have the copying in them
+    return with_copying(replace(faults, save_seconds=0.0).goodput(step.redundancy.every * step.step_seconds), step)
+
+
+def with_copying(found: Goodput, step: StepEstimate) -> Goodput:
+    """The shares where the redundant copies of a step count as saving."""
+    if step.redundancy is None:
+        return found
+    copying = found.useful * step.redundancy.step_seconds / step.step_seconds
+    return replace(found, useful=found.useful - copying, saving=found.saving + copying)
 
 
 def faults_of(step: StepEstimate, cluster: Cluster, per_device_day: float, restart_seconds: float) -> Faults:

@@ -153,6 +153,11 @@ class StepEstimate:
         """Of the step, without redundant copies."""
         return self.step_seconds - (0.0 if self.redundancy is None else self.redundancy.step_seconds)
 
+    @property
+    def copying(self) -> str:
+        """The mean time of redundant copies in words, to be added to others; empty without."""
+        return "" if self.redundancy is None else f", {format_seconds(self.redundancy.step_seconds)} of copies"
+
     def idle(self, each: DeviceEstimate) -> float:
         """Seconds in which a device neither computes, nor waits for something in flight, nor copies the state."""
         return max(0.0, self.training_seconds - each.busy - each.exposed)
@@ -174,7 +179,7 @@ class StepEstimate:
         yield (
             f"step {format_seconds(self.step_seconds)}: {slow.name} computes longest, {format_seconds(slow.busy)}, "
             f"waits {format_seconds(slow.exposed)} for communication and {format_seconds(self.idle(slow))} for other devices; "
-            f"bubble rate {self.bubble_rate:.3f}"
+            f"bubble rate {self.bubble_rate:.3f}{self.copying}"
         )
         for each in self.devices:
             yield (

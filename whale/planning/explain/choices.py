@@ -295,7 +295,7 @@ def explain_step(step: StepEstimate) -> Iterator[Choice]:
         "step",
         format_seconds(step.step_seconds),
         cost=f"{slow.name} {slow.does('computes')} {format_seconds(slow.busy)}, {slow.does('waits')} {format_seconds(slow.exposed)} "
-        f"for communication and {format_seconds(step.idle(slow))} for other devices; bubble rate {step.bubble_rate:.3f}",
+        f"for communication and {format_seconds(step.idle(slow))} for other devices; bubble rate {step.bubble_rate:.3f}{step.copying}",
         bound=f"time of {slow.name}",
     )
     yield Choice(
