@@ -180,7 +180,7 @@ class Engine:
         accumulated = self._waiting()
         loss = update(self.runtime, self.state, accumulated, scale)
         self._accumulated = None
-        self._stepped(loss, accumulated.num_rows)
+        self._stepped(loss, accumulated)
         self._rest()
 
     @all_ranks
@@ -257,16 +257,16 @@ class Engine:
         self._guards.trained()
         self._log.add(view)
         if call == "step":
-            self._stepped(loss, view.num_rows)
+            self._stepped(loss, accumulated)
         self._rest()
         return step_loss(loss)
 
-    def _stepped(self, loss: torch.Tensor, num_rows: int) -> None:
+    def _stepped(self, loss: torch.Tensor, done: Accumulated) -> None:
         self._keeping.end_step()
         clipping = self.runtime.clipping
-        self._log.end(self.state.step_number, loss, None if clipping is None else clipping.last, self._metrics)
+        self._log.end(self.state.step_number, loss, None if clipping is None else clipping.last, done.metrics)
         if self._tracing is not None:
-            self._tracing.end(self.state.step_number, num_rows)
+            self._tracing.end(self.state.step_number, done.num_rows)
         if self._adapting is not None and self._adapting.hear(self.state.step_number, self.runtime.take_busy()):
             move = self._adapting.look(self.opening, self.runtime.roster.plan, self._data, self._checked)
             if move is not None:
@@ -572,10 +572,11 @@ class Engine:
         return resume(Path(folder), self._keeping, self._load)
 
     def lose_peers(self) -> None:
-        """Notes that peers are lost: keeps what this rank holds, of this engine and all others, in memory of its host."""
-        self._has_lost_peers = True
+        """Notes that peers are lost, also for all other engines: keeps what this rank holds in memory of its host."""
         self._leave_all()
-        self._log.lose_peers()
+        for each in {self, *_OPEN}:
+            each._has_lost_peers = True
+            each._log.lose_peers()
 
     def _leave_all(self) -> None:
         self.leave_state()

@@ -149,7 +149,7 @@ class WhaleStrategy(Strategy):  # type: ignore[misc]
     def training_step(self, batch: Any, *others: Any) -> Tensor:
         engine = self.engine if self.engine is not None else self._open(batch)
         loss = self._plain(engine.forward_backward({"training_step": batch}))
-        self._log("training_step", loss)
+        self._log("training_step")
         return loss
 
     def backward(self, closure_loss: Tensor, optimizer: Any, *arguments: Any, **options: Any) -> Tensor:
@@ -188,15 +188,15 @@ class WhaleStrategy(Strategy):  # type: ignore[misc]
             return getattr(super(), hook)(batch, *others)
         if len(others) > 1:
             raise ConfigError(f"WhaleStrategy does not support several data loaders in {hook} (dataloader_idx={others[1]})")
-        found = self._log(hook, self._plain(self.engine.evaluate({hook: batch, "logged": {}})))
+        self.engine.evaluate({hook: batch, "logged": {}})
+        found = self._log(hook)
         returned = self._seen.returned[hook]
         return found.get(returned) if isinstance(returned, str) else returned and self.engine.predict({hook: batch})
 
-    def _log(self, hook: str, loss: Tensor) -> dict[str, Tensor]:
-        """Logs, and returns, what the captured hook logs: values of its last pass, which are metrics or the loss."""
+    def _log(self, hook: str) -> dict[str, Tensor]:
+        """Logs, and returns, what the captured hook logged in the last pass."""
         assert self.engine is not None, "it has run"
-        metrics = self.engine.metrics
-        found = {name: self._plain(metrics.get(_LOGGED + name, loss)) for name in self._seen.options[hook]}
+        found = {name.removeprefix(_LOGGED): self._plain(value) for name, value in self.engine.metrics.items()}
         for name, value in found.items():
             how = {**self._seen.options[hook][name], "sync_dist": True}  # it is that of all ranks
             self.lightning_module.log(name, value, **how)
@@ -287,8 +287,9 @@ class CapturedHooks(nn.Module):
         """What a hook returns; for the training, or where ``logged`` is given, its loss with what it logs."""
         given = zip(_HOOKS, (training_step, validation_step, test_step, predict_step), strict=True)
         hook, batch = next((name, value) for name, value in given if value is not None)
-        values: dict[str, Any] = {}
-        with self._logging(hook, values) as options:
+        values: dict[str, Tensor] = {}
+        logs: dict[str, Tensor] = {}
+        with self._logging(hook, values, logs) as options:
             call = getattr(self.module, hook)
             found = call(batch, BatchIndex(hook)) if hook in self._with_index else call(batch)
         loss = found["loss"] if hook == "training_step" and isinstance(found, Mapping) else found
@@ -299,7 +300,7 @@ class CapturedHooks(nn.Module):
             )
         seen = self._seen()
         assert seen is not None, "the strategy has it"
-        seen.options[hook] = options
+        seen.options.setdefault(hook, {}).update(options)  # captures for other batches may log other values
         seen.returned[hook] = next((name for name, value in values.items() if _is_same(value, loss)), loss is not None)
         if hook != "training_step":
             if logged is None:
@@ -307,13 +308,19 @@ class CapturedHooks(nn.Module):
             if not values:
                 hint = "outputs are what predict_step returns"
                 raise CaptureError(f"{hook} logs nothing, so WhaleStrategy has nothing to evaluate", hint=hint)
-            first = next(iter(values.values()))
+            first = next(iter(logs.values()))
             loss = first if first.is_floating_point() else first.float()
-        return {"loss": loss, **{_LOGGED + name: value for name, value in values.items() if not _is_same(value, loss)}}
+        return {"loss": loss, **logs}
 
     @contextmanager
-    def _logging(self, hook: str, values: dict[str, Any]) -> Iterator[dict[str, dict[str, Any]]]:
-        """Collects what is logged in place of the module, and refuses access to the trainer, which changes with each step."""
+    def _logging(self, hook: str, values: dict[str, Tensor], logs: dict[str, Tensor]) -> Iterator[dict[str, dict[str, Any]]]:
+        """Collects what is logged in place of the module, and refuses access to the trainer, which changes with each step.
+
+        Args:
+            hook: that is captured.
+            values: gets the tensors by name.
+            logs: gets what they are when they are logged, as metrics.
+        """
         options: dict[str, dict[str, Any]] = {}
         trainer = self.module._trainer
 
@@ -323,7 +330,7 @@ class CapturedHooks(nn.Module):
                     f"WhaleStrategy does not support self.log of a value that is not a tensor ({name}: {type(value).__name__})",
                     hint="log the value of a function of this batch (torchmetrics.functional); other values in a callback",
                 )
-            values[name] = value
+            values[name], logs[_LOGGED + name] = value, value.clone()
             options[name] = {**dict(zip(_OPTIONS, others, strict=False)), **how}
             if not isinstance(options[name].get("batch_size", 0), int | None):
                 del options[name]["batch_size"]  # it is of the example; Lightning finds that of each batch
@@ -373,7 +380,10 @@ def _own_loss(output: Any, batch: Any) -> Any:
 
 def _is_same(value: Tensor, returned: Any) -> bool:
     """Whether what is logged is what is returned, detached or not."""
-    return isinstance(returned, Tensor) and value.untyped_storage()._cdata == returned.untyped_storage()._cdata
+    if not isinstance(returned, Tensor) or (value.dtype, value.shape) != (returned.dtype, returned.shape):
+        return False
+    is_shared = value.untyped_storage()._cdata == returned.untyped_storage()._cdata
+    return is_shared and value.storage_offset() == returned.storage_offset()
 
 
 def _beside(filepath: Any) -> Path:

@@ -175,8 +175,9 @@ def with_reached_gradients(model: ModelGraph) -> ModelGraph:
     stepped, by weight decay for one; a parameter without a gradient is not.
     """
     reached = _reached(model)
-    ops = (replace(op, requires_grad=op.requires_grad and (op.kind != "call" or op.name in reached)) for op in model.ops)
-    return replace(model, ops=tuple(ops))
+    idle = {op.name for op in model.ops if op.kind == "call" and op.requires_grad and op.name not in reached}
+    ops = (replace(op, requires_grad=False, backward_flops=0) if op.name in idle else op for op in model.ops)
+    return replace(model, ops=tuple(ops)) if idle else model
 
 
 def _reached(model: ModelGraph) -> set[str]:

@@ -189,7 +189,7 @@ def _without_metrics(value: Any, where: SourceLine | None) -> tuple[Any, dict[st
         )
     metrics = {name: metric for name, metric in value.items() if name != "loss"}
     for name, metric in metrics.items():
-        if not isinstance(name, str) or not isinstance(metric, Tensor) or metric.dim():
+        if not isinstance(name, str) or not name or not isinstance(metric, Tensor) or metric.dim():
             raise CaptureError(
                 f"metric {name!r} that is returned with the loss is {_describe(metric)}, not a scalar tensor",
                 where=where,

@@ -39,15 +39,21 @@ _ORIGIN = ("stack_trace", "nn_module_stack", "custom")
 
 
 class NodeBuilder:
-    """Inserts nodes after everything that they read, with the line and module of `origin`; the first one directly after it."""
+    """Inserts nodes after everything that they read, with the line and module of `origin`; the first one directly after it.
 
-    def __init__(self, graph: Graph, origin: Node) -> None:
-        self._graph = graph
+    What was `built` for the same origin is used again, so that a metric that is part of the loss takes no op of its own.
+    """
+
+    def __init__(self, graph: Graph, origin: Node, built: dict[tuple[object, ...], Node]) -> None:
+        self._graph, self._built = graph, built
         self._origin = origin
         self._last = origin
 
     def call(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> Node:
         """Adds a call; its example value is computed from those of its arguments."""
+        key = self._origin, target, repr(args), repr(kwargs)
+        if key in self._built:
+            return self._move_behind(self._built[key])
         map_arg((args, kwargs), self._move_behind)
         while self._last.op in ("placeholder", "get_attr") and self._last.next.op in ("placeholder", "get_attr"):
             self._last = self._last.next
@@ -55,7 +61,7 @@ class NodeBuilder:
             node = self._graph.call_function(target, args, kwargs)
         node.meta = {key: self._origin.meta[key] for key in _ORIGIN if key in self._origin.meta}
         node.meta["val"] = example(target, *args, **kwargs, like=self._origin)
-        self._last = node
+        self._last = self._built[key] = node
         return node
 
     def _move_behind(self, node: Node) -> Node:

@@ -20,7 +20,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from types import MappingProxyType
-from typing import cast
 
 import torch
 from torch.fx import Graph, Node
@@ -72,16 +71,20 @@ def split_loss(
     facts = BatchFacts(graph, rows, row_factors)
     walk = LossWalk(facts, rows, reads.settled)
     parts = walk.parts(loss) if weight is None else walk.pair(loss, weight)
-    terms = [_emit(part, graph, rows, facts.num_rows) for part in parts]
+    built: dict[tuple[object, ...], Node] = {}
+    terms = [_emit(part, graph, rows, facts.num_rows, built) for part in parts]
     for name, node in scalars.items():
-        terms += [replace(_emit(part, graph, rows, facts.num_rows), metric=name) for part in walk.parts(node)]
+        for part in walk.parts(node):
+            term = _emit(part, graph, rows, facts.num_rows, built)
+            own = NodeBuilder(graph, term.sum, built).call(aten.alias.default, term.sum)  # other stages may make what it is of too
+            terms.append(replace(term, sum=own, metric=name))
     for node in walk.passed:
         _take_out_of_place(node)
     return terms
 
 
-def _emit(part: LossPart, graph: Graph, rows: Node | None, num_rows: int) -> TermNodes:
-    build = NodeBuilder(graph, part.leaf)
+def _emit(part: LossPart, graph: Graph, rows: Node | None, num_rows: int, built: dict[tuple[object, ...], Node]) -> TermNodes:
+    build = NodeBuilder(graph, part.leaf, built)
     total = part.emit_sum(build)
     weight, offset, minimum = None, 0.0, None
     if isinstance(part.divisor, PerRow):
@@ -98,12 +101,9 @@ def _count(build: NodeBuilder, per_row: Fraction, rows: Node | int) -> Node:
 
 
 def _take_out_of_place(node: Node) -> None:
-    """Makes an in-place op of the split loss functional: what it would overwrite is now the sum of a term. Later reads get its result."""
+    """Makes an in-place op of the split loss functional: what it would overwrite is now the sum of a term."""
     target = node.target
     if isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable:
-        written = cast(Node, node.args[0])
-        for reader in [each for each in written.users if each > node]:
-            reader.replace_input_with(written, node)
         packet = getattr(torch.ops.aten, target.overloadpacket.__name__.rstrip("_"))
         node.target = getattr(packet, target._overloadname)
 
@@ -115,13 +115,15 @@ class LossReads:
     """Finds values that are written between the op that makes them and one that reads them; changes the graph in place."""
 
     def __init__(self, graph: Graph) -> None:
-        self.settled: set[Node] = set()  # values that depend on such writes, and are not to be split
+        self.settled: set[Node] = set()  # values that depend on such writes, and the writes; not to be split
         self._graph, self._roots = graph, memory_roots(graph)
         self._position = {node: position for position, node in enumerate(graph.nodes)}
         self._writes: dict[Node, list[int]] = {}
+        self._writers: dict[Node, set[Node]] = {}
         for node in graph.nodes:
             for base in written_arguments(node):
                 self._writes.setdefault(self._roots[base], []).append(self._position[node])
+                self._writers.setdefault(self._roots[base], set()).add(node)
 
     def settle(self, result: Node) -> Node:
         """The scalar (or a copy of it), with reads of written memory on the way to it replaced by reads of copies."""
@@ -156,5 +158,5 @@ class LossReads:
         with self._graph.inserting_after(behind):
             made = self._graph.call_function(aten.clone.default, (source,))
         made.meta = {**source.meta, "val": source.meta["val"].clone()}
-        self.settled.add(made)
+        self.settled |= {made, *self._writers[self._roots[source]]}
         return made

@@ -259,7 +259,7 @@ class Executor:
         seeds = {
             term.sum: state.account.seed(index, total)
             for index, term in enumerate(self._model.loss)
-            if isinstance(total := flight.outputs.get(term.sum), torch.Tensor)
+            if not term.metric and isinstance(total := flight.outputs.get(term.sum), torch.Tensor)
         }
         with self._visit(stage, backward=True):
             self._stages[stage].backward(flight, seeds)

@@ -49,8 +49,15 @@ def in_place(w: list[Tensor], x: Tensor, y: Tensor) -> Tensor:
 def in_place_twice(w: list[Tensor], x: Tensor, y: Tensor) -> Tensor:
     """What is written is read under both names."""
     loss = logits(w, x).square().sum()
-    both = loss.add_(F.mse_loss(logits(w, x), y))
+    both = loss.add_((logits(w, x) - y).abs().sum())
     return both + 2 * loss
+
+
+def in_place_scaled(w: list[Tensor], x: Tensor, y: Tensor) -> Tensor:
+    """The factor is made behind the write."""
+    loss = logits(w, x).square().sum()
+    loss += F.mse_loss(logits(w, x), y)
+    return loss * w[2].exp().mean()
 
 
 def written(sums: Tensor) -> Tensor:
@@ -118,6 +125,7 @@ EXACT: dict[str, Loss] = {
     "divided by a parameter": lambda w, x, t, y, m: F.cross_entropy(*flat(w, x, t), ignore_index=-1) / w[1].exp(),
     "in place": lambda w, x, t, y, m: in_place(w, x, y),
     "in place, read twice": lambda w, x, t, y, m: in_place_twice(w, x, y),
+    "in place, scaled": lambda w, x, t, y, m: in_place_scaled(w, x, y),
     "negated, one minus": lambda w, x, t, y, m: 1.0 - (-F.mse_loss(logits(w, x), y)).reshape(1).squeeze(),
     "detached addend": lambda w, x, t, y, m: F.mse_loss(logits(w, x), y) + F.l1_loss(logits(w, x), y).detach(),
     "pair": lambda w, x, t, y, m: ((logits(w, x).sum(-1).square() * m).sum(), m.sum()),
