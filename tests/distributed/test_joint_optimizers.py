@@ -167,7 +167,7 @@ def test_keepers_of_whole_parameters_step_them_by_any_optimizer(world: World, tm
 def test_bad_patterns() -> None:
     for changes, said in (
         ({"optimizer": {"*.weight": OPTIMIZER["*"]}}, r"no pattern of optimizer= matches 0\.bias"),
-        ({"optimizer": {"*": OPTIMIZER["*"], "*.weight": OPTIMIZER["*"]}}, r"no parameters are left for '\*.weight' of optimizer="),
+        ({"optimizer": {"*": OPTIMIZER["*"], "*.weight": OPTIMIZER["*"]}}, r"no parameters are left for pattern '\*.weight' of optimizer="),
         ({"optimizer": OPTIMIZER["*"]}, r"scheduler= has patterns that optimizer= lacks .'\*\.weight'"),
         ({"optimizer": {"*": 3}, "scheduler": None}, r"optimizer\['\*'\]= is int, not a function"),
     ):

@@ -28,6 +28,8 @@ from whale.capture.flat.aliasing import memory_roots, written_arguments
 from whale.capture.loss.facts import BatchFacts, RowFactors, is_scalar
 from whale.capture.loss.leaves import Counted, LossPart, NodeBuilder, PerRow
 from whale.capture.loss.walk import LossWalk
+from whale.capture.source import line_of
+from whale.errors import CaptureError
 
 
 @dataclass(frozen=True)
@@ -79,7 +81,7 @@ def split_loss(
             own = NodeBuilder(graph, term.sum, built).call(aten.alias.default, term.sum)  # other stages may make what it is of too
             terms.append(replace(term, sum=own, metric=name))
     for node in walk.passed:
-        _take_out_of_place(node)
+        _take_out_of_place(node, reads)
     return terms
 
 
@@ -100,10 +102,16 @@ def _count(build: NodeBuilder, per_row: Fraction, rows: Node | int) -> Node:
     return count if per_row.denominator == 1 else build.call(operator.floordiv, count, per_row.denominator)
 
 
-def _take_out_of_place(node: Node) -> None:
+def _take_out_of_place(node: Node, reads: LossReads) -> None:
     """Makes an in-place op of the split loss functional: what it would overwrite is now the sum of a term."""
     target = node.target
     if isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable:
+        if any(reads.is_copied(base) for base in written_arguments(node)):
+            raise CaptureError(
+                f"a loss is written in place by {target}, and a value that shares its memory is read after that",
+                where=line_of(node),
+                hint="loss = loss + other, in place of loss += other",
+            )
         packet = getattr(torch.ops.aten, target.overloadpacket.__name__.rstrip("_"))
         node.target = getattr(packet, target._overloadname)
 
@@ -115,15 +123,18 @@ class LossReads:
     """Finds values that are written between the op that makes them and one that reads them; changes the graph in place."""
 
     def __init__(self, graph: Graph) -> None:
-        self.settled: set[Node] = set()  # values that depend on such writes, and the writes; not to be split
+        self.settled: set[Node] = set()  # values that depend on such writes, and are not to be split
         self._graph, self._roots = graph, memory_roots(graph)
         self._position = {node: position for position, node in enumerate(graph.nodes)}
         self._writes: dict[Node, list[int]] = {}
-        self._writers: dict[Node, set[Node]] = {}
+        self._copied_roots: set[Node] = set()
         for node in graph.nodes:
             for base in written_arguments(node):
                 self._writes.setdefault(self._roots[base], []).append(self._position[node])
-                self._writers.setdefault(self._roots[base], set()).add(node)
+
+    def is_copied(self, node: Node) -> bool:
+        """Whether something that shares memory with a node was copied."""
+        return self._roots[node] in self._copied_roots
 
     def settle(self, result: Node) -> Node:
         """The scalar (or a copy of it), with reads of written memory on the way to it replaced by reads of copies."""
@@ -158,5 +169,6 @@ class LossReads:
         with self._graph.inserting_after(behind):
             made = self._graph.call_function(aten.clone.default, (source,))
         made.meta = {**source.meta, "val": source.meta["val"].clone()}
-        self.settled |= {made, *self._writers[self._roots[source]]}
+        self.settled.add(made)
+        self._copied_roots.add(self._roots[source])
         return made

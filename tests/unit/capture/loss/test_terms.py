@@ -49,7 +49,7 @@ def in_place(w: list[Tensor], x: Tensor, y: Tensor) -> Tensor:
 def in_place_twice(w: list[Tensor], x: Tensor, y: Tensor) -> Tensor:
     """What is written is read under both names."""
     loss = logits(w, x).square().sum()
-    both = loss.add_((logits(w, x) - y).abs().sum())
+    both = loss.add_(F.mse_loss(logits(w, x), y))
     return both + 2 * loss
 
 
