@@ -351,7 +351,7 @@ def test_every_rank_knows_the_health_of_all(world: World, evaluates: bool) -> No
     first, *others = run_case(world, healthy, replace(FORTH_AND_BACK, config=(("pipeline.num_stages", 2),)), evaluates)
     assert all(other == first for other in others) and len(first[0]) == 2
     assert first[1] == len(FORTH_AND_BACK.rows) - 1 - 2, "the first two are left out, and the last was not told yet"
-    assert "host0/7: 2.0 is not" in first[2]
+    assert "devices of the run, not host0/7: 2.0" in first[2]
 
 
 def refused(rank: int, num_ranks: int, case: Case) -> list[str]:

@@ -84,7 +84,7 @@ class Opening:
         wrong = [f"{name}: {value}" for name, value in slowdowns.items() if name not in known or not 0 < value < math.inf]
         if wrong:
             raise ConfigError(
-                f"{first_few(wrong)} of the slowdowns {'is' if len(wrong) == 1 else 'are'} not a number above 0 for a device of the run",
+                f"slowdowns must be numbers above 0 for devices of the run, not {first_few(wrong)}",
                 hint=f"devices: {first_few(list(known))}",
             )
         return dict(slowdowns)
