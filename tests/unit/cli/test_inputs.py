@@ -48,7 +48,7 @@ def test_a_function_is_found_beside_the_files_it_imports(tmp_path: Path, monkeyp
 @pytest.mark.parametrize("source", ["model", "model.py", "model.txt:build", "nowhere.py:build"])
 def test_no_such_source(source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(CaptureError, match=r"expected FILE\.py:FUNCTION|no file"):
+    with pytest.raises(CaptureError, match=r"is not FILE\.py:FUNCTION|no file"):
         load_function(source)
 
 
