@@ -119,7 +119,7 @@ def test_a_half_written_checkpoint_changes_nothing(tmp_path: Path) -> None:
     engine.save(tmp_path / "half")
     (tmp_path / "half" / "complete.json").unlink()
     before = {name: value.clone() for name, value in (engine.state_dict() or {}).items()}
-    with pytest.raises(CheckpointError, match=r"complete\.json is missing") as caught:
+    with pytest.raises(CheckpointError, match=r"complete\.json, which is written last, is missing") as caught:
         engine.load(tmp_path / "half")
     assert "whole" in str(caught.value)
     after = engine.state_dict() or {}

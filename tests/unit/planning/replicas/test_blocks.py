@@ -107,7 +107,7 @@ def test_stages_share_the_devices_that_a_block_states(block: dict[str, Any], siz
     found = plan({"num_stages": 4, "num_micro_batch": 4, **block})
     assert tuple(len(stage.virtual_device.devices) for stage in found.replicas[0].stages) == sizes
     (schedule,) = (choice for choice in found.choices if choice.subject.startswith("schedule"))
-    assert f"4 stages on {len(sizes)} devices: consecutive ones are one" in schedule.bound
+    assert f"4 stages on {len(sizes)} devices: consecutive ones are merged" in schedule.bound
 
 
 @at_most(20)

@@ -77,4 +77,4 @@ def test_the_device_of_a_split_adds_the_gradients_of_its_parts_alone() -> None:
     alone.table = local.table
     index = np.array([local.table.position[name] for name in ops])
     assert local.seconds(device, 8).backward(index) == alone.seconds(device, 8).backward(index)
-    assert local.seconds(device, 8).backward(index).at(8) < prices.seconds(device, 8).backward(index).at(8)
+    assert local.seconds(device, 8).backward(index).line(8).at(8) < prices.seconds(device, 8).backward(index).line(8).at(8)
