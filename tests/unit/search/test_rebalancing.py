@@ -154,7 +154,7 @@ def test_more_is_wanted_after_a_move_that_brought_nothing() -> None:
         for number in range(40, 80):
             run.step(number, {})
         assert run.adapting.least_gain == wanted
-        assert len(run.said) == 1 and "has saved 0% of a step (50% was predicted)" in run.said[0]
+        assert len(run.said) == 1 and "saved 0% of a step (50% was predicted)" in run.said[0]
     run.adapting.moves(0.5)
     for _ in range(2):  # and then a plan by hand
         run._take_up()
