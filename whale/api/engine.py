@@ -243,7 +243,7 @@ class Engine:
 
     def _train(self, batch: Any, call: Literal["step", "forward_backward"]) -> torch.Tensor:
         batch = self._data.recognized(batch)
-        if self._accumulated is None:
+        if self._keeping.folder is not None and self._accumulated is None:
             self._keeping.begin_step(call, batch)
         if isinstance(batch, RankBatch):
             self._data.feed(batch.origin)
@@ -262,7 +262,8 @@ class Engine:
         return step_loss(loss)
 
     def _stepped(self, loss: torch.Tensor, done: Accumulated) -> None:
-        self._keeping.end_step()
+        if self._keeping.folder is not None:
+            self._keeping.end_step()
         clipping = self.runtime.clipping
         self._log.end(self.state.step_number, loss, None if clipping is None else clipping.last, done.metrics)
         if self._tracing is not None:

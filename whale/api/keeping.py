@@ -123,9 +123,7 @@ class FaultKeeper:
                 check_room(self.folder, self.copies.fault_bytes)
 
     def begin_step(self, call: Call, batch: Any) -> None:
-        """Before the first batch of a step, as `DataPosition.recognized` gives it; all ranks are in the same call."""
-        if self.folder is None:
-            return
+        """Before the first batch of a step, as `DataPosition.recognized` gives it; all ranks are in the same call. Needs a folder."""
         if self._warns_of_no_resume and self.purpose is None:
             warn("memory.redundancy has no effect: engine.resume was not called before the first step, so no run resumes from the copies")
         self._warns_of_no_resume = False
@@ -135,6 +133,7 @@ class FaultKeeper:
             self._copy_changes(call, position)
 
     def end_step(self) -> None:
+        """After a step; needs a folder."""
         self.rest()
         if self.copies is not None and self.copies.follows_steps and self._is_due:
             self.copy_for_script()
