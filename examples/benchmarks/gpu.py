@@ -45,7 +45,7 @@ Batch = dict[str, Tensor]
 Step = Callable[[], Tensor]
 HALF = {"float32": None, "tf32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 OPTIMIZER = partial(torch.optim.AdamW, lr=1e-4, fused=True)
-STEADY = {"runtime.retrace": "off", "planning.search": "off", "memory.optimizer_states": 2}
+STEADY = {"planning.search": "off", "memory.optimizer_states": 2}
 
 
 @dataclass(frozen=True)

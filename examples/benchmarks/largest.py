@@ -39,7 +39,7 @@ ROWS = 4
 MIB = 1 << 20
 MEMORIES = {"1 and 1 GiB": (1024, 1024), "1 and 0.5 GiB": (1024, 512)}
 STATES = ("0", "2", "3")
-SETTINGS = {"memory.optimizer_states": 2, "memory.offload": "none", "memory.fraction": 1.0, "runtime.retrace": "off"}
+SETTINGS = {"memory.optimizer_states": 2, "memory.offload": "none", "memory.fraction": 1.0}
 
 
 def cluster_of(memories: tuple[int, int]) -> Cluster:

@@ -76,7 +76,7 @@ class Result:
 def engine_of(options: argparse.Namespace, mode: str, cluster: Cluster | None = None) -> whale.Engine:
     torch.manual_seed(0)
     model = GPT(options.layers, options.width, 8, options.context, options.stages, 1)
-    config = {"planning.search": "off", "runtime.rebalance": mode, "runtime.retrace": "off"}  # a trace takes as long as many steps
+    config = {"planning.search": "off", "runtime.rebalance": mode}
     return whale.parallelize(
         model, loss=loss_fn, optimizer=OPTIMIZER, batch=make_batch(options, options.rows), config=config, cluster=cluster
     )

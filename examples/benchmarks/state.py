@@ -48,7 +48,6 @@ from whale.estimate import Costs, estimate
 from whale.hardware import parse_cluster
 from whale.units import format_bytes
 
-STEADY = {"runtime.retrace": "off"}  # tracing again after 1, 2, 4, 8 ... steps is for the first minute of a run
 SIZES = {"small": {"layers": 4, "width": 128}, "large": {"layers": 6, "width": 512}}
 
 
@@ -88,7 +87,7 @@ def autocast(options: argparse.Namespace, dtype: torch.dtype) -> Step:
 def given_early_or_late(case: str, options: argparse.Namespace) -> Result:
     """The times of Whale with updated weights on their way during the next forward passes, and before a step ends."""
     stages, more = DEFERRED[case][1:]
-    config = {"memory.zero": "1", "communication.bucket_bytes": BUCKET_BYTES, **more, **STEADY}
+    config = {"memory.zero": "1", "communication.bucket_bytes": BUCKET_BYTES, **more}
     ours, peer = (whale_step(options, stages, {**config, "communication.defer_weights": defers}) for defers in (True, False))
     return measure(ours, peer, options, 0.0)
 
@@ -100,7 +99,7 @@ def with_and_without_copies(case: str, options: argparse.Namespace) -> Result:
     cluster, batch = parse_cluster(f"hosts: [{hosts}]\nnetwork: {link}"), make_batch(options)
 
     def engine_of(redundancy: int) -> whale.Engine:
-        config = {"planning.search": "off", "memory.redundancy": redundancy, **STEADY}
+        config = {"planning.search": "off", "memory.redundancy": redundancy}
         config["runtime.keep_on_fault"] = f"/dev/shm/no_fault_{dist.get_rank() // 2}"  # ranks with one folder are on one host
         model = make_model(options, COPIES[case])
         made = whale.parallelize(model, loss=loss_fn, optimizer=OPTIMIZER, batch=batch, cluster=cluster, config=config)
@@ -133,11 +132,11 @@ DEFERRED: dict[str, tuple[int, int, dict[str, object]]] = {
 
 Make = Callable[[argparse.Namespace], Step]
 CASES: dict[str, tuple[Make, Make]] = {
-    "zero_1": (partial(whale_step, stages=0, config={"memory.zero": "1", **STEADY}), shared_out),
-    "zero_2": (partial(whale_step, stages=0, config={"memory.zero": "2", **STEADY}), shared_out),
-    "zero_3": (partial(whale_step, stages=0, config={"memory.zero": "3", **STEADY}), fully_sharded),
-    "bf16": (partial(whale_step, stages=0, config={"precision.dtype": "bf16", **STEADY}), partial(autocast, dtype=torch.bfloat16)),
-    "fp16": (partial(whale_step, stages=0, config={"precision.dtype": "fp16", **STEADY}), partial(autocast, dtype=torch.float16)),
+    "zero_1": (partial(whale_step, stages=0, config={"memory.zero": "1"}), shared_out),
+    "zero_2": (partial(whale_step, stages=0, config={"memory.zero": "2"}), shared_out),
+    "zero_3": (partial(whale_step, stages=0, config={"memory.zero": "3"}), fully_sharded),
+    "bf16": (partial(whale_step, stages=0, config={"precision.dtype": "bf16"}), partial(autocast, dtype=torch.bfloat16)),
+    "fp16": (partial(whale_step, stages=0, config={"precision.dtype": "fp16"}), partial(autocast, dtype=torch.float16)),
 }
 
 

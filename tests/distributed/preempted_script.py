@@ -21,7 +21,7 @@ def train(num_steps: int | None, saved: Path | None = None) -> list[torch.Tensor
         loss=lambda output, batch: (output - batch).square().mean(),
         optimizer=partial(torch.optim.Adam, lr=0.01),
         batch=torch.stack(samples[:8]),
-        config={"runtime.save_on_sigterm": str(FOLDER), "runtime.retrace": "off"},
+        config={"runtime.save_on_sigterm": str(FOLDER)},
     )
     if saved is not None:
         assert engine.load(saved) is None

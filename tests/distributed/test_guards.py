@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import warnings
+from array import array
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import whale
+import whale.api.modes
 from tests.distributed.training import make_cluster
 from tests.distributed.world import World
 from whale.errors import BatchError, ConfigError, WhaleError
@@ -25,6 +28,7 @@ SETTINGS: dict[str, dict[str, object]] = {
     "pipeline": {"pipeline.num_stages": 2, "pipeline.num_micro_batch": 2},
     "split": {"replicas": [{"split": 2}]},
 }
+ALWAYS: dict[str, object] = {"runtime.retrace": "always"}
 VALUES = (0.5, 2.0, 0.5)
 
 
@@ -129,7 +133,7 @@ class Far(Net):
 
 def far(rank: int, num_ranks: int, name: str, on: int | None) -> tuple[str, str, int]:
     cluster = make_cluster((1.0, 3.0) if name == "uneven" else (1e-4, 1e-4))
-    engine = whale.parallelize(Far(), loss=mean, optimizer=SGD, batch=batch(0), config=SETTINGS[name], cluster=cluster)
+    engine = whale.parallelize(Far(), loss=mean, optimizer=SGD, batch=batch(0), config=SETTINGS[name] | ALWAYS, cluster=cluster)
     engine.step(batch(0))
     if on in (None, rank):
         os.environ["WHALE_TEST_FACTOR"] = "2.0"
@@ -243,3 +247,29 @@ def mistaken(rank: int, num_ranks: int) -> list[float]:
 def test_an_engine_goes_on_after_arguments_that_a_verb_does_not_take(world: World) -> None:
     expected = float(mean(Net()(batch(0)["x"]), batch(0)).detach())
     assert world.run(mistaken, num_ranks=2) == [[pytest.approx(expected)]] * 2
+
+
+def steps_with_traces(rank: int, num_ranks: int, name: str) -> list[int]:
+    """The steps before which this rank traced the model again; its clock goes as fast as its number says."""
+    told = array("d", [0.0, 0.0])  # the time, and the traces
+    whale.api.modes.time = SimpleNamespace(monotonic=lambda: told[0])
+
+    def counted(output: Tensor, batch: Batch) -> Tensor:
+        told[0] += 0.3 * (1 + rank)
+        told[1] += 1
+        return mean(output, batch)
+
+    _, engine = made(name, counted)
+    found = []
+    for step in range(1, 13):
+        before = told[1]
+        engine.step(batch(step))
+        told[0] += 15.0 / (1 + rank)
+        found += [step] if told[1] > before else []
+    return found
+
+
+@pytest.mark.parametrize("name", ["uneven", "pipeline"])
+def test_all_ranks_trace_again_before_the_same_steps_by_the_clock_of_rank_0(world: World, name: str) -> None:
+    found = world.run(steps_with_traces, name, num_ranks=2)
+    assert found == [[6, 7, 8, 10, 12]] * 2

@@ -113,7 +113,7 @@ def square() -> nn.Module:
 def train_whole(rank: int, num_ranks: int, name: str, folder: str) -> tuple[dict[str, Tensor], int]:
     """Steps by keepers of whole parameters: two, a checkpoint, two more, then two where each rank steps all of them."""
     batch = (BATCH[0].double(),)
-    settings = {"planning.search": "off", "memory.zero": "2", "runtime.retrace": "off"}
+    settings = {"planning.search": "off", "memory.zero": "2"}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of what an optimizer that is none of torch's may do with several parameters
         engine = whale.parallelize(

@@ -75,7 +75,7 @@ def open_engine(case: Case, config: dict[str, Any], host: int | str, folder: str
         optimizer=partial(torch.optim.Adam, lr=0.02),
         scheduler=partial(torch.optim.lr_scheduler.StepLR, step_size=1, gamma=0.8),
         batch=torch.stack(samples[:12]),
-        config={"runtime.keep_on_fault": f"{folder}/{host}", "planning.search": "off", "runtime.retrace": "off", **config},
+        config={"runtime.keep_on_fault": f"{folder}/{host}", "planning.search": "off", **config},
     )
     return engine, engine.loader(samples, global_batch_size=12, shuffle=True)
 

@@ -16,8 +16,8 @@ from tests.distributed.world import World
 
 pytest.importorskip("lightning", reason="lightning is not installed (pip install whale[lightning])")
 
-PIPELINE = {"pipeline.num_stages": 2, "pipeline.num_micro_batch": 2, "planning.search": "off", "runtime.retrace": "off"}
-REPLICAS = {"planning.search": "off", "memory.zero": "1", "runtime.retrace": "off"}
+PIPELINE = {"pipeline.num_stages": 2, "pipeline.num_micro_batch": 2, "planning.search": "off"}
+REPLICAS = {"planning.search": "off", "memory.zero": "1"}
 
 
 def train(rank: int, num_ranks: int, folder: str, options: dict[str, Any], config: dict[str, Any] | None, resume: str | None) -> Any:

@@ -182,8 +182,7 @@ def train_mixtral(rank: int, size: int, implementation: str, axis: str, speeds: 
         whale.register_rule("transformers.grouped_mm_fallback", "input[n! k] weight[e! k j] offs[e!] -> [n! j]")
     model, batch = mixtral(rows=8, experts_implementation=implementation)
     whale.tag(model, whale.split(size, axis=axis))
-    config = {"runtime.retrace": "off"}
-    engine = whale.parallelize(model, optimizer=optimizer, batch=batch, config=config, cluster=make_cluster(speeds))
+    engine = whale.parallelize(model, optimizer=optimizer, batch=batch, cluster=make_cluster(speeds))
     try:
         losses = [float(engine.step(batch)) for _ in range(3)]
         shard = [shard.axis for stage in engine.plan.replicas[0].stages for shard in stage.shards]

@@ -55,7 +55,7 @@ class Case:
             "gradient.skip_nonfinite": self.clears == "skip",
         }
         state = {"memory.zero": str(self.zero), "memory.optimizer_states": 1, "communication.bucket_bytes": 300}
-        return sums | state | {"pipeline.num_micro_batch": 3, "planning.search": "off", "runtime.retrace": "off"} | dict(self.more)
+        return sums | state | {"pipeline.num_micro_batch": 3, "planning.search": "off"} | dict(self.more)
 
 
 CASES = (

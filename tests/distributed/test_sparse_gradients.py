@@ -113,7 +113,7 @@ def prepare(kind: str) -> None:
 
 
 def train(rank: int, num_ranks: int, case: Case, folder: str) -> dict[str, Tensor]:
-    made, more = captured_once(build, case.kind), {"planning.search": "off", "runtime.retrace": "off", "gradient.clip_norm": case.clip}
+    made, more = captured_once(build, case.kind), {"planning.search": "off", "gradient.clip_norm": case.clip}
     config = {"memory.zero": "0", **dict(case.settings), **more}
     engine = whale.parallelize(
         made.model, loss=loss, optimizer=OPTIMIZERS[case.optimizer], batch=made.batch, config=config, cluster=make_cluster(case.speeds)

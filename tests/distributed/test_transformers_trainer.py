@@ -77,16 +77,16 @@ def train(
     return logs, {name: value.clone() for name, value in model.state_dict().items()}
 
 
-PIPELINE = {"runtime.retrace": "off", "pipeline.num_stages": 2, "pipeline.num_micro_batch": 2, "planning.search": "off"}
+PIPELINE = {"pipeline.num_stages": 2, "pipeline.num_micro_batch": 2, "planning.search": "off"}
 
 
 @pytest.mark.parametrize(
     ("options", "config", "lora"),
     [
         ({}, PIPELINE, False),
-        ({"label_smoothing_factor": 0.1}, {"runtime.retrace": "off", "planning.search": "off", "memory.zero": "1"}, False),
+        ({"label_smoothing_factor": 0.1}, {"planning.search": "off", "memory.zero": "1"}, False),
         ({}, PIPELINE, True),
-        ({}, {"runtime.retrace": "off", "planning.search": "off", "memory.zero": "3"}, True),
+        ({}, {"planning.search": "off", "memory.zero": "3"}, True),
     ],
     ids=["pipeline", "replicas and a loss of the trainer's", "adapters of a frozen model", "adapters of one that is shared out"],
 )

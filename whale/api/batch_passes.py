@@ -86,7 +86,6 @@ class BatchPasses:
     def forward(self, name: Literal["eval", "predict", "eval_predict"], batch: Any) -> ForwardPass:
         """Runs a mode without backward; all ranks of the world call it."""
         modes, runtime = self._modes, self.runtime
-        modes.prove(name)
         runtime.losses.settle()
         runtime.merge_statistics(self.state)
         batch = self._data.recognized(batch)
@@ -115,7 +114,8 @@ class BatchPasses:
                 self.runtime.check_unwritten()
                 if isinstance(batch, RankBatch):
                     batch.check(self.runtime.roster.plan, self.runtime.roster.rank)
-                captured = self._modes.fitting(name, batch, self._forget, like)
+                captured = self._modes.fitting(name, batch, self._forget, like, self.runtime.num_affordable)
+                self.runtime.report_affordable(self._modes.budget.num_affordable)
                 view = view_of(captured.program.batch, batch)
                 prepare = self._prepare_training if name == "train" else self._prepare_forward
                 key = prepare(captured, view.num_rows)

@@ -392,7 +392,6 @@ class Engine:
                 self.runtime.losses.settle()
             if waits:
                 self._finish_saving()
-                self.modes.prove("close")
         finally:
             _OPEN.discard(self)
             try:
@@ -431,7 +430,6 @@ class Engine:
         self.runtime.call_together("state_dict(averaged=True)" if averaged else "state_dict", rank)
         if averaged:
             self._check_averages()
-        self.modes.prove("state_dict")
         self._guards.exchange()
         names = state_keys(self.modes.model, self.model_graph)
         self.runtime.losses.settle()
@@ -496,7 +494,6 @@ class Engine:
         """
         self.runtime.call_together("save", int(wait))
         self._check_applied("save")
-        self.modes.prove("save")
         with progress(f"saving {path}", on_first=self.runtime.roster.world.rank == 0):
             self._finish_saving()
             self.runtime.losses.settle()

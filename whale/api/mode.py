@@ -15,7 +15,7 @@ from whale.axes import batch_axes, discover
 from whale.capture import AS_LARGE_AS_THE_BATCH, BatchDims, BatchStructure, CapturedProgram, capture
 from whale.capture.comparing import are_same, difference
 from whale.capture.kept import KeptCapture
-from whale.errors import BatchError, CaptureError
+from whale.errors import BatchError, CaptureError, warn
 from whale.ir.graph import LossTerm, ModelGraph
 from whale.ir.plan import BatchAxis
 from whale.ir.precision import Precision
@@ -44,7 +44,8 @@ class CapturedMode:
         graph: the captured model as a value.
         program: what runs.
         structure: of the example.
-        is_used: whether it has served.
+        differs: whether the model computed something else when it was last traced again.
+        is_untraceable: whether it could not be traced again.
     """
 
     def __init__(
@@ -68,7 +69,8 @@ class CapturedMode:
         self.graph: ModelGraph
         self.program: CapturedProgram
         self.graph, self.program = found or self._capture(model, self.structure, loss, mode=name)
-        self._unproven, self.is_used = None if found is None else kept, False
+        self._unproven = None if found is None else kept
+        self.differs = self.is_untraceable = False
         self._capture = partial(self._capture, read_as=self.graph.read_as)
         self._by_rows: dict[int, fx.Graph] = {self.graph.num_rows: self.program.graph}
 
@@ -84,32 +86,39 @@ class CapturedMode:
 
     @property
     def is_unproven(self) -> bool:
-        """Whether it was found on disk and has served, and the model has not been traced since."""
-        return self._unproven is not None and self.is_used
+        """Whether it was found on disk, and the model has not been traced since."""
+        return self._unproven is not None
 
     def check_again(self, when: str) -> None:
         """Traces the model once more and compares; ``when`` names the time in words.
 
         Raises:
-            CaptureError: it computes something else than was captured, or cannot be traced any more.
+            CaptureError: it computes something else than was captured.
+
+        Warns:
+            UserWarning: it cannot be traced any more.
         """
-        kept, self._unproven = self._unproven, None
-        fault = f"the model changed since it was captured (traced again before {when}"
         try:
             again = self._capture(self._model, self.structure, self._loss, mode=self._name)
-            found = difference((self.graph, self.program), again)
         except CaptureError as error:
-            if kept is not None:
-                kept.drop()
-            raise CaptureError(f"{fault}: {error.message})", where=error.where, hint=error.hint) from None
+            self.is_untraceable = True
+            warn(
+                f"the model could not be traced again before {when}, so changes of what it computes are no longer found; training goes on "
+                f"with the capture ({error})"
+            )
+            return
+        found = difference((self.graph, self.program), again)
+        self.differs = found is not None
+        kept, self._unproven = self._unproven, None
         if found is None:
             return
         if kept is None:
-            raise CaptureError(f"{fault}: {found.what})", where=found.where, hint=_FAR)
-        kept.drop()
-        kept.keep(*again)
-        fault = f"the model changed since the capture that was kept on disk (traced again before {when}"
-        raise CaptureError(f"{fault}: {found.what})", where=found.where, hint=_STALE)
+            fault, hint = "the model changed since it was captured", _FAR
+        else:
+            kept.drop()
+            kept.keep(*again)
+            fault, hint = "the model changed since the capture that was kept on disk", _STALE
+        raise CaptureError(f"{fault} (traced again before {when}: {found.what})", where=found.where, hint=hint)
 
     def prepare(self, row_counts: Collection[int]) -> None:
         for num_rows in sorted(row_counts):

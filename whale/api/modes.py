@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import zip_longest
@@ -25,8 +27,57 @@ from whale.planning.explain.mixing import mixed_apart, warn_of_mixing
 from whale.progress import progress
 from whale.units import listed
 
-RETRACE_SECONDS = 8.0
-"""How long tracing again may take in silence: it comes again and again."""
+FIRST_SECONDS = 60.0
+"""After the first step, in which the model is not traced again."""
+
+
+class RetraceBudget:
+    """The time of one engine for tracing again: what traces have taken, and the next would take, stays under a share of its time.
+
+    Rank 0 decides: its answer travels with the report that all ranks exchange in each call, and holds from the next call on.
+
+    Args:
+        settings: when the model is traced again, and the share.
+
+    Attributes:
+        is_off, is_always: whether it is never, or in each call, traced again.
+    """
+
+    def __init__(self, settings: RuntimeSettings) -> None:
+        self.is_off, self.is_always = settings.retrace == "off", settings.retrace == "always"
+        self._share = 0.0 if self.is_off else settings.retrace_share
+        self._began: float | None = None
+        self._spent = self._expected = 0.0
+
+    def begin(self) -> None:
+        """Notes the first step."""
+        if self._began is None:
+            self._began = time.monotonic()
+
+    @contextmanager
+    def capturing(self) -> Iterator[None]:
+        """Around a capture: the next trace may take as long."""
+        start = time.monotonic()
+        yield
+        self._expected = max(self._expected, time.monotonic() - start)
+
+    @contextmanager
+    def tracing_again(self) -> Iterator[None]:
+        """Around a trace that the budget pays."""
+        start = time.monotonic()
+        try:
+            yield
+        finally:
+            self._expected = time.monotonic() - start
+            self._spent += self._expected
+
+    @property
+    def num_affordable(self) -> int:
+        """Traces that can be paid now; of a capture that was found on disk, nothing is known of the time until the first."""
+        elapsed = 0.0 if self._began is None else time.monotonic() - self._began
+        if elapsed < FIRST_SECONDS or not self._share:
+            return 0
+        return int((self._share * elapsed - self._spent) / max(self._expected, 1e-3))
 
 
 @dataclass
@@ -39,6 +90,7 @@ class _Mode:
     others: list[_Other] = field(default_factory=list)  # of other sizes and values; the most recently used last
     kinds: list[Seen] = field(default_factory=list)  # values other than the base's, each with its own number
     num_calls: int = 0  # served
+    num_checks: int = 0  # traces again
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,6 +115,7 @@ class Modes:
     Attributes:
         model: as given.
         train: the captured training.
+        budget: of this rank, for tracing again.
 
     Raises:
         CaptureError: the model cannot be captured, or ranks have captured different ones.
@@ -80,7 +133,7 @@ class Modes:
     ) -> None:
         self.model, self._loss, self._example, self._world, self._num_sizes = model, loss, batch, world, settings.num_sizes
         self._batch_dims = batch_dims
-        self._retrace, self._folder = settings.retrace, folder_of(settings.capture_cache)
+        self.budget, self._folder = RetraceBudget(settings), folder_of(settings.capture_cache)
         self._made = partial(CapturedMode, device=world.device.type, precision=precision)
         self._modes: dict[ModeName, _Mode] = {}
         self._near = NearValues(model, loss)
@@ -124,17 +177,20 @@ class Modes:
             like = mode.base.structure if name == "train" else structure_for(data, self._example, self._batch_dims)
         return like.like(data)
 
-    def fitting(self, name: ModeName, batch: Any, forget: Callable[[str], None], like: BatchStructure | None = None) -> CapturedMode:
+    def fitting(
+        self, name: ModeName, batch: Any, forget: Callable[[str], None], like: BatchStructure | None = None, num_affordable: int = 0
+    ) -> CapturedMode:
         """The capture of a mode that serves a batch of this rank; a new one where its sizes are new, or values near the model have changed.
 
-        Except in training, also where it has other parts (labels, say) than those before. After 1, 2, 4, 8 ... calls of a mode the model is
-        traced again and compared. No other rank takes part.
+        Except in training, also where it has other parts (labels, say) than those before. Where the budget pays for it, the model is traced
+        again and compared. No other rank takes part.
 
         Args:
             name: of a mode with a first capture.
             batch: the batch to come, of which this rank may have no rows.
             forget: called with the key of a capture that is dropped for it.
             like: the structure of the batch where this rank has no rows of it; None for that of the first.
+            num_affordable: traces that the budget of rank 0 could pay at the last call, equal on all ranks.
 
         Raises:
             BatchError: the batch is not like the example, or the model cannot be captured for its sizes or parts.
@@ -148,26 +204,24 @@ class Modes:
             if len(mode.others) > self._num_sizes:
                 forget(mode.others.pop(0).captured.key)
                 self._warn("captures for the least used batches and values are dropped, and made again when they are needed")
-        done = mode.num_calls
-        is_due = self._retrace == "always" or (self._retrace == "doubling" and done and done & (done - 1) == 0)
-        if captured.is_unproven or (is_due and not is_new):
-            with progress("tracing the model again", on_first=self._world.rank == 0, first_seconds=RETRACE_SECONDS):
-                captured.check_again(f"{name} {done + 1}" if name != "train" else f"step {done + 1}")
+        self.budget.begin()
+        if not is_new and self._is_due(mode, captured, num_affordable):
+            call = f"{name} {mode.num_calls + 1}" if name != "train" else f"step {mode.num_calls + 1}"
+            what = f"tracing the model again before {call}, to check that it still computes what was captured"
+            mode.num_checks += 1
+            with self.budget.tracing_again(), progress(what, on_first=self._world.rank == 0):
+                captured.check_again(call)
         mode.num_calls += 1
-        captured.is_used = True
         return captured
 
-    def prove(self, call: str) -> None:
-        """Traces the model again where training used a capture found on disk that no later step has verified.
-
-        Args:
-            call: before which, in words.
-
-        Raises:
-            CaptureError: the capture is of another model.
-        """
-        if self.train.is_unproven:
-            self.train.check_again(call)
+    def _is_due(self, mode: _Mode, captured: CapturedMode, num_affordable: int) -> bool:
+        """Whether the model is traced again before a call: where the budget pays for one trace, for modes with the fewest, else for two."""
+        if self.budget.is_off or captured.is_untraceable:
+            return False
+        if self.budget.is_always or captured.differs:
+            return mode.num_calls > 0
+        has_fewest = mode.num_checks == min(each.num_checks for each in self._modes.values())
+        return num_affordable >= (1 if has_fewest else 2)
 
     def _fitting(self, name: ModeName, structure: BatchStructure) -> CapturedMode | None:
         """A capture that is there, for these sizes and the values of now."""
@@ -185,7 +239,8 @@ class Modes:
         given = None if batch is not None else like
         structure = together(self._world, lambda: given or structure_for(batch, self._example, self._batch_dims))
         kept, found = self._kept(structure) if name == "train" else (None, None)
-        captured = together(self._world, lambda: self._first(name, structure, kept, found))
+        with self.budget.capturing():
+            captured = together(self._world, lambda: self._first(name, structure, kept, found))
         _compare_captures(None if batch is None else captured.graph, self._world)
         if kept is not None and found is None and self._world.local_rank == 0:
             kept.keep(captured.graph, captured.program)
@@ -205,7 +260,7 @@ class Modes:
     def _kept(self, structure: BatchStructure) -> tuple[KeptCapture | None, tuple[ModelGraph, CapturedProgram] | None]:
         """Where the capture of the training is kept, and the capture there, unless ranks found different ones."""
         kept = found = None
-        if self._folder is not None and self._retrace != "off":
+        if self._folder is not None and not self.budget.is_off:
             kept = KeptCapture.of(self._folder, self._near, self._loss, structure, *self._made.keywords.items())
         try:
             found = None if kept is None else kept.find()
@@ -232,7 +287,9 @@ class Modes:
             self._warn_of_values(changed)
         try:
             number = f" {self._number(mode, trains)}" if changed else ""
-            captured = self._made(self.model, structure, self._loss, name, key=f"{name}{number}: {'; '.join(filter(None, (parts, sizes)))}")
+            key = f"{name}{number}: {'; '.join(filter(None, (parts, sizes)))}"
+            with self.budget.capturing():
+                captured = self._made(self.model, structure, self._loss, name, key=key)
         except CaptureError as error:
             raise BatchError(f"{fault}: {error.message}", where=error.where, hint=error.hint) from None
         if changed:

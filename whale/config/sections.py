@@ -127,9 +127,13 @@ class RuntimeSettings:
     seed: int = key(0, "seed of dropout and of weights that Whale initialises", rule=at_least(0))
     num_sizes: int = key(32, "captures kept for batches of other sizes (lengths) than the example's", rule=at_least(1))
     retrace: str = key(
-        "doubling",
-        "when the model is traced again to detect changes: doubling: after 1, 2, 4, 8 ... steps; always: before each; off: never",
-        choices=("doubling", "always", "off"),
+        "budget",
+        "when the model is traced again to detect changes: budget: where `runtime.retrace_share` pays for it; always: before each step; "
+        "off: never",
+        choices=("budget", "always", "off"),
+    )
+    retrace_share: float = key(
+        0.01, "largest share of the time since the first step that tracing again may take; the first minute has none", rule=between(0, 1)
     )
     compile: bool | None = key(
         None,

@@ -270,6 +270,15 @@ class Runtime:
         """Ranks that had received SIGTERM (`Notice`) at the last agreement: equal on all ranks."""
         return self._connections.world_sums.num_noticed
 
+    @property
+    def num_affordable(self) -> int:
+        """Times that rank 0 could pay for tracing the model again, at the last agreement: equal on all ranks."""
+        return self._connections.world_sums.num_affordable
+
+    def report_affordable(self, num_affordable: int) -> None:
+        """Reports, with the next agreement, what this rank can pay; that of rank 0 counts."""
+        self._connections.world_sums.own_affordable = num_affordable
+
     def refuse(self, mode: str, reason: WhaleError, call: Call | None = None) -> None:
         """Tells the other ranks, which are about to run a step, that this rank does not, and why."""
         if mode in self._workers:

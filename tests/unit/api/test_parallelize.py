@@ -192,7 +192,7 @@ def test_gradients_of_batches_wait_for_an_update(tmp_path: Path) -> None:
 
 
 def test_batches_of_one_update_draw_other_numbers_and_are_undone_together() -> None:
-    engine = parallelize(Moving(), config={"gradient.skip_nonfinite": True, "runtime.retrace": "off"})
+    engine = parallelize(Moving(), config={"gradient.skip_nonfinite": True})
     first = engine.forward_backward(BATCH)
     alone = {name: own.clone() for name, own in engine.gradients().items()}
     assert float(engine.forward_backward(BATCH)) != float(first), "dropout draws anew"

@@ -28,7 +28,7 @@ def test_after_an_error_weights_are_brought_anew() -> None:
             loss=loss,
             batch=good,
             optimizer=partial(torch.optim.SGD, lr=0.1),
-            config={"memory.offload": "optimizer+parameters", "communication.bucket_bytes": 64, "runtime.retrace": "off"},
+            config={"memory.offload": "optimizer+parameters", "communication.bucket_bytes": 64},
         )
         engine.average(0.5)
         own = [float(engine.step(good)) for _ in range(2)]

@@ -4,9 +4,11 @@
     Net.scale, Net.forward                              their classes
     lambda output, batch: weight * mean(output)         closures, defaults, arguments of `functools.partial`
     layer.register_forward_hook(...)                    hooks
+    FACTOR, options.factor, settings.FACTOR             plain globals, and plain attributes of global objects, classes and modules
 
-No code is read: the capture notes which attributes are read (`whale.capture.exporting.side_effects`). Changes further away (globals,
-os.environ, iterators, items of large lists) are found when the model is traced again (`whale.capture.comparing`).
+The capture notes which attributes are read (`whale.capture.exporting.side_effects`). Of globals those count whose names stand in the
+user's code that `forward`, the loss and the hooks reach by names. Changes further away (iterators, items of large lists, attributes of
+attributes of globals) are found when the model is traced again (`whale.capture.comparing`).
 """
 
 from __future__ import annotations
@@ -19,12 +21,15 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from enum import Enum
 from functools import partial
 from random import Random, SystemRandom
-from types import CellType, FunctionType, MethodType, ModuleType, SimpleNamespace
+from types import CellType, CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
 from torch import Tensor, nn
+
+from whale.capture.source import is_of_a_library
 
 OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
@@ -142,12 +147,15 @@ class NearValues:
         self.noted: dict[type, set[str]] = {}  # per class, the attributes of its objects whose reads can be noted
         self.owners: dict[int, tuple[str, bool]] = {}  # by id of a namespace: the object's label, whether it is a module of the model
         self._seen: dict[int, object] = {}
+        self._methods: dict[str, list[FunctionType]] = {}  # of the user's classes, by name
         self._of_model = frozenset(id(vars(module)) for module in model.modules())
         for name, module in model.named_modules():
             label = name or type(model).__name__
             self._add(f"model.{name}.training", f"{label}.training", vars(module), "training", is_flag=True)
         self._find(model, "model", type(model).__name__, 0)
         self._find(loss, "loss", type(loss).__name__, 0)
+        for place in self._globals_read():
+            self.places[place.path] = place
         for held in _globals(self.functions):
             self.generators |= {name: value for name, value in held.items() if _is_generator(value)}
 
@@ -244,6 +252,7 @@ class NearValues:
             for name, member in list(vars(base).items()):
                 function = member.fget if isinstance(member, property) else getattr(member, "__func__", member)
                 if isinstance(function, FunctionType):
+                    self._methods.setdefault(name, []).append(function)
                     self._find(function, f"{named}.{name}()", f"{base.__name__}.{name}", depth)
                 if isinstance(function, FunctionType) or _is_value(name, member):
                     path, write = f"{named}.{name}", partial(setattr, base, name)
@@ -252,6 +261,69 @@ class NearValues:
     def _add(self, path: str, label: str, held: dict[str, Any], name: str, *, is_noted: bool = False, is_flag: bool = False) -> None:
         read, write = partial(held.get, name, MISSING), partial(_put, held, name)
         self.places[path] = NearPlace(path, label, read, write, (id(held), name) if is_noted else None, id(held) in self._of_model, is_flag)
+
+    def _globals_read(self) -> Iterator[NearPlace]:
+        """The plain globals whose names the user's code has, from ``forward``, the loss and the hooks on; methods are followed by name."""
+        called = {id(each) for name, methods in self._methods.items() if not _is_of_a_call(name) for each in methods}
+        pending, seen = [each for each in self.functions if id(each) not in called], set[int]()
+        while pending:
+            function = pending.pop()
+            if id(function) in seen or is_of_a_library(function.__code__.co_filename):
+                continue
+            seen.add(id(function))
+            names, held = _names(function.__code__), function.__globals__
+            pending += [method for name in names for method in self._methods.get(name, ())]
+            for name in names & held.keys():
+                value, path = held[name], f"global {held.get('__name__')}.{name}"
+                if isinstance(value, FunctionType):
+                    pending.append(value)
+                elif _is_plain(value):
+                    yield NearPlace(path, name, partial(held.get, name, MISSING), partial(_put, held, name))
+                elif id(value) not in self._seen:
+                    yield from _attributes_of_global(value, names, path, name)
+                    pending += _functions_in(value, names)
+
+
+def _is_of_a_call(name: str) -> bool:
+    """Whether a method is part of a call without being named there."""
+    return name == "forward" or (
+        name.startswith("__") and name.endswith("__") and name not in ("__init__", "__new__", "__repr__", "__str__")
+    )
+
+
+def _names(code: CodeType) -> set[str]:
+    """The names of globals and attributes in code, and in the functions that it makes."""
+    inner = (_names(constant) for constant in code.co_consts if isinstance(constant, CodeType))
+    return set(code.co_names).union(*inner)
+
+
+def _is_plain(value: object) -> bool:
+    return isinstance(value, (*_PLAIN, Enum)) or (type(value).__module__ == "numpy" and getattr(value, "ndim", None) == 0)
+
+
+def _attributes_of_global(value: Any, names: set[str], path: str, label: str) -> Iterator[NearPlace]:
+    """The plain attributes with these names of a global object, class or module of the user's."""
+    if isinstance(value, type):
+        if not _is_of_a_library(value):
+            for name in names & vars(value).keys():
+                if _is_plain(vars(value)[name]):
+                    yield NearPlace(f"{path}.{name}", f"{label}.{name}", partial(_member, value, name), partial(setattr, value, name))
+        return
+    if isinstance(value, ModuleType):
+        is_users = not is_of_a_library(vars(value).get("__file__") or sys.executable)
+    else:
+        is_users = isinstance(value, _NAMESPACES) or not _is_of_a_library(type(value))
+    held = getattr(value, "__dict__", _NO_NAMESPACE) if is_users else _NO_NAMESPACE
+    for name in names & held.keys():
+        if _is_plain(held[name]):
+            yield NearPlace(f"{path}.{name}", f"{label}.{name}", partial(held.get, name, MISSING), partial(_put, held, name))
+
+
+def _functions_in(value: Any, names: set[str]) -> Iterator[FunctionType]:
+    """The functions with these names of a global module or class."""
+    if isinstance(value, (ModuleType, type)):
+        found = (vars(value)[name] for name in names & vars(value).keys())
+        yield from (each for each in found if isinstance(each, FunctionType))
 
 
 def of_globals(functions: Iterable[FunctionType]) -> Iterator[NearPlace]:

@@ -27,11 +27,15 @@ class WorldSums:
         groups: holds the group of all ranks.
         status: shows what is waited for.
         watch: called for each wait.
+
+    Attributes:
+        own_affordable: what this rank reports as `num_affordable`; that of rank 0 counts.
     """
 
     def __init__(self, world: World, groups: Groups, status: StatusBoard, watch: Watch) -> None:
         self._groups, self._status, self._waits, self._watch = groups, status, world.waits, watch
         self._notice, self._num_noticed = world.notice, 0.0
+        self.own_affordable, self._num_affordable = 0, 0.0
         self._rank, self._busy = world.rank, torch.zeros(world.size, dtype=torch.float64)
         self._ranks = tuple(range(world.size))
         self._peers = tuple(rank for rank in self._ranks if rank != world.rank)
@@ -53,17 +57,18 @@ class WorldSums:
         self.finish(self.start(tensor), what)
 
     def report(self, call: Call, rank: int, report: Sequence[float] = ()) -> tuple[torch.Tensor, Launched | None]:
-        """Starts the message with this rank's call, its numbers, its SIGTERM notice and its compute time."""
+        """Starts the message with this rank's call, its numbers, its SIGTERM notice, what it can pay for traces and its compute time."""
         busy = [0.0] * len(self._ranks)
         busy[self._rank] = self._watch.busy_seconds()
-        numbers = _numbers(call, rank, (*report, *(0.0,) * (NUM_REPORTED - len(report)), float(self._notice.has_come), *busy))
+        affordable = 0 if rank else self.own_affordable
+        numbers = _numbers(call, rank, (*report, *(0.0,) * (NUM_REPORTED - len(report)), float(self._notice.has_come), affordable, *busy))
         return numbers, self.start(numbers)
 
     def collect(self, started: tuple[torch.Tensor, Launched | None], call: Call, what: str) -> list[float]:
         """Waits for the sums of all ranks' numbers. Raises RuntimeFault as `finish`, or on all ranks if some make another call."""
         self.finish(started[1], what)
         found, size = _read(started[0], call, len(self._ranks)), len(self._ranks)
-        *numbers, self._num_noticed = found[:-size]
+        *numbers, self._num_noticed, self._num_affordable = found[:-size]
         busy = started[0][-size:]
         self._busy = torch.where(busy > 0, busy, self._busy)  # other calls report no run
         return numbers
@@ -72,6 +77,11 @@ class WorldSums:
     def num_noticed(self) -> int:
         """Ranks that had received SIGTERM at the last message: equal on all ranks."""
         return int(self._num_noticed if self._peers else self._notice.has_come)
+
+    @property
+    def num_affordable(self) -> int:
+        """Times that rank 0 could pay for tracing the model again, at the last message: equal on all ranks."""
+        return int(self._num_affordable) if self._peers else self.own_affordable
 
     def take_busy(self) -> tuple[float, ...]:
         """Per rank of the world, its compute time in its last reported run, each returned once; 0 for none.
