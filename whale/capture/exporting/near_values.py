@@ -312,7 +312,8 @@ def _attributes_of_global(value: Any, names: set[str], path: str, label: str) ->
     if isinstance(value, ModuleType):
         is_users = not is_of_a_library(vars(value).get("__file__") or sys.executable)
     else:
-        is_users = isinstance(value, _NAMESPACES) or not _is_of_a_library(type(value))
+        kind: Any = type(value)
+        is_users = isinstance(value, _NAMESPACES) or not _is_of_a_library(kind)
     held = getattr(value, "__dict__", _NO_NAMESPACE) if is_users else _NO_NAMESPACE
     for name in names & held.keys():
         if _is_plain(held[name]):
