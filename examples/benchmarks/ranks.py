@@ -152,9 +152,18 @@ def pair_of(ours: Callable[[], object], peer: Callable[[], object], steps: int, 
     return cost_of(ours, steps), theirs
 
 
-def compared(ours: Callable[[], object], peer: Callable[[], object], steps: int, pairs: int) -> Result:
-    """Times blocks of steps of either side in pairs, in alternating order, so that a slow moment of the machine hits both."""
-    return summary([pair_of(ours, peer, steps, number) for number in range(pairs)])
+def compared(ours: Callable[[], object], peer: Callable[[], object], steps: int, pairs: int, first: Sequence[Pair] = ()) -> Result:
+    """Times blocks of steps of either side in pairs, in alternating order, so that a slow moment of the machine hits both.
+
+    Args:
+        steps: of a block.
+        first: what the steps before have taken, one by one; ``all_ratio`` and ``all_cpu_ratio`` are of their sum with the blocks.
+    """
+    costs = [pair_of(ours, peer, steps, number) for number in range(pairs)]
+    weighted = [(pair, 1) for pair in first] + [(pair, steps) for pair in costs]
+    sums = [[sum(pair[side][what] * number for pair, number in weighted) for what in (0, 1)] for side in (0, 1)]
+    ratios = {"all_ratio": sums[1][0] / sums[0][0], "all_cpu_ratio": sums[1][1] / sums[0][1]}
+    return {**summary(costs), **ratios, "num_steps": len(first) + steps * pairs}
 
 
 def summary(costs: Sequence[Pair]) -> Result:
@@ -180,6 +189,11 @@ def line(result: Result) -> str:
         f"whale {1e3 * result['whale_seconds']:7.2f} ms, peer {1e3 * result['peer_seconds']:7.2f} ms per step, ratio {result['ratio']:.3f} "
         f"(quartiles {result['low_quartile']:.3f} to {result['high_quartile']:.3f}, {result['num_pairs']} pairs); CPU of all ranks "
         f"{1e3 * result['whale_cpu_seconds']:.2f} and {1e3 * result['peer_cpu_seconds']:.2f} ms, ratio {result['cpu_ratio']:.3f}"
+        + (
+            f"; first {result['num_steps']} steps: {result['all_ratio']:.3f}, CPU {result['all_cpu_ratio']:.3f}"
+            if "num_steps" in result
+            else ""
+        )
     )
 
 

@@ -31,7 +31,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from ranks import compared, line, on_ranks
+from ranks import Pair, compared, line, on_ranks, pair_of
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
@@ -252,13 +252,16 @@ def whole(value: Tensor) -> Tensor:
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 
-def check_equal(ours: Side, peer: Side, num_steps: int) -> None:
-    """Both sides train alike: a comparison of different work would say nothing."""
+def check_equal(ours: Side, peer: Side, num_steps: int) -> list[Pair]:
+    """Both sides train alike: a comparison of different work would say nothing. Returns what each step took."""
+    first, last = [], dict[str, Tensor]()
     for number in range(num_steps):
-        compare(f"loss of step {number}", ours.step(), whole(peer.step()))
+        first.append(pair_of(lambda: last.update(ours=ours.step()), lambda: last.update(peer=peer.step()), 1, number))
+        compare(f"loss of step {number}", last["ours"], whole(last["peer"]))
         if number == 0:  # AdamW would hide a factor
             check_alike("gradient", mean_squares(ours.gradients()), mean_squares(peer.gradients()))
     check_alike("parameter", ours.weights(), peer.weights())
+    return first
 
 
 def mean_squares(parts: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -285,8 +288,8 @@ def compare(what: str, own: Tensor, theirs: Tensor) -> None:
 def run_case(case: str, shape: Shape, options: argparse.Namespace) -> dict[str, Any]:
     """The figures of one comparison; every rank calls it."""
     ours, peer = CASES[case](shape, init_device_mesh("cpu", (NUM_RANKS,)))
-    check_equal(ours, peer, options.warmup)
-    result = compared(ours.step, peer.step, shape.steps, options.pairs)
+    first = check_equal(ours, peer, options.warmup)
+    result = compared(ours.step, peer.step, shape.steps, options.pairs, first)
     ours.close()
     sizes = {name: value for name, value in asdict(shape).items() if value}
     return {**result, "shape": sizes, "whale_cuts": ours.shards, "peer_cuts": peer.shards}
