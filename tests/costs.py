@@ -27,7 +27,8 @@ from whale.search.searching import search
 from whale.workloads import GPT
 
 ROOT = Path(__file__).parents[1]
-sys.path[:0] = [str(ROOT / "examples"), str(ROOT / "examples" / "benchmarks")]
+sys.path.insert(0, str(ROOT / "examples"))
+sys.path.insert(0, str(ROOT / "examples" / "benchmarks"))
 
 import gpt
 import planning
