@@ -26,13 +26,13 @@ from whale.planning import make_plan
 from whale.search.searching import search
 from whale.workloads import GPT
 
-ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT / "examples"))
-sys.path.insert(0, str(ROOT / "examples" / "benchmarks"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples" / "benchmarks"))
 
 import gpt
 import planning
 
+ROOT = Path(__file__).parents[1]
 Counts = dict[str, int]
 BATCH = {name: torch.arange(128).view(8, 16) + shift for shift, name in enumerate(("ids", "targets"))}
 WARM_STEPS = 4
