@@ -15,6 +15,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import compress
+from operator import attrgetter, is_not, ne
 from types import FrameType
 from typing import Any
 
@@ -23,9 +25,12 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
+from whale.capture.exporting.held_values import HeldValues, in_columns
 from whale.capture.source import line_of_function, user_line
 from whale.errors import CaptureError, RuntimeFault, WhaleError, first_few, raise_faults, warn
 from whale.ir.graph import ModelGraph
+
+_IS_TRAINED, _NUM_WRITES = attrgetter("requires_grad"), attrgetter("_version")
 
 
 def check_types(device: torch.device) -> None:
@@ -54,15 +59,16 @@ class Guards:
         self, model: nn.Module, graph: ModelGraph, users: Mapping[str, Tensor], device: torch.device, *, trains: bool, warns: bool
     ) -> None:
         self._device, self._users = device, users
-        self._parts = list(_parts(model, "_modules", "_parameters"))
+        self._parts = HeldValues(_parts(model, "_modules", "_parameters"))
         self._was_trained = {parameter.name: parameter.trainable for parameter in graph.parameters if parameter.kind == "parameter"}
-        self._flags: list[tuple[str, Tensor]] = []
+        self._flags = in_columns((), 3)
         self._writes = _OutsideWrites(model, warns=warns)
         self._stale = _StaleModel(model, trains=trains, warns=warns)
 
     def take_up(self, owned: Mapping[str, Tensor]) -> None:
         """Goes on with these tensors of the engine's, by canonical name."""
-        self._flags = [(name, held[name]) for held in (self._users, owned) for name in self._was_trained if name in held]
+        trained = self._was_trained.items()
+        self._flags = in_columns(((name, held[name], was) for held in (self._users, owned) for name, was in trained if name in held), 3)
 
     def check(self) -> None:
         """Checks what the script has done since the last step.
@@ -75,15 +81,14 @@ class Guards:
         """
         with torch._C.DisableTorchFunctionSubclass():  # of the user's parameters, which see reads
             check_types(self._device)
-            replaced = [path for path, held, key, part in self._parts if held.get(key) is not part]
-            if replaced:
+            if replaced := self._parts.differing():
                 raise CaptureError(
                     f"{first_few(replaced)} of the model was replaced after capture",
                     hint="build the model before parallelize; to change it during training call parallelize again, with the weights of "
                     "engine.state_dict()",
                 )
-            changed = dict.fromkeys(name for name, tensor in self._flags if tensor.requires_grad is not self._was_trained[name])
-            if changed:
+            names, tensors, trained = self._flags
+            if changed := dict.fromkeys(compress(names, map(is_not, map(_IS_TRAINED, tensors), trained))):
                 raise_faults([*self._frozen(changed, "unfrozen", was_trained=False), *self._frozen(changed, "frozen", was_trained=True)])
             self._writes.look()
 
@@ -118,7 +123,8 @@ class _OutsideWrites:
     def __init__(self, model: nn.Module, *, warns: bool) -> None:
         self._model, self._warns = model, warns
         self._has_weights = True
-        self._known: list[tuple[tuple[str, dict[str, Any], str, Tensor], int]] = []
+        self._held = HeldValues[str]([])
+        self._written = in_columns((), 3)
         self.look()
 
     def let_pass(self) -> None:
@@ -130,19 +136,17 @@ class _OutsideWrites:
             return
         if self._has_weights:
             parts = [part for part in _parts(self._model, "_parameters", "_buffers") if part[3] is not None]
-            self._known, self._has_weights = [(part, _num_writes(part[3])) for part in parts], False
+            counted = [(path, tensor, tensor._version) for path, _, _, tensor in parts if not tensor.is_inference()]
+            self._held, self._written, self._has_weights = HeldValues(parts), in_columns(counted, 3), False
             return
-        written = [path for (path, held, key, tensor), count in self._known if held.get(key) is not tensor or _num_writes(tensor) != count]
+        names, tensors, counts = self._written
+        written = dict.fromkeys([*self._held.differing(), *compress(names, map(ne, map(_NUM_WRITES, tensors), counts))])
         if written:
             self._warns = False
             warn(
-                f"{first_few(written)} of the model was written after parallelize; the engine trains its own copies and does not see "
+                f"{first_few(list(written))} of the model was written after parallelize; the engine trains its own copies and does not see "
                 "this: write weights by engine.load_state_dict, read them by engine.state_dict"
             )
-
-
-def _num_writes(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
 
 
 _RULE = "the model given to parallelize keeps its initial weights: the engine trains its own copies"

@@ -36,7 +36,8 @@ from torch import Tensor, fx, nn
 from torch.fx.node import map_aggregate
 
 from whale.capture.batch import BatchStructure
-from whale.capture.exporting.near_values import MISSING, NearValues
+from whale.capture.exporting.held_values import MISSING
+from whale.capture.exporting.near_values import NearValues
 from whale.capture.exporting.refusals import check_model
 from whale.capture.exporting.side_effects import VARIABLE
 from whale.capture.flat.sizes import check_memory, holdings

@@ -354,11 +354,13 @@ class Runtime:
         return Clipping(self.holdings, self.roster.rank, state.kept, limit, self._connections.world_sums.add, self.roster.world.device)
 
     def _make_sync(self, buckets: Sequence[Bucket], state: EngineState) -> GradientSync | None:
+        """None where the optimizer steps this rank's gradients as they are."""
         rank_place, roster = self.roster.rank_place, self.roster
         if rank_place is None:
             return None
         stages = {(rank_place.replica, stage) for stage in roster.plan.pipelines[rank_place.replica].stages_of(rank_place.pipeline_rank)}
-        return GradientSync(buckets, self._links(rank_place.rank), stages, state.parameters, state.kept)
+        sync = GradientSync(buckets, self._links(rank_place.rank), stages, state.parameters, state.kept)
+        return sync if sync.has_work else None
 
     def _make_publishing(self, buckets: Sequence[Bucket], state: EngineState) -> Publishing | None:
         """None where ops on this rank read what the optimizer steps, and no other rank steps a part of it."""

@@ -697,7 +697,7 @@ def test_a_run_that_resumes_is_recorded_from_where_it_does(tmp_path: Path) -> No
             resumed.step({name: value.double() for name, value in BATCH.items()})
         resumed.step(BATCH)
         assert (tmp_path / "trace" / "trace.json").exists() == recorded
-    assert "step 7 " in (tmp_path / "trace" / "trace.json").read_text(), "steps are numbered from 1, also those before"
+    assert "step 7" in (tmp_path / "trace" / "report.html").read_text(), "steps are numbered from 1, also those before"
 
 
 @pytest.mark.parametrize("rank", [1, -1])

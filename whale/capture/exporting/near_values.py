@@ -19,16 +19,19 @@ import functools
 import inspect
 import sys
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
+from itertools import chain, compress
+from operator import call, is_not
 from random import Random, SystemRandom
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
 from torch import Tensor, nn
 
+from whale.capture.exporting.held_values import MISSING, Contents, HeldValues, in_columns
 from whale.capture.source import is_of_a_library
 
 OF_EVERY_MODULE = frozenset(vars(nn.Module()))
@@ -39,16 +42,6 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _SEQUENCES = (list, tuple, deque, set, frozenset)
 _MOST_ITEMS = 64  # of a container or NumPy array whose contents are compared
 _DEEPEST = 3  # nesting of objects that is followed
-
-
-class _Missing:
-    """The value of an attribute that does not exist."""
-
-    def __repr__(self) -> str:
-        return "nothing"
-
-
-MISSING = _Missing()
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,7 +64,7 @@ class _TheObject:
 
 def comparable(value: object, depth: int = 0) -> object:
     """A snapshot that can be compared: the contents of a small value, else the object itself."""
-    if isinstance(value, (*_PLAIN, _Missing)):
+    if value is MISSING or isinstance(value, _PLAIN):
         return value
     inside = functools.partial(comparable, depth=depth + 1)
     if isinstance(value, functools.partial):
@@ -82,7 +75,7 @@ def comparable(value: object, depth: int = 0) -> object:
         return tuple(map(inside, value))
     if depth < _DEEPEST and isinstance(value, dict) and len(value) <= _MOST_ITEMS:
         return tuple((inside(key), inside(item)) for key, item in value.items())
-    if type(value).__module__ == "numpy" and getattr(value, "size", _MOST_ITEMS + 1) <= _MOST_ITEMS and not isinstance(value, type):
+    if _is_numpys(value) and getattr(value, "size", _MOST_ITEMS + 1) <= _MOST_ITEMS and not isinstance(value, type):
         array: Any = value
         return str(array.dtype), array.tolist() if array.ndim == 0 else tuple(array.ravel().tolist())
     return _TheObject(value)
@@ -102,6 +95,8 @@ class NearPlace:
     key: tuple[int, str] | None = None  # id of the namespace and attribute whose reads are noted; None if the value always counts
     is_of_model: bool = False  # whether a module of the model holds it
     is_flag: bool = False  # whether it is a module's training flag
+    entry: tuple[Mapping[str, Any], str] | None = None  # the namespace, and the name in it, whose value `read` gives; None for others
+    is_of_hooks: bool = False  # whether `entry` has all hooks of a module, of which `read` gives the user's
 
 
 class Seen:
@@ -111,29 +106,87 @@ class Seen:
         self._model = model
         self._held = [(place, value, comparable(value) if _may_change(value) else None) for place in places for value in (place.read(),)]
         self._read: frozenset[str] = frozenset()
-        self._watched: list[tuple[Callable[[], object], object, object, NearPlace]] = []
+        self._watched = _Watched([])
 
     def changed(self, read: frozenset[str], *, trains: bool) -> list[str]:
         """Changes since in the places `read`, for a message; training flags count if `trains` and the model is in training mode."""
         if read is not self._read:
-            self._read = read
-            self._watched = [(place.read, value, inside, place) for place, value, inside in self._held if place.path in read]
+            self._read, self._watched = read, _Watched([each for each in self._held if each[0].path in read])
         found = []
-        for get, value, inside, place in self._watched:  # in every step
-            now = get()
-            if now is value and inside is None:
-                continue
-            then, after = comparable(value) if inside is None else inside, comparable(now)
-            if not are_same(then, after) and not (place.is_flag and not (trains and self._model.training)):
+        for place, value, inside in self._watched.suspects(counts_flags=trains and self._model.training):
+            then, after = comparable(value) if inside is None else inside, comparable(place.read())
+            if not are_same(then, after):
                 found.append(f"{place.label}: {then!r}, now {after!r}")
         return found
+
+
+_Held = tuple[NearPlace, object, object]
+"""A place, its value, and that as `comparable` where it may change and be the same object."""
+
+
+class _Watched:
+    """Places that are compared in each step, all by identity first."""
+
+    def __init__(self, held: Sequence[_Held]) -> None:
+        self._held = held
+        self._others: list[int] = []  # where identity says nothing
+        self._with_items: list[int] = []
+        entries, flags = list[tuple[int, Mapping[str, Any], str, object]](), list[tuple[int, Mapping[str, Any], str, object]]()
+        hooks, reads, containers = [], [], list[Any]()
+        for number, (place, value, inside) in enumerate(held):
+            entered = [] if inside is None else _containers(value) if comparable(value) == inside else None
+            if place.entry is not None and place.is_of_hooks and value == ():
+                hooks.append((number, *place.entry))
+            elif place.is_of_hooks or entered is None:
+                self._others.append(number)
+            elif place.entry is None:
+                reads.append((number, place.read, value))
+            else:
+                (flags if place.is_flag else entries).append((number, *place.entry, value))
+            if entered:
+                self._with_items.append(number)
+                containers += entered
+        self._entries, self._flags, self._contents = HeldValues(entries), HeldValues(flags), Contents(containers, _MOST_ITEMS)
+        self._hooks, self._reads = in_columns(hooks, 3), in_columns(reads, 3)
+
+    def suspects(self, *, counts_flags: bool) -> list[_Held]:
+        """What may have changed, in order."""
+        numbers, namespaces, names = self._hooks
+        found = [*self._others, *self._entries.differing(), *compress(numbers, map(dict.get, namespaces, names))]
+        numbers, reads, values = self._reads
+        found += compress(numbers, map(is_not, map(call, reads), values))
+        if counts_flags:
+            found += self._flags.differing()
+        if not self._contents.are_same():
+            found += self._with_items
+        return [self._held[number] for number in sorted(set(found))]
+
+
+def _containers(value: object, depth: int = 0) -> list[Any] | None:
+    """The containers whose items `comparable` compares, however deep; None where other contents count."""
+    if isinstance(value, functools.partial) or _is_numpys(value) or (isinstance(value, dict) and type(value) is not dict):
+        return None
+    if depth == _DEEPEST or not isinstance(value, (*_SEQUENCES, dict)):
+        return []
+    found: list[Any] = [value]
+    items = chain(value, value.values()) if isinstance(value, dict) else value
+    for item in items if len(value) <= _MOST_ITEMS else ():
+        inner = _containers(item, depth + 1)
+        if inner is None:
+            return None
+        found += inner
+    return found
 
 
 def _may_change(value: object) -> bool:
     """Whether a value may change and be the same object."""
     if isinstance(value, (tuple, frozenset)):
         return len(value) <= _MOST_ITEMS and any(map(_may_change, value))
-    return isinstance(value, (*_SEQUENCES, dict, functools.partial)) or type(value).__module__ == "numpy"
+    return isinstance(value, (*_SEQUENCES, dict, functools.partial)) or _is_numpys(value)
+
+
+def _is_numpys(value: object) -> bool:
+    return type(value).__module__ == "numpy"
 
 
 class NearValues:
@@ -220,7 +273,8 @@ class NearValues:
         self._add(f"{path}.forward", f"{label}.forward", vars(module), "forward")
         for kind in _HOOKS:
             place, text = f"{path}.{kind}", f"{label}: {kind.strip('_').replace('_', ' ')}"
-            self.places[place] = NearPlace(place, text, partial(_hooks, module, kind), lambda _: None, is_of_model=True)
+            read, entry = partial(_hooks, module, kind), (vars(module), kind)
+            self.places[place] = NearPlace(place, text, read, lambda _: None, is_of_model=True, entry=entry, is_of_hooks=True)
             for number, hook in enumerate(_hooks(module, kind)):
                 self._find(hook, f"{place}.{number}", label, 0)
         if id(vars(module)) not in self._of_model:
@@ -255,17 +309,17 @@ class NearValues:
                     self._methods.setdefault(name, []).append(function)
                     self._find(function, f"{named}.{name}()", f"{base.__name__}.{name}", depth)
                 if isinstance(function, FunctionType) or _is_value(name, member):
-                    path, write = f"{named}.{name}", partial(setattr, base, name)
-                    self.places[path] = NearPlace(path, f"{base.__name__}.{name}", partial(_member, base, name), write)
+                    path, read, write = f"{named}.{name}", partial(_member, base, name), partial(setattr, base, name)
+                    self.places[path] = NearPlace(path, f"{base.__name__}.{name}", read, write, entry=(vars(base), name))
 
     def _add(self, path: str, label: str, held: dict[str, Any], name: str, *, is_noted: bool = False, is_flag: bool = False) -> None:
-        read, write = partial(held.get, name, MISSING), partial(_put, held, name)
-        self.places[path] = NearPlace(path, label, read, write, (id(held), name) if is_noted else None, id(held) in self._of_model, is_flag)
+        read, write, key = partial(held.get, name, MISSING), partial(_put, held, name), (id(held), name) if is_noted else None
+        self.places[path] = NearPlace(path, label, read, write, key, id(held) in self._of_model, is_flag, (held, name))
 
     def _globals_read(self) -> Iterator[NearPlace]:
         """The plain globals whose names the user's code has, from ``forward``, the loss and the hooks on; methods are followed by name."""
-        called = {id(each) for name, methods in self._methods.items() if not _is_of_a_call(name) for each in methods}
-        pending, seen = [each for each in self.functions if id(each) not in called], set[int]()
+        by_name = {id(each) for name, methods in self._methods.items() if not _is_of_a_call(name) for each in methods}
+        pending, seen = [each for each in self.functions if id(each) not in by_name], set[int]()
         while pending:
             function = pending.pop()
             if id(function) in seen or is_of_a_library(function.__code__.co_filename):
@@ -278,7 +332,7 @@ class NearValues:
                 if isinstance(value, FunctionType):
                     pending.append(value)
                 elif _is_plain(value):
-                    yield NearPlace(path, name, partial(held.get, name, MISSING), partial(_put, held, name))
+                    yield _of_namespace(path, name, held, name)
                 elif id(value) not in self._seen:
                     yield from _attributes_of_global(value, names, path, name)
                     pending += _functions_in(value, names)
@@ -301,13 +355,18 @@ def _is_plain(value: object) -> bool:
     return isinstance(value, (*_PLAIN, Enum)) or (type(value).__module__ == "numpy" and getattr(value, "ndim", None) == 0)
 
 
+def _of_namespace(path: str, label: str, held: dict[str, Any], name: str) -> NearPlace:
+    return NearPlace(path, label, partial(held.get, name, MISSING), partial(_put, held, name), entry=(held, name))
+
+
 def _attributes_of_global(value: Any, names: set[str], path: str, label: str) -> Iterator[NearPlace]:
     """The plain attributes with these names of a global object, class or module of the user's."""
     if isinstance(value, type):
         if not _is_of_a_library(value):
             for name in names & vars(value).keys():
                 if _is_plain(vars(value)[name]):
-                    yield NearPlace(f"{path}.{name}", f"{label}.{name}", partial(_member, value, name), partial(setattr, value, name))
+                    read, write = partial(_member, value, name), partial(setattr, value, name)
+                    yield NearPlace(f"{path}.{name}", f"{label}.{name}", read, write, entry=(vars(value), name))
         return
     if isinstance(value, ModuleType):
         is_users = not is_of_a_library(vars(value).get("__file__") or sys.executable)
@@ -317,7 +376,7 @@ def _attributes_of_global(value: Any, names: set[str], path: str, label: str) ->
     held = getattr(value, "__dict__", _NO_NAMESPACE) if is_users else _NO_NAMESPACE
     for name in names & held.keys():
         if _is_plain(held[name]):
-            yield NearPlace(f"{path}.{name}", f"{label}.{name}", partial(held.get, name, MISSING), partial(_put, held, name))
+            yield _of_namespace(f"{path}.{name}", f"{label}.{name}", held, name)
 
 
 def _functions_in(value: Any, names: set[str]) -> Iterator[FunctionType]:
@@ -332,7 +391,7 @@ def of_globals(functions: Iterable[FunctionType]) -> Iterator[NearPlace]:
     for held in _globals(functions):
         for name, value in held.items():
             if isinstance(value, (*_PLAIN, *_SEQUENCES, dict)) and not name.startswith("__"):
-                yield NearPlace(name, name, partial(held.get, name, MISSING), partial(_put, held, name))
+                yield NearPlace(name, name, partial(held.get, name, MISSING), partial(_put, held, name), entry=(held, name))
 
 
 def _globals(functions: Iterable[FunctionType]) -> list[dict[str, Any]]:

@@ -24,7 +24,8 @@ from unittest import mock
 
 from torch import Tensor, nn
 
-from whale.capture.exporting.near_values import MISSING, OF_EVERY_MODULE, NearValues, Noted, Snapshot, of_globals
+from whale.capture.exporting.held_values import MISSING
+from whale.capture.exporting.near_values import OF_EVERY_MODULE, NearValues, Noted, Snapshot, of_globals
 from whale.capture.source import is_of_a_library, user_line
 from whale.errors import first_few
 from whale.ir.scope import SourceLine

@@ -200,6 +200,11 @@ class GradientSync:
             self._hooks.append(owned.register_post_accumulate_grad_hook(self._watcher(its)))  # type: ignore[no-untyped-call]
 
     @property
+    def has_work(self) -> bool:
+        """Whether there is anything to do in a step."""
+        return bool(self._buckets or self._collected_last or self._sparse_alone)
+
+    @property
     def ranks(self) -> tuple[int, ...]:
         """All ranks with which this one exchanges gradients, itself included."""
         return tuple(sorted({rank for bucket in self._buckets for rank in bucket.ranks}))
