@@ -72,7 +72,8 @@ def format_quantity(amount: float, unit: str) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """``0.00123`` as ``1.23 ms``."""
+    """``0.00123`` as ``1.23 ms``; what rounding leaves, below a picosecond, as ``0 us``."""
+    seconds = 0.0 if abs(seconds) < 1e-12 else seconds
     for name, scale in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
         if abs(seconds) >= scale or name == "us":
             return f"{seconds / scale:.3g} {name}" if abs(seconds) < 1000 else f"{seconds:.0f} s"

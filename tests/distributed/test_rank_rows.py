@@ -124,6 +124,7 @@ def mix_up(rank: int, num_ranks: int) -> tuple[dict[str, str], list[float]]:
         "cut": cut(third) if rank else third,
         "fewer": {"input": first["input"][:-1], "target": first["target"][:-1]},
         "unknown": {name: value.clone() for name, value in first.items()},
+        "chosen": {name: value[torch.tensor([2, 0])] for name, value in first.items()},
     }
     said = {}
     for name, batch in others.items():
@@ -166,6 +167,7 @@ SAID = {
     "all rows": "rank 1: no batch of engine.loader",
     "fewer": "the batch differs between ranks (input_1: rank 1 differs from rank 0; target: rank 1 differs from rank 0)",
     "unknown": "replace them inside the batch that the loader gave",
+    "chosen": "has no tensor of the one that engine.loader gave (epoch 2, row 0,",
 }
 REFUSED = {
     "of two": "batch['input']: epoch 0, row 0, samples 16, shuffle 0, seed 0; batch['target']: epoch 0, row 8, ",

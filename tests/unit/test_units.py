@@ -71,6 +71,7 @@ def test_prints() -> None:
     assert format_bytes(5 * 2**50) == "5120.00 TiB"
     assert format_seconds(0.00123) == "1.23 ms"
     assert format_seconds(1234.5) == "1234 s"
-    assert format_seconds(0) == "0 us"
+    assert format_seconds(0) == format_seconds(6.94e-18) == format_seconds(-1e-17) == "0 us"
+    assert format_seconds(6.94e-10) == "0.000694 us"
     assert format_count(1500000) == "1.5M"
     assert format_count(12) == "12"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal, TypeVar
 from warnings import catch_warnings, simplefilter
@@ -117,6 +117,8 @@ class BatchPasses:
                 captured = self._modes.fitting(name, batch, self._forget, like, self.runtime.num_affordable)
                 self.runtime.report_affordable(self._modes.budget.num_affordable)
                 view = view_of(captured.program.batch, batch)
+                if not isinstance(batch, RankBatch):
+                    view = replace(view, beside=self._data.in_hand)
                 prepare = self._prepare_training if name == "train" else self._prepare_forward
                 key = prepare(captured, view.num_rows)
             except WhaleError as refusal:

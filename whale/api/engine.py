@@ -358,12 +358,12 @@ class Engine:
         self.state.decay = decay
 
     @user_call
-    def loader(self, dataset: Any, *, global_batch_size: int, progress: bool | None = None, **options: Any) -> Loader:
+    def loader(self, dataset: Any, *, global_batch_size: int | None = None, progress: bool | None = None, **options: Any) -> Loader:
         """Batches of a dataset, of which every rank reads its own rows only.
 
         Args:
             dataset: of `torch.utils.data`.
-            global_batch_size: rows over all ranks.
+            global_batch_size: rows over all ranks; required.
             progress: shows a bar per epoch on standard error, on rank 0, with figures of the last step; None: as ``runtime.progress`` says.
             **options: ``shuffle``, ``seed``, ``drop_last``, ``collate``, ``num_workers``, ``whole_batches`` as
                 `whale.api.loader.make_loader` takes them.

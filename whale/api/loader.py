@@ -26,12 +26,17 @@ from whale.runtime.execute.randomness import seed_of
 from whale.runtime.state.engine_state import EngineState
 
 _OWN_OPTIONS = frozenset({"batch_size", "batch_sampler", "sampler", "generator", "collate_fn"})
+_OWN_ORDER = (
+    "let dataset[i] be the sample that comes i-th, as torch.utils.data.Subset(dataset, order) does; or pass batches of a DataLoader with "
+    "this {name}= to the engine, each the whole global batch and the same on every rank"
+)
+_IN_PLACE_OF = {name: _OWN_ORDER.format(name=name) for name in ("sampler", "batch_sampler")}
 
 
 def make_loader(
     dataset: Any,
     *,
-    global_batch_size: int,
+    global_batch_size: int | None,
     plan: Plan,
     rank: int | None,
     shuffle: bool = False,
@@ -48,7 +53,7 @@ def make_loader(
     Args:
         dataset: with ``__getitem__`` and ``__len__``; or a `torch.utils.data.IterableDataset` that yields the same samples on every rank,
             of which each rank reads all and keeps its own, with at most one worker.
-        global_batch_size: rows of a batch over all ranks.
+        global_batch_size: rows of a batch over all ranks; None is an error that says so.
         plan: says which rows a rank needs.
         rank: this rank's number in the plan; a rank outside it (None) reads the first row of each batch, so that the script sees its form.
         shuffle: a new order in every epoch, equal on all ranks; not for an iterable dataset.
@@ -64,10 +69,8 @@ def make_loader(
         BatchError: full batches, or the short last one, are too small for the plan; or the options contradict one another.
     """
     for name in sorted(_OWN_OPTIONS & options.keys()):
-        raise BatchError(
-            f"engine.loader does not take {name}= (got {options[name]!r})", hint="use global_batch_size, shuffle, seed and collate"
-        )
-    if global_batch_size < 1:
+        raise BatchError(f"engine.loader does not take {name}=", hint=_IN_PLACE_OF.get(name, "use global_batch_size, shuffle, seed and collate"))
+    if global_batch_size is None or global_batch_size < 1:
         raise BatchError(f"global_batch_size={global_batch_size} is not at least 1")
     division = Division(global_batch_size, plan, rank, drop_last, collate or default_collate, whole_batches)
     source: RowSource
@@ -271,6 +274,11 @@ class DataPosition:
         if isinstance(found, RankBatch) and not found.origin.is_whole:
             self._uses_again |= found.origin.number == self._number
         return found
+
+    @property
+    def in_hand(self) -> str | None:
+        """The place of a batch that a loader has handed out last, in an iteration under way."""
+        return next((loader.in_hand[1].place for loader in self._loaders() if loader.in_hand is not None), None)
 
     def feed(self, batch: RankRows) -> None:
         """Notes what the next step is given.

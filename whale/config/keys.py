@@ -134,7 +134,13 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     return guess(name, names) or f"known: {', '.join(names)}"
 
 
+# other spellings of the types that settings name; by letters alone ``bfloat16`` is nearest to ``float32``
+_SPELLINGS = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "fp32": "float32", "float": "float32"}
+
+
 def guess(name: str, known: Iterable[str]) -> str | None:
-    """A hint for an error that lists all names: the nearest."""
-    found = nearest(name, known)
+    """A hint for an error that lists all names: the same in another spelling, else the nearest."""
+    names = list(known)
+    same = _SPELLINGS.get(name.lower().removeprefix("torch."))
+    found = same if same in names else nearest(name, names)
     return f"did you mean {found!r}?" if found else None

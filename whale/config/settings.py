@@ -165,7 +165,8 @@ def _checked(key: Key, given: object, where: object) -> object:
         return _by_name(key, given, where)
     value = _typed(key, given)
     if value is None and not (key.optional and given is None):
-        raise ConfigError(f"{key.name}: {given!r} is not {key.takes}", where=where)
+        hint = guess(str(given), key.choices) if key.choices else None
+        raise ConfigError(f"{key.name}: {given!r} is not {key.takes}", where=where, hint=hint)
     if value is None:
         return None
     if key.choices and value not in key.choices:

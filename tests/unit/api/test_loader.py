@@ -209,7 +209,7 @@ def test_a_position_of_other_samples_is_refused() -> None:
 
 def test_batches_that_are_too_small_fail_when_the_loader_is_made() -> None:
     plan = plan_of([(1, [[1]]), (1, [[1]])], num_micro_batch=4)
-    with pytest.raises(BatchError, match=r"the batch has 1 row, fewer than the micro-batches of the plan: 2 replicas with 2 micro-batches"):
+    with pytest.raises(BatchError, match=r"the batch has 1 row, fewer than the plan needs: one for each of 2 replicas of 1 micro-batch each"):
         load(Samples(12), 1, plan)
     with pytest.raises(BatchError, match="the batch has 1 row, fewer"):
         load(Samples(17), 16, plan)
@@ -229,8 +229,11 @@ def test_options_that_do_not_go_together() -> None:
         load(Samples(5), 8, drop_last=True)
     with pytest.raises(BatchError, match="at least 1"):
         load(Samples(5), 0)
-    with pytest.raises(BatchError, match="does not take sampler="):
-        load(Samples(5), 2, sampler=[1, 2])
+    with pytest.raises(BatchError, match="global_batch_size=None is not at least 1"):
+        load(Samples(5), None)  # type: ignore[arg-type]
+    for name in ("sampler", "batch_sampler"):
+        with pytest.raises(BatchError, match=f"does not take {name}=\n.*Subset.* or pass batches of a DataLoader with this {name}="):
+            load(Samples(5), 2, **{name: [1, 2]})
     with pytest.raises(BatchError, match="iterable dataset"):
         load(Stream(5), 2, shuffle=True)
 

@@ -129,9 +129,13 @@ def test_a_metric_that_is_not_finite_stops_no_training() -> None:
         (aliased, "a value that shares its memory is read after that"),
         (lambda output, batch: {"loss": output["scores"].mean(), "": output["scores"].mean()}, "metric '' that is returned"),
         (lambda output, batch: {"loss": output["scores"].mean(), "rate": 0.1}, "metric 'rate' .* is float, not a scalar tensor"),
+        (
+            lambda output, batch: {"loss": output["scores"].mean(), "half": batch["label"].shape[0] / 2},
+            "metric 'half' .* is a number made of the batch's sizes, not a scalar tensor",
+        ),
         (lambda output, batch: {"loss": output["scores"].mean().detach(), "m": output["scores"].mean()}, "does not depend on any"),
     ],
-    ids=["no loss", "not a scalar", "an alias", "no name", "no tensor", "only a metric depends on parameters"],
+    ids=["no loss", "not a scalar", "an alias", "no name", "no tensor", "a number of rows", "only a metric depends on parameters"],
 )
 def test_what_is_no_metric_is_refused(loss: Callable[..., Any], message: str) -> None:
     with pytest.raises(CaptureError, match=message):

@@ -385,6 +385,22 @@ def test_a_mode_that_is_seldom_called_has_its_turn(monkeypatch: pytest.MonkeyPat
     assert clock.steps_with_traces(calls(), seconds=10.0) == [9, 20, 23, 30]
 
 
+def test_a_trace_again_without_memory_says_nothing_of_the_model() -> None:
+    failing = array("d", [0.0])
+
+    def short_of_memory(x: Tensor) -> Tensor:
+        if failing[0] == 1:  # the first attempt of a trace; the next one, for fixed rows, would be another graph
+            failing[0] = 2
+            raise MemoryError("none left")
+        return x
+
+    engine = made(Net(short_of_memory), **ALWAYS)
+    engine.step(BATCH)
+    failing[0] = 1
+    with pytest.warns(UserWarning, match=r"could not be traced again before step 2, .*training goes on.*too little memory \(none left\)"):
+        engine.step(BATCH)
+
+
 @pytest.mark.parametrize("share", [0, 1.5, "much", -0.01])
 def test_a_budget_that_is_no_share_is_an_error(share: object) -> None:
     with pytest.raises(ConfigError, match=r"runtime\.retrace_share"):

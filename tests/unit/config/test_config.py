@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -92,6 +93,9 @@ def test_prints_as_a_recipe() -> None:
         ("communication.timeout_seconds", float("inf"), "is not a number above 0"),
         ("runtime.seed", -1, "is not at least 0"),
         ("pipeline.schedule", "1F1B", "hint: did you mean '1f1b'?"),
+        ("precision.dtype", "bfloat16", "hint: did you mean 'bf16'?"),
+        ("precision.dtype", torch.float16, "hint: did you mean 'fp16'?"),
+        ("precision.dtype", {"*norm*": "fp32", "*": "bf16"}, "hint: did you mean 'float32'?"),
         ("pipeline.schedule", "PreferForward", "hint: PreferForward of EPL is pipeline.schedule: gpipe"),
         ("pipeline.strategy", "1f1b", "'1f1b' is not one of PreferForward, PreferBackward"),
         ("pipeline.num_micro_batches", 4, "hint: did you mean 'pipeline.num_micro_batch'?"),

@@ -31,8 +31,8 @@ from whale.capture.exporting.refusals import DataAccess, as_capture_error, quiet
 from whale.capture.exporting.side_effects import AttributeAccess, SideEffects
 from whale.capture.exporting.wrapper import Findings, Loss, Mode, Wrapper
 from whale.capture.scopes import capturing
-from whale.capture.source import inner_frames
-from whale.errors import WhaleError
+from whale.capture.source import inner_frames, line_of_traceback
+from whale.errors import CaptureError, WhaleError
 from whale.ir.scope import Scope
 
 
@@ -89,6 +89,12 @@ class _Export:
     def _try(self, rows: int, dynamic: bool) -> Traced | Exception:
         try:
             return self._run(rows, dynamic)
+        except MemoryError as error:  # says nothing of the model: another attempt must not be taken for what it computes
+            raise CaptureError(
+                f"the model cannot be traced: this process has too little memory ({error or 'MemoryError'})",
+                where=line_of_traceback(error.__traceback__),
+                hint="nothing is known of whether the model can be captured; free memory, or raise the limit of the process (ulimit -v)",
+            ) from None
         except Exception as error:
             return error
 

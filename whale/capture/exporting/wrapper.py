@@ -171,7 +171,7 @@ def _own_loss(output: Any) -> Any:
     found = _found_loss(output)
     if found is None:
         raise CaptureError(
-            f"there is no loss: loss= was not given, and the model's output ({type(output).__name__}) has none",
+            f"there is no loss: loss= was not given, and the model's output ({_describe(output)}) has none",
             hint="pass loss=function(output, batch), or put the labels into the batch",
         )
     return found
@@ -193,7 +193,7 @@ def _without_metrics(value: Any, where: SourceLine | None) -> tuple[Any, dict[st
             raise CaptureError(
                 f"metric {name!r} that is returned with the loss is {_describe(metric)}, not a scalar tensor",
                 where=where,
-                hint="reduce it over the batch with .mean() or .sum(); engine.predict returns values per row",
+                hint="reduce a tensor over the batch with .mean() or .sum(); engine.predict returns values per row",
             )
     return value["loss"], {name: (m if m.is_floating_point() else m.float()).detach() for name, m in metrics.items()}
 
@@ -224,6 +224,8 @@ def _describe(value: Any) -> str:
         return f"{str(value.dtype).removeprefix('torch.')} of shape [{in_rows(', '.join(map(str, value.shape)))}]"
     if isinstance(value, (tuple, list)):
         return "(" + ", ".join(_describe(item) for item in value) + ")"
+    if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+        return "a number made of the batch's sizes"
     return type(value).__name__
 
 

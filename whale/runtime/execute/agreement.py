@@ -46,6 +46,7 @@ class _Report:
     capture: int | None = None
     contents: Mapping[str, int] | None = None  # a digest of each tensor of a global batch, or of `place`; None if not compared
     place: str | None = None  # which batch of a loader it is (`BatchView.place`)
+    beside: str | None = None  # which of a loader's the script has in hand instead (`BatchView.beside`)
     balance: int | None = None  # of rows that other ranks read too (`shared_pieces`); None if not compared
     copies: tuple[float, ...] = (0.0,) * equal_copies.NUM_REPORTED  # of weights and settings that others have too (`EqualCopies.report`)
     refusal: str | None = None  # why it refuses the batch
@@ -164,7 +165,7 @@ class Agreement:
         if not (on_host(batch.leaves) or self._num_compared <= DEVICE_STEPS):
             return report
         if batch.place is None:
-            return replace(report, contents=digests(batch.leaves))
+            return replace(report, contents=digests(batch.leaves), beside=batch.beside)
         if self._rank_place is None:
             return replace(report, balance=0)
         if batch.num_rows not in self._shared:
@@ -261,6 +262,12 @@ class Agreement:
             for name, ranks in odd.items()
             if ranks
         )
+        if report.beside is not None:
+            raise BatchError(
+                f"the batch differs between ranks ({listing}), and has no tensor of the one that engine.loader gave ({report.beside})",
+                hint="it counts as a global batch of your own, but was made of rows that are others on each rank: choose rows (x[mask]) in "
+                f"the dataset. {_KNOWN_BY}",
+            )
         raise BatchError(
             f"the batch differs between ranks ({listing})",
             hint="a DataLoader with shuffle=True gives each rank other rows unless it is seeded: pass it generator="

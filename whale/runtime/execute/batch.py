@@ -25,7 +25,7 @@ from itertools import pairwise
 
 import torch
 
-from whale.errors import BatchError
+from whale.errors import BatchError, first_few
 from whale.ir.graph import NUM_ROWS, ModelGraph
 from whale.ir.plan import Plan, Stage
 from whale.runtime.execute.roster import RankPlace
@@ -69,8 +69,10 @@ def _micro_batches(plan: Plan, replica: int, num_rows: int) -> tuple[tuple[int, 
 
 
 def _too_few_rows(plan: Plan, num_rows: int) -> BatchError:
-    needed = f"{counted(len(plan.replicas), 'replica')} with {counted(sum(each.num_micro_batch for each in plan.pipelines), 'micro-batch')}"
-    return BatchError(f"the batch has {counted(num_rows, 'row')}, fewer than the micro-batches of the plan: {needed}", hint=_SMALL_BATCH)
+    counts = [each.num_micro_batch for each in plan.pipelines]
+    each = f"{counted(counts[0], 'micro-batch')} each" if len(set(counts)) == 1 else f"{first_few([*map(str, counts)])} micro-batches"
+    needed = f"{counted(len(plan.replicas), 'replica')} of {each}"
+    return BatchError(f"the batch has {counted(num_rows, 'row')}, fewer than the plan needs: one for each of {needed}", hint=_SMALL_BATCH)
 
 
 def _check_stage(stage: Stage, replica: int, smallest: int, num_rows: int) -> None:
@@ -129,6 +131,7 @@ class BatchView:
     num_rows: int  # rows of the global batch
     held: tuple[tuple[int, int], ...]  # global row intervals that the leaves hold, ascending
     place: str | None = None  # names the global batch of a loader of which each rank reads its own rows; None if all ranks were given all
+    beside: str | None = None  # names the batch of a loader that the script has in hand, where it passed another without a tensor of it
 
     @property
     def is_global(self) -> bool:
