@@ -98,7 +98,7 @@ def activate(model: nn.Module, name: str) -> None:
             module.activation = ACTIVATIONS[name]
 
 
-Verb = Literal["step", "evaluate", "predict", "gradients", "state", "reload", "replan", "activation", "rate"]
+Verb = Literal["step", "accumulate", "evaluate", "predict", "gradients", "state", "averages", "reload", "replan", "activation", "rate"]
 
 
 @dataclass(frozen=True)
@@ -108,9 +108,12 @@ class Course:
     Attributes:
         description: the model.
         plan: by name.
-        verbs: what is called, with a number of rows, a rate, or the name of a plan or an activation.
+        verbs: what is called, with a number of rows, a rate, or the name of a plan or an activation; with the rows of several batches and
+            a largest norm for ``accumulate``.
         activation: at the start.
         seed: of weights and batches.
+        zero: `memory.zero` of all plans.
+        decay: of the averages of weights; None keeps none.
     """
 
     description: Description
@@ -118,6 +121,8 @@ class Course:
     verbs: tuple[tuple[Verb, Any], ...]
     activation: str = "gelu"
     seed: int = 0
+    zero: str = "0"
+    decay: float | None = None
 
     NUM_ROWS: ClassVar[int] = 16
 
@@ -127,11 +132,15 @@ class Course:
 
     def config(self, plan: str = "") -> dict[str, Any]:
         """Settings for the first plan, or another."""
-        return {"replicas": list(PLANS[plan or self.plan][1])}
+        return {"replicas": list(PLANS[plan or self.plan][1]), "memory.zero": self.zero}
 
     def batch(self, number: int) -> Any:
         """The batch of a verb, by its place."""
         return make_batch(self.description, self.verbs[number][1], self.seed + number)
+
+    def batches(self, number: int) -> list[Any]:
+        """The batches that one update accumulates."""
+        return [make_batch(self.description, rows, self.seed + 1000 * part + number) for part, rows in enumerate(self.verbs[number][1][0])]
 
     def captured(self) -> Captured:
         return captured_once(build, self.description, self.activation, self.seed, self.NUM_ROWS)
@@ -153,7 +162,11 @@ def flat(output: Any) -> Found:
 
 def make(course: Course, plan: str = "") -> whale.Engine:
     made, cluster = course.captured(), make_cluster(course.speeds)
-    return whale.parallelize(made.model, loss=made.loss, optimizer=OPTIMIZER, batch=made.batch, config=course.config(plan), cluster=cluster)
+    config = course.config(plan)
+    engine = whale.parallelize(made.model, loss=made.loss, optimizer=OPTIMIZER, batch=made.batch, config=config, cluster=cluster)
+    if course.decay is not None:
+        engine.average(course.decay)
+    return engine
 
 
 def run(rank: int, num_ranks: int, course: Course, expected: list[Found], folder: str) -> list[Found]:
@@ -165,6 +178,11 @@ def run(rank: int, num_ranks: int, course: Course, expected: list[Found], folder
         given: Mapping[str, Any] = {}
         if verb == "step":
             given = {"loss": engine.step(course.batch(number)).double(), **engine.metrics}
+        elif verb == "accumulate":
+            given = {f"loss {part}": engine.forward_backward(batch).double() for part, batch in enumerate(course.batches(number))}
+            if value[1] is not None:
+                given |= {"norm": engine.clip_grad_norm_(value[1])}
+            engine.update(scale=1 / len(value[0]))
         elif verb == "evaluate":
             loss, output = engine.evaluate(course.batch(number), outputs=True)
             given = {"loss": loss.double(), **engine.metrics, **flat(output)}
@@ -176,8 +194,8 @@ def run(rank: int, num_ranks: int, course: Course, expected: list[Found], folder
                 assert torch.equal(part, whole[rows] if part.dim() and whole.shape[0] == value else whole), (name, rows)
         elif verb == "gradients":
             given = whole_gradients(engine, expected[number])
-        elif verb == "state":
-            given = engine.state_dict() or {}
+        elif verb in ("state", "averages"):
+            given = engine.state_dict(averaged=verb == "averages") or {}
         elif verb == "reload":
             engine.save(Path(folder) / str(number))
             engine.close()
@@ -210,18 +228,39 @@ def run_plainly(course: Course) -> list[Found]:
     """The same in one process, without Whale."""
     model, _, loss = build(course.description, course.activation, course.seed, course.NUM_ROWS)
     optimizer, found = OPTIMIZER(model.named_parameters()), []
+    averages: Found = {}
+
+    def backward(batch: Any) -> tuple[Tensor, dict[str, Any]]:
+        results = loss(reference.call(model, batch), batch)
+        result = reference.loss_value(results["loss"])
+        result.backward()
+        return result.detach(), results
+
+    def update() -> None:
+        optimizer.step()
+        for name, weight in model.named_parameters(remove_duplicate=False):
+            before = averages.get(name)
+            decay = 0.0 if before is None else course.decay or 0.0
+            averages[name] = weight.detach().clone() if before is None else decay * before + (1 - decay) * weight.detach()
+
     for number, (verb, value) in enumerate(course.verbs):
         given: Mapping[str, Any] = {}
         if verb == "step":
-            batch = course.batch(number)
             optimizer.zero_grad()
-            results = loss(reference.call(model, batch), batch)
-            result = reference.loss_value(results["loss"])
-            result.backward()
-            optimizer.step()
-            given = {"loss": result.detach(), **metrics_of(results)}
+            result, results = backward(course.batch(number))
+            update()
+            given = {"loss": result, **metrics_of(results)}
+        elif verb == "accumulate":
+            optimizer.zero_grad()
+            given = {f"loss {part}": backward(batch)[0] for part, batch in enumerate(course.batches(number))}
+            if value[1] is not None:
+                given |= {"norm": nn.utils.clip_grad_norm_(model.parameters(), value[1])}
+            for weight in model.parameters():
+                if weight.grad is not None:
+                    weight.grad /= len(value[0])
+            update()
         elif verb in ("evaluate", "predict"):
-            results: dict[str, Any] = {}
+            results = {}
             evaluation, prediction = reference.evaluate(model, partial(noted_loss, loss, results), course.batch(number))
             given = flat(prediction)
             if verb == "evaluate":
@@ -229,8 +268,8 @@ def run_plainly(course: Course) -> list[Found]:
             model.train()
         elif verb == "gradients":
             given = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-        elif verb == "state":
-            given = model.state_dict()
+        elif verb in ("state", "averages"):
+            given = {**model.state_dict(), **(averages if verb == "averages" else {})}
         elif verb in ("reload", "replan"):
             optimizer.zero_grad()
         elif verb == "activation":
@@ -272,6 +311,23 @@ FIXED = {
     "features cut otherwise": Course(MODEL, "split", all_verbs("gelu"), "flipped"),
     "features no longer cut": Course(MODEL, "split", all_verbs("in halves", "over halves")),
     "split stages": Course(MODEL, "split stages", all_verbs("softmax"), "over halves"),
+    "accumulated under averages": Course(
+        MODEL,
+        "unlike",
+        (
+            ("accumulate", ((16, 9, 12), None)),
+            ("gradients", None),
+            ("averages", None),
+            ("replan", "split stages"),
+            ("accumulate", ((12, 16), 0.5)),
+            ("reload", None),
+            ("step", 16),
+            ("state", None),
+            ("averages", None),
+        ),
+        zero="2",
+        decay=0.7,
+    ),
     "chunks": Course(MODEL, "chunks", (("step", 16), ("predict", 9), ("step", 16), ("predict", 16))),
 }
 
@@ -358,7 +414,11 @@ def courses(draw: st.DrawFn) -> Course:
         st.tuples(st.sampled_from(("gradients", "state", "reload")), st.none()),
         st.tuples(st.just("activation"), st.sampled_from(list(ACTIVATIONS))),
         st.tuples(st.just("rate"), st.sampled_from((0.003, 0.03))),
+        st.tuples(st.just("accumulate"), st.tuples(st.lists(rows, min_size=1, max_size=3).map(tuple), st.sampled_from((None, 0.3, 100.0)))),
     )
+    decay = draw(st.sampled_from((None, None, 0.6)))
+    if decay is not None:
+        verbs |= st.tuples(st.just("averages"), st.none())
     description = replace(draw(descriptions()), placement="none", copies=None, segments=MODEL.segments)
     blocks = (Block("feed_forward"), *(replace(block, tied_to=None, skip_from=None) for block in description.blocks))
     plan = draw(st.sampled_from(list(PLANS)))
@@ -370,6 +430,8 @@ def courses(draw: st.DrawFn) -> Course:
         (("step", 16), *draw(st.lists(verbs, min_size=2, max_size=7)), ("step", 16), ("state", None), ("predict", 16)),
         draw(st.sampled_from(list(ACTIVATIONS))),
         draw(st.integers(0, 99)),
+        draw(st.sampled_from(("0", "0", "1", "2", "3"))),
+        decay,
     )
 
 
