@@ -40,12 +40,21 @@ def read_text(path: str | Path, most_bytes: int) -> str:
 
 
 def parse_json(text: str) -> Any:
-    """The value of JSON text. Raises ValueError: it nests too deep, or (`json.JSONDecodeError`) is no JSON."""
+    """The value of JSON text. Raises ValueError: it nests too deep, has a number too long for Python, or (`json.JSONDecodeError`) is no
+    JSON.
+    """
     steps = {"[": 1, "{": 1, "]": -1, "}": -1}
     depth = max(accumulate(steps.get(each, 0) for each in _BETWEEN_BRACKETS.sub("", text)), default=0)
     if depth > MOST_DEPTH:
         raise ValueError(f"lists and mappings are nested {depth} deep, more than {MOST_DEPTH}")
-    return json.loads(text)
+    return json.loads(text, parse_int=_whole_number)
+
+
+def _whole_number(digits: str) -> int:
+    try:
+        return int(digits)
+    except ValueError:
+        raise ValueError(f"a number of {len(digits):,} digits") from None
 
 
 def read_json(path: str | Path) -> Any:

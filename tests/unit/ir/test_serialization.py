@@ -131,6 +131,7 @@ def test_an_empty_timeline() -> None:
         ('{"file": "a", "line": 1, "column": 2}', "SourceLine has no field 'column'"),
         ("{}", "SourceLine lacks file, line"),
         ("{", "Expecting property name"),
+        (f'{{"file": "a", "line": {"9" * 5000}}}', "a number of 5,000 digits"),
     ],
 )
 def test_refuses(text: str, message: str) -> None:
