@@ -15,11 +15,12 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from whale.config import MOST_ROWS, Config, did_you_mean, load_config, nearest
-from whale.errors import CaptureError, ClusterError, ConfigError, WhaleError, raise_faults
+from whale.config import Config, did_you_mean, load_config, nearest
+from whale.errors import CaptureError, ClusterError, ConfigError, WhaleError, first_few, raise_faults
 from whale.hardware import CPU, compute_type, load_cluster, select
 from whale.ir.cluster import Cluster
-from whale.ir.graph import ModelGraph
+from whale.ir.graph import MOST_ROWS, ModelGraph
+from whale.ir.graph_faults import faults_of
 from whale.ir.precision import Precision
 from whale.ir.profile import read_profile
 from whale.ir.serialization import parse_json, read_value
@@ -231,7 +232,10 @@ def _read_captured(path: Path, pairs: Sequence[str]) -> ModelGraph:
     if pairs:
         raise ConfigError(f"--arg needs FILE.py:FUNCTION; {path} is already captured")
     try:
-        return read_value(ModelGraph, path)
+        graph = read_value(ModelGraph, path)
+        if found := list(faults_of(graph)):
+            raise ValueError(first_few(found, separator="; "))
+        return graph
     except OSError as error:
         raise CaptureError(f"{path} cannot be read: {error.strerror}") from None
     except (ValueError, KeyError, TypeError) as error:

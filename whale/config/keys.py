@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any, Literal, get_args, get_type_hints
 
+from whale.ir.graph import MOST_ROWS
+
 KeyType = Literal["bool", "int", "float", "str"]
 Shares = tuple[tuple[int, float | str], ...]  # stage numbers, ascending, with a share from 0 to 1 each, or a word
 
@@ -44,9 +46,6 @@ def above(low: float) -> ValueRule:
 def between(low: float, high: float) -> ValueRule:
     """The value is above `low` and at most `high`."""
     return ValueRule(f"above {low:g} and at most {high:g}", lambda value: bool(low < value <= high))
-
-
-MOST_ROWS = 2**24  # of a global batch: a planner's tables have a number for each count of rows
 
 
 def range_of(text: str) -> tuple[int, int] | None:

@@ -15,7 +15,7 @@ from enum import Enum
 from functools import cache
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from whale.ir.graph import Ref
 
@@ -130,6 +130,10 @@ def decode(hint: Any, data: Any) -> Any:
         return tuple(_decode_at(f"[{index}]", kind, item) for index, (kind, item) in enumerate(zip(inner, data, strict=True)))
     if origin is frozenset:
         return frozenset(data)
+    if origin is Literal:
+        if data not in get_args(hint):
+            raise ValueError(f"{data!r} is not one of {', '.join(map(str, get_args(hint)))}")
+        return data
     if isinstance(hint, type) and dataclasses.is_dataclass(hint):
         return _decode_dataclass(hint, data)
     if isinstance(hint, type) and issubclass(hint, Enum):

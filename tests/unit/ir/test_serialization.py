@@ -88,7 +88,7 @@ stages = st.builds(
     tuples(st.builds(Estimate, seconds, seconds, counts, counts, counts)),
     program=tuples(st.builds(Segment, names, names, st.booleans(), st.booleans())),
 )  # fmt: skip
-forms = st.builds(Form, names, names, names)
+forms = st.builds(Form, names, st.sampled_from(["stage", "owners"]), st.sampled_from(["device", "host"]))
 pipelines = st.builds(Pipeline, names, counts, tuples(counts), counts, optional(counts), tuples(counts))
 replicas = st.builds(Replica, counts, counts, pipelines, tuples(stages), tuples(st.builds(Edge, counts, counts, tuples(names), counts)))
 plans = st.builds(
