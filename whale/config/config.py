@@ -77,7 +77,9 @@ class Config:
 
     def explicit_items(self) -> Iterator[tuple[str, Any]]:
         """The keys that were set, with their values, in the order of `items`."""
-        return ((name, value) for name, value in self.items() if name in self.explicit)
+        yield from ((name, value) for name, value in self.items() if name in self.explicit)
+        if REPLICAS in self.explicit and not self.replicas:  # taken back
+            yield REPLICAS, self.replicas
 
     def __str__(self) -> str:
         """YAML, in the form of a recipe."""

@@ -24,6 +24,14 @@ def test_blocks_are_values() -> None:
     assert "replicas" not in yaml.safe_load(str(Config()))
 
 
+def test_blocks_are_unset_by_null(tmp_path: Path) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_text("replicas: null\n")
+    for source in ({"replicas": None}, Config({"replicas": None}), path):
+        assert load_config(source, environment={}, base=Config({"replicas": BLOCKS, "runtime.seed": 3})) == Config({"runtime.seed": 3})
+    assert Config({"replicas": BLOCKS}).with_values({"replicas": None}) == Config()
+
+
 def test_blocks_come_from_recipes_and_the_environment(tmp_path: Path) -> None:
     path = tmp_path / "recipe.yaml"
     path.write_text(yaml.safe_dump({"replicas": BLOCKS}))
