@@ -143,6 +143,7 @@ def mix_up(rank: int, num_ranks: int) -> tuple[dict[str, str], list[float]]:
         engine.step(first)
     said["of another plan"] = str(caught.value)
     losses += [float(engine.step(next(iter(loader))))]
+    said["unset"] = str([each.share for each in engine.replan(config={"replicas": None}).replicas])
     engine.close()
     return said, losses
 
@@ -158,6 +159,7 @@ def test_batches_that_are_mixed_up_are_told_and_the_engine_goes_on(world: World)
                 assert refusal in said[f"{name}, {call}"], said
                 assert ("refused on rank 1: " in said[f"{name}, {call}"]) is (rank == 0)
         assert "of 8 rows it has 0:4, needed: 0:6" in said["of another plan"]
+        assert said["unset"] == "[4, 4]"  # what fits the devices' speeds, as before `replicas` said 3 and 1
         assert losses == pytest.approx([expected] * 4, rel=1e-5)
 
 

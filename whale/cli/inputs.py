@@ -16,10 +16,11 @@ from types import ModuleType
 from typing import Any
 
 from whale.config import Config, did_you_mean, load_config, nearest
-from whale.errors import CaptureError, ClusterError, ConfigError, WhaleError, raise_faults
+from whale.errors import CaptureError, ClusterError, ConfigError, WhaleError, first_few, raise_faults
 from whale.hardware import CPU, compute_type, load_cluster, select
 from whale.ir.cluster import Cluster
-from whale.ir.graph import ModelGraph
+from whale.ir.graph import MOST_ROWS, ModelGraph
+from whale.ir.graph_faults import faults_of
 from whale.ir.precision import Precision
 from whale.ir.profile import read_profile
 from whale.ir.serialization import parse_json, read_value
@@ -153,8 +154,8 @@ def _check_names(source: str, build: Callable[..., Any], values: Mapping[str, ob
 
 def read_settings(arguments: argparse.Namespace) -> tuple[Config, Cluster]:
     """Configuration and cluster of a verb that plans: read before the model, which takes longer."""
-    if arguments.rows is not None and arguments.rows < 1:
-        raise ConfigError(f"--rows must be at least 1, not {arguments.rows}")
+    if arguments.rows is not None and not 1 <= arguments.rows <= MOST_ROWS:
+        raise ConfigError(f"--rows must be from 1 to {MOST_ROWS:,}, not {arguments.rows}")
     config = read_config(arguments)
     return config, read_cluster(arguments, config)
 
@@ -231,7 +232,10 @@ def _read_captured(path: Path, pairs: Sequence[str]) -> ModelGraph:
     if pairs:
         raise ConfigError(f"--arg needs FILE.py:FUNCTION; {path} is already captured")
     try:
-        return read_value(ModelGraph, path)
+        graph = read_value(ModelGraph, path)
+        if found := list(faults_of(graph)):
+            raise ValueError(first_few(found, separator="; "))
+        return graph
     except OSError as error:
         raise CaptureError(f"{path} cannot be read: {error.strerror}") from None
     except (ValueError, KeyError, TypeError) as error:
@@ -254,6 +258,8 @@ def check_output(path: str | None) -> None:
     if path is None:
         return
     file, folder = Path(path), Path(path).parent
+    if "\0" in path:
+        raise WhaleError(f"{path!r} cannot be written: a path has no NUL character")
     if not folder.is_dir():
         raise WhaleError(f"{path} cannot be written: there is no folder {folder}")
     if file.is_dir():

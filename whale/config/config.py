@@ -20,7 +20,7 @@ from whale.config.replicas import PLAN, REPLICAS, ReplicaBlock
 from whale.config.sections import EPL_KEYS, KEYS, OF_THE_PAPER, SECTIONS
 from whale.config.settings import Setting, check, expand, from_text, hint_for_key, is_section
 from whale.config.strict_yaml import Document, parse_yaml, read_yaml
-from whale.errors import ConfigError, WhaleError, raise_faults
+from whale.errors import ConfigError, WhaleError, first_few, raise_faults
 from whale.units import format_bytes
 
 
@@ -77,7 +77,9 @@ class Config:
 
     def explicit_items(self) -> Iterator[tuple[str, Any]]:
         """The keys that were set, with their values, in the order of `items`."""
-        return ((name, value) for name, value in self.items() if name in self.explicit)
+        yield from ((name, value) for name, value in self.items() if name in self.explicit)
+        if REPLICAS in self.explicit and not self.replicas:  # taken back
+            yield REPLICAS, self.replicas
 
     def __str__(self) -> str:
         """YAML, in the form of a recipe."""
@@ -133,13 +135,19 @@ def _sources(source: Source, environment: Mapping[str, str], faults: list[WhaleE
 
 
 def read_plan(path: str | Path) -> dict[str, object]:
-    """The values of a configuration in a written plan: its file has the content of a recipe's ``plan``.
+    """The values of a configuration in a written plan: its file has the content of a recipe's ``plan``, below that word or alone.
 
     Raises:
         ConfigError: an unreadable file, unknown keys, wrong values; all of them at once.
     """
     document = read_yaml(path)
-    values, faults = check([Setting(PLAN, document.data, document.place(), document.place)])
+    data, way = document.data, tuple[str, ...]()
+    if isinstance(data, dict) and PLAN in data:  # as in a recipe
+        if others := [section for section in data if section != PLAN]:
+            message = f"a plan's file has {first_few(others)} beside {PLAN}: it is a recipe"
+            raise ConfigError(message, where=document.place(others[0]), hint=f"--recipe {path}, or config={str(path)!r}")
+        data, way = data[PLAN], (PLAN,)
+    values, faults = check([Setting(PLAN, data, document.place(*way), partial(document.place, *way))])
     raise_faults(faults)
     return values
 

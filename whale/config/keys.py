@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any, Literal, get_args, get_type_hints
 
+from whale.ir.graph import MOST_ROWS
+
 KeyType = Literal["bool", "int", "float", "str"]
 Shares = tuple[tuple[int, float | str], ...]  # stage numbers, ascending, with a share from 0 to 1 each, or a word
 
@@ -47,17 +49,17 @@ def between(low: float, high: float) -> ValueRule:
 
 
 def range_of(text: str) -> tuple[int, int] | None:
-    """The ends of a range such as ``64..256``; None unless they are whole numbers from 1 on, the smaller first."""
-    low, dots, high = text.partition("..")
-    if not dots or not (low.strip().isdecimal() and high.strip().isdecimal()):
+    """The ends of a range such as ``64..256``; None unless they are whole numbers from 1 to `MOST_ROWS`, the smaller first."""
+    ends = [end.strip() for end in text.split("..")]
+    if len(ends) != 2 or not all(end.isdecimal() and len(end) < 10 for end in ends):
         return None
-    ends = int(low), int(high)
-    return ends if 1 <= ends[0] <= ends[1] else None
+    low, high = int(ends[0]), int(ends[1])
+    return (low, high) if 1 <= low <= high <= MOST_ROWS else None
 
 
 def a_range() -> ValueRule:
     """The value is the text of a range."""
-    return ValueRule("like 64..256, whole numbers from 1 on, the smaller first", lambda value: range_of(value) is not None)
+    return ValueRule(f"like 64..256, whole numbers from 1 to {MOST_ROWS:,}, the smaller first", lambda value: range_of(value) is not None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -162,7 +162,9 @@ class Reader:
     checked: Callable[[Key, object, object], object]
 
     def replicas(self, data: object, where: Place) -> tuple[tuple[ReplicaBlock, ...], list[WhaleError]]:
-        """The blocks in a list of mappings (or read before), and the faults of all of them."""
+        """The blocks in a list of mappings (or read before; none where it is null), and the faults of all of them."""
+        if data is None:
+            return (), []
         if isinstance(data, tuple) and all(isinstance(block, ReplicaBlock) for block in data):
             return data, []
         if not isinstance(data, list) or not data:

@@ -236,16 +236,24 @@ def _typed(key: Key, value: object) -> object:
         return value if key.type == "bool" and isinstance(value, bool) else None
     if key.type == "str":
         value = str(value) if key.choices and isinstance(value, Integral) else value  # YAML reads the choice 2 as a number
-        return value if isinstance(value, str) and value else None
+        return value if isinstance(value, str) and value and "\0" not in value else None
     if key.unit is not None and isinstance(value, str):
         try:
             value = parse_quantity(value, key.unit)
-        except ValueError:
+            value = round(value) if key.type == "int" else value
+        except (ValueError, OverflowError):
             return None
-        value = round(value) if key.type == "int" else value
     if key.type == "int":
         return int(value) if isinstance(value, Integral) else None
-    return float(value) if isinstance(value, Real) and math.isfinite(value) else None
+    return _finite(value) if isinstance(value, Real) else None
+
+
+def _finite(value: Real) -> float | None:
+    try:
+        found = float(value)
+    except OverflowError:  # a whole number beyond all floats
+        return None
+    return found if math.isfinite(found) else None
 
 
 _BOOLEANS = {"true": True, "1": True, "yes": True, "on": True, "false": False, "0": False, "no": False, "off": False}
@@ -264,5 +272,5 @@ def from_text(key: Key, text: str) -> object:
         return bare
     try:
         return int(bare) if key.type == "int" else float(bare)
-    except ValueError:
+    except ValueError:  # no number, or one of thousands of digits
         return text

@@ -89,7 +89,11 @@ class _NodeReader:
             return [self.read(item, (*way, index), above) for index, item in enumerate(node.value)]
         if isinstance(node, yaml.MappingNode):
             return self._mapping(node, way, above)
-        return _scalar(node)
+        try:
+            return _scalar(node)
+        except ValueError:  # Python's bound on the digits of whole numbers
+            self.fault(f"a number of {len(str(node.value)):,} digits", node)
+            return None
 
     def _mapping(self, node: yaml.MappingNode, way: PathKey, above: tuple[yaml.Node, ...]) -> dict[str, object]:
         result: dict[str, object] = {}

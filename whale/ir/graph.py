@@ -17,6 +17,8 @@ DTYPE_BYTES = {
     "uint8": 1, "bool": 1, "complex64": 8, "complex128": 16, "float8_e4m3fn": 1, "float8_e5m2": 1,
 }  # fmt: skip
 
+MOST_ROWS = 2**24  # of a global batch: the planner's tables have a number for each count of rows
+
 OpKind = Literal["input", "parameter", "buffer", "constant", "call"]
 
 

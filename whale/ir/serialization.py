@@ -15,7 +15,7 @@ from enum import Enum
 from functools import cache
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from whale.ir.graph import Ref
 
@@ -40,12 +40,21 @@ def read_text(path: str | Path, most_bytes: int) -> str:
 
 
 def parse_json(text: str) -> Any:
-    """The value of JSON text. Raises ValueError: it nests too deep, or (`json.JSONDecodeError`) is no JSON."""
+    """The value of JSON text. Raises ValueError: it nests too deep, has a number too long for Python, or (`json.JSONDecodeError`) is no
+    JSON.
+    """
     steps = {"[": 1, "{": 1, "]": -1, "}": -1}
     depth = max(accumulate(steps.get(each, 0) for each in _BETWEEN_BRACKETS.sub("", text)), default=0)
     if depth > MOST_DEPTH:
         raise ValueError(f"lists and mappings are nested {depth} deep, more than {MOST_DEPTH}")
-    return json.loads(text)
+    return json.loads(text, parse_int=_whole_number)
+
+
+def _whole_number(digits: str) -> int:
+    try:
+        return int(digits)
+    except ValueError:
+        raise ValueError(f"a number of {len(digits):,} digits") from None
 
 
 def read_json(path: str | Path) -> Any:
@@ -121,6 +130,10 @@ def decode(hint: Any, data: Any) -> Any:
         return tuple(_decode_at(f"[{index}]", kind, item) for index, (kind, item) in enumerate(zip(inner, data, strict=True)))
     if origin is frozenset:
         return frozenset(data)
+    if origin is Literal:
+        if data not in get_args(hint):
+            raise ValueError(f"{data!r} is not one of {', '.join(map(str, get_args(hint)))}")
+        return data
     if isinstance(hint, type) and dataclasses.is_dataclass(hint):
         return _decode_dataclass(hint, data)
     if isinstance(hint, type) and issubclass(hint, Enum):

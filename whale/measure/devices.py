@@ -19,6 +19,9 @@ from whale.ir.cluster import Cluster
 UNKNOWN_EFFICIENCY = 0.7  # for a GPU outside of the catalogue: about what plain float32 reaches on those inside
 
 
+MOST_RANKS = 4096  # of one machine: each is looked up by itself
+
+
 def devices_at_hand(num_ranks: int | None = None) -> Cluster:
     """This host as a cluster.
 
@@ -32,6 +35,11 @@ def devices_at_hand(num_ranks: int | None = None) -> Cluster:
     count = num_ranks if num_ranks is not None else max(1, len(found))
     if count < 1:
         raise ClusterError(f"{num_ranks} ranks for a cluster; it needs at least one")
+    if count > MOST_RANKS:
+        raise ClusterError(
+            f"{num_ranks} ranks on this machine are more than {MOST_RANKS:,}",
+            hint=f"for a plan write a cluster file: hosts: [{{name: one, devices: {num_ranks} x cpu}}]",
+        )
     return make_cluster([_profile(found, rank, count) for rank in range(count)])[0]
 
 

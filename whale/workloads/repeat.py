@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from whale.errors import CaptureError
 from whale.ir.blocks import RepeatedBlocks, find_repeated_blocks
 from whale.ir.graph import REGION, Argument, ModelGraph, Op, Parameter, Ref
+from whale.progress import progress
 
 
 def count_blocks(graph: ModelGraph) -> int:
@@ -25,6 +26,9 @@ def count_blocks(graph: ModelGraph) -> int:
     return _blocks_of(graph).count
 
 
+MOST_BLOCKS = 10_000  # each takes a millisecond, and is planned
+
+
 def repeat_blocks(graph: ModelGraph, num_blocks: int) -> ModelGraph:
     """The graph of the model with this many blocks.
 
@@ -33,12 +37,17 @@ def repeat_blocks(graph: ModelGraph, num_blocks: int) -> ModelGraph:
         num_blocks: at least as many as it has.
 
     Raises:
-        CaptureError: no blocks repeat in it, or it has more.
+        CaptureError: no blocks repeat in it, it has more, or they are more than `MOST_BLOCKS`.
     """
+    if num_blocks > MOST_BLOCKS:
+        raise CaptureError(f"{num_blocks} blocks are more than {MOST_BLOCKS:,}, of which a graph can be made")
     run = _blocks_of(graph)
     if num_blocks < run.count:
         raise CaptureError(f"--blocks {num_blocks} is fewer than the {run.count} blocks of the captured model")
-    return _Repeated(graph, run, num_blocks - run.count).graph() if num_blocks > run.count else graph
+    if num_blocks == run.count:
+        return graph
+    with progress(f"repeating the model's blocks until there are {num_blocks}"):
+        return _Repeated(graph, run, num_blocks - run.count).graph()
 
 
 def _blocks_of(graph: ModelGraph) -> RepeatedBlocks:

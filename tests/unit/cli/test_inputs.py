@@ -11,7 +11,7 @@ import pytest
 from whale.cli import main
 from whale.cli.inputs import is_function, load_function, parse_pairs, read_graph
 from whale.errors import CaptureError, ConfigError
-from whale.ir.graph import ModelGraph, Op, Ref, TensorSpec
+from whale.ir.graph import LossTerm, ModelGraph, Op, Parameter, Ref, TensorSpec
 from whale.ir.serialization import to_json
 from whale.workloads import GPT
 
@@ -92,6 +92,40 @@ def test_a_captured_model_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert read_graph(str(path), []) == GRAPH
     with pytest.raises(ConfigError, match="already captured"):
         read_graph(str(path), ["layers=4"])
+
+
+@pytest.mark.parametrize(
+    ("way", "value", "said"),
+    [
+        (("num_rows",), 10**30, "num_rows: 10+ is not from 1 to 16,777,216"),
+        (("parameters", 0, "kind"), "weight", r"parameters\[0\]\.kind: 'weight' is not one of parameter, buffer"),
+        (("parameters", 0, "spec", "dtype"), "float33", "'float33' is no dtype"),
+        (("parameters", 0, "spec", "shape"), [4], "has 1 sizes and 2 row factors"),
+        (("parameters", 0, "spec", "shape"), [-1, 4], r"has the shape \[-1, 4\]"),
+        (("parameters", 0, "name"), "another", "which the model has not"),
+        (("parameters", 1, "name"), "one", "parameter one is there 2 times"),
+        (("parameters", 0, "read_as"), "x", "is read as 'x', which is no dtype"),
+        (("ops", 0, "outputs"), [], "has 0 outputs, not 1"),
+        (("ops", 0, "name"), "moved", "which is no op before it"),
+        (("ops", 1, "name"), "one", "is there twice"),
+        (("loss", 0, "sum"), "nowhere", "the result is %nowhere, which is no op"),
+    ],
+)
+def test_a_changed_file_is_refused_with_what_is_wrong(way: tuple[str | int, ...], value: object, said: str, tmp_path: Path) -> None:
+    weights = [Parameter(name, TensorSpec((4, 4), "float32", (0, 0))) for name in ("one", "two")]
+    ops = [Op(each.name, "parameter", each.name, outputs=(each.spec,)) for each in weights]
+    ops.append(Op("sum", "call", "aten.add.Tensor", (Ref("one"), Ref("two")), outputs=(TensorSpec((), "float32", ()),)))
+    graph = ModelGraph(tuple(ops), tuple(weights), 4, (LossTerm(1.0, "sum", None),))
+    path, data = tmp_path / "model.json", json.loads(to_json(graph))
+    path.write_text(json.dumps(data))
+    assert read_graph(str(path), []) == graph
+    inner = data
+    for key in way[:-1]:
+        inner = inner[key]
+    inner[way[-1]] = value
+    path.write_text(json.dumps(data))
+    with pytest.raises(CaptureError, match=rf"is not a captured model: .*{said}"):
+        read_graph(str(path), [])
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[1]", json.dumps({"nothing": 1})])

@@ -336,7 +336,7 @@ def test_ctrl_c_while_the_command_is_imported_is_no_traceback(monkeypatch: pytes
         # what is quickly read is looked at before the model, which is not there at all
         (["plan", "nowhere.py:build", "--set", "pipeline.num_micro_batches=2"], "num_micro_batch"),
         (["advise", "nowhere.py:build", "--cluster", "none.yaml"], "none.yaml"),
-        (["simulate", "nowhere.py:build", "--rows", "-4"], "--rows must be at least 1, not -4"),
+        (["simulate", "nowhere.py:build", "--rows", "-4"], "--rows must be from 1 to 16,777,216, not -4"),
         (
             ["plan", "nowhere.py:build", "--output", "no/such/folder.yaml"],
             "no/such/folder.yaml cannot be written: there is no folder no/such",
@@ -344,6 +344,8 @@ def test_ctrl_c_while_the_command_is_imported_is_no_traceback(monkeypatch: pytes
         (["plan", "nowhere.py:build", "--report", "no/such/folder.html"], "no/such/folder.html cannot be written"),
         (["capture", "nowhere.py:build", "--output", "no/such/folder.json"], "no/such/folder.json cannot be written"),
         (["capture", "nowhere.py:build", "--output", "."], ". cannot be written: it is a folder"),
+        (["capture", "nowhere.py:build", "--output", "a\0b.json"], "'a\\x00b.json' cannot be written: a path has no NUL character"),
+        (["plan", "gpt:layers=2", "--rows", "99999999999999999999"], "--rows must be from 1 to 16,777,216, not 99999999999999999999"),
         (["probe", "--ranks", "2", "--output", "no/such/folder.yaml"], "no/such/folder.yaml cannot be written"),
         (["profile", "nowhere.py:build", "--ranks", "2", "--output", "no/such/folder.json"], "no/such/folder.json cannot be written"),
     ],

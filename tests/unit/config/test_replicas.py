@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from whale.config import Config, ReplicaBlock, load_config
+from whale.config import Config, ReplicaBlock, load_config, read_plan
 from whale.errors import ConfigError
 
 BLOCKS = [{"devices": ["a", "b"], "num_stages": 2, "schedule": "gpipe", "rows": 5}, {"devices": 2, "split": 2, "rows": 3}]
@@ -24,6 +24,14 @@ def test_blocks_are_values() -> None:
     assert "replicas" not in yaml.safe_load(str(Config()))
 
 
+def test_blocks_are_unset_by_null(tmp_path: Path) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_text("replicas: null\n")
+    for source in ({"replicas": None}, Config({"replicas": None}), path):
+        assert load_config(source, environment={}, base=Config({"replicas": BLOCKS, "runtime.seed": 3})) == Config({"runtime.seed": 3})
+    assert Config({"replicas": BLOCKS}).with_values({"replicas": None}) == Config()
+
+
 def test_blocks_come_from_recipes_and_the_environment(tmp_path: Path) -> None:
     path = tmp_path / "recipe.yaml"
     path.write_text(yaml.safe_dump({"replicas": BLOCKS}))
@@ -33,6 +41,18 @@ def test_blocks_come_from_recipes_and_the_environment(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="a list of at least one block"):
         load_config({"plan": {"replicas": [], "num_stages": 2}}, environment={})
     assert load_config(path, environment={"WHALE_REPLICAS": "[{num_stages: 3}]"}).replicas == (ReplicaBlock(pipeline=(("num_stages", 3),)),)
+
+
+def test_a_plans_file_may_begin_with_the_word(tmp_path: Path) -> None:
+    path = tmp_path / "plan.yaml"
+    path.write_text("plan:\n  num_stages: 3\n  rows: 0\n")
+    with pytest.raises(ConfigError, match=rf"rows: 0 is not at least 1\n  at {path}:3"):
+        read_plan(path)
+    path.write_text("plan:\n  num_stages: 3\n")
+    assert read_plan(path) == {"replicas": load_config({"plan": {"num_stages": 3}}, environment={}).replicas}
+    path.write_text("plan:\n  num_stages: 3\nmemory:\n  fraction: 0.5\n")
+    with pytest.raises(ConfigError, match=rf"has memory beside plan: it is a recipe\n  at {path}:3\n  hint: --recipe {path}"):
+        read_plan(path)
 
 
 def test_all_faults_of_all_blocks(tmp_path: Path) -> None:

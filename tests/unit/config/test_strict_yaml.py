@@ -74,6 +74,7 @@ def test_places() -> None:
         ("a: 1\n---\nb: 2\n", "not YAML"),
         ("a: [1\n", "not YAML"),
         ("a: \x00\n", "not YAML"),
+        ("a: 1\nb: " + "9" * 5000, "a number of 5,000 digits\n  at f:2"),
         ("\tb: 1\n", "not YAML"),
     ],
 )

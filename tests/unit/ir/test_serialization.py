@@ -88,7 +88,7 @@ stages = st.builds(
     tuples(st.builds(Estimate, seconds, seconds, counts, counts, counts)),
     program=tuples(st.builds(Segment, names, names, st.booleans(), st.booleans())),
 )  # fmt: skip
-forms = st.builds(Form, names, names, names)
+forms = st.builds(Form, names, st.sampled_from(["stage", "owners"]), st.sampled_from(["device", "host"]))
 pipelines = st.builds(Pipeline, names, counts, tuples(counts), counts, optional(counts), tuples(counts))
 replicas = st.builds(Replica, counts, counts, pipelines, tuples(stages), tuples(st.builds(Edge, counts, counts, tuples(names), counts)))
 plans = st.builds(
@@ -131,6 +131,7 @@ def test_an_empty_timeline() -> None:
         ('{"file": "a", "line": 1, "column": 2}', "SourceLine has no field 'column'"),
         ("{}", "SourceLine lacks file, line"),
         ("{", "Expecting property name"),
+        (f'{{"file": "a", "line": {"9" * 5000}}}', "a number of 5,000 digits"),
     ],
 )
 def test_refuses(text: str, message: str) -> None:

@@ -187,6 +187,12 @@ def test_less_than_one_rank() -> None:
         devices_at_hand(0)
 
 
+def test_more_ranks_than_a_machine_is_asked_for() -> None:
+    with pytest.raises(ClusterError, match="10000000 ranks on this machine are more than 4,096") as caught:
+        devices_at_hand(10_000_000)
+    assert "devices: 10000000 x cpu}]" in str(caught.value)
+
+
 def test_cuda_counts_unlike_gpus_its_own_way(monkeypatch: pytest.MonkeyPatch) -> None:
     slow, fast = Gpu("GPU-a", "slow", 1), Gpu("GPU-b", "fast", 2)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)

@@ -76,6 +76,8 @@ def test_as_many_blocks_as_there_are_change_nothing() -> None:
 def test_fewer_blocks_are_refused() -> None:
     with pytest.raises(CaptureError, match=r"--blocks 2 is fewer than the 4 blocks"):
         repeat_blocks(tower(4, False), 2)
+    with pytest.raises(CaptureError, match=r"1000000 blocks are more than 10,000"):
+        repeat_blocks(tower(4, False), 1_000_000)
 
 
 def test_a_model_without_repeated_blocks_is_refused() -> None:

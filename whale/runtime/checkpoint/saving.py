@@ -257,6 +257,8 @@ def _on_host(value: Tensor) -> Tensor:
 
 def writing(path: Path, action: Callable[[], T]) -> T:
     """Runs a part of the work on files, with the system's failures as ours."""
+    if "\0" in str(path):
+        raise CheckpointError(f"{str(path)!r} cannot be written: a path has no NUL character")
     try:
         return action()
     except OSError as error:

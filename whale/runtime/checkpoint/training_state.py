@@ -130,6 +130,8 @@ def held_state(
 
 def newest_step(folder: Path) -> tuple[Path | None, int | None]:
     """The checkpoint in a folder that was completed last, and the steps done in it; None for one of weights alone."""
+    if "\0" in str(folder):  # else it would only seem to be empty
+        raise CheckpointError(f"{str(folder)!r} cannot be read: a path has no NUL character")
     path = newest_complete(folder)
     return path, None if path is None else open_checkpoint(path).value(f"extra.{STEP}")
 

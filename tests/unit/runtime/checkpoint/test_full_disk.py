@@ -41,6 +41,9 @@ def full(number: int, *_: Any, **__: Any) -> None:
 def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, where: str, then: str) -> None:
     engine = linear()
     engine.save(tmp_path / "c")
+    for call in (engine.save, engine.load, engine.resume):
+        with pytest.raises(CheckpointError):
+            call(f"{tmp_path}/a\0b")
     engine.step(BATCH)
     with monkeypatch.context() as patched:
         patched.setattr(*((contents, "_bytes_of") if where == "data" else (files, "write_text")), partial(full, number))
