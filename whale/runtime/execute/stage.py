@@ -144,8 +144,8 @@ class StageRunner:
         flight.arguments.clear()
 
     def _run(self, flight: Flight, program: StageProgram, arguments: Sequence[object], with_graph: bool) -> None:
-        with torch.set_grad_enabled(with_graph), seeded(flight.seed, self._device):
-            values = program.module(*arguments)
+        with torch.set_grad_enabled(with_graph), nullcontext() if flight.seed is None else seeded(flight.seed, self._device):
+            values = program.module.forward(*arguments)
         flight.outputs = dict(zip(program.outputs, values, strict=True))
 
     def _arguments(self, program: StageProgram) -> _Arguments:

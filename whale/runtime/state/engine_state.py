@@ -55,7 +55,8 @@ class EngineState:
     step_number: int = 0  # finished steps; with a seed it decides the random numbers of the next
     position: Mapping[str, int] | None = None  # the loader's position from a checkpoint, until the loader resumes from it
     num_advanced: int = 0  # steps since this was made or loaded
-    noted_settings: list[dict[str, object]] = field(default_factory=list)  # of the optimizer, after the last step, or when made or loaded
+    # of the optimizer, after the last step, or when made or loaded; not kept up to date where no other rank compares its own
+    noted_settings: list[dict[str, object]] = field(default_factory=list)
     has_moved_statistics: bool = False  # whether buffers (running statistics) may differ between owners, each updated by its own rows
     loss_scale: LossScale | None = None  # for float16; else None
     decay: float | None = None  # of the averages of weights; None for no averages
@@ -147,7 +148,6 @@ class EngineState:
         if self.scheduler is not None and applies:
             self.scheduler.step(*([loss] if self._scheduler_reads_loss else []))
             self.note_schedule()
-        self.noted_settings = self.settings
         self.was_skipped = not applies
         self.step_number += 1
         self.num_advanced += 1
@@ -185,6 +185,10 @@ class EngineState:
         write_optimizer(self.optimizer, self.kept, without_averages(saved))
         own = {name: saved.state[name][_AVERAGE] for name in self.kept if _AVERAGE in saved.state.get(name, {})}
         self.averages = {name: average.to(self.kept[name].device) for name, average in own.items()}
+
+    def note_settings(self) -> None:
+        """Notes the optimizer's settings, with which those of the next step are compared."""
+        self.noted_settings = self.settings
 
     @property
     def settings(self) -> list[dict[str, object]]:

@@ -197,6 +197,8 @@ class SharedBuffers:
             made: by this rank's micro-batches.
             num_rows: rows of the global batch.
         """
+        if not kinds:
+            return
         moved = [name for name in made if kinds[name] not in ADDED]
         copy_all([self.tensors[name].detach() for name in moved], [made[name] for name in moved])
         names = sorted(name for name, kind in kinds.items() if kind in ADDED)
