@@ -99,12 +99,18 @@ class EngineState:
 
     def forget_gradients(self) -> None:
         """Sets all gradients to None."""
-        for parameter in (*self.parameters.values(), *self.kept.values()):
+        for parameter in self._with_gradients:
             parameter.grad = None
+
+    @cached_property
+    def _with_gradients(self) -> list[nn.Parameter]:
+        """The parameters that ops read and that the optimizer steps, each once."""
+        return list({id(each): each for each in (*self.parameters.values(), *self.kept.values())}.values())
 
     def release(self, name: str) -> torch.Tensor | None:
         """Removes a tensor; returns what a checkpoint would hold of it, which then belongs to the caller. None if that is nothing."""
         self.parameters.pop(name, None)
+        self.__dict__.pop("_with_gradients", None)
         held = self.tensors.pop(name, None)
         return self.kept.pop(name, None if isinstance(held, nn.Parameter) else held)
 
