@@ -270,7 +270,8 @@ def held_bytes(engine: whale.Engine) -> tuple[str, float, float, float, float]:
     optimizer keeps, and of what lives on the host.
     """
     state, sync = engine.state, engine.runtime._sync
-    assert state.optimizer is not None and sync is not None
+    assert state.optimizer is not None
+    buckets = [] if sync is None else sync._buckets
     parts = {} if engine.runtime._weights is None else engine.runtime._weights.parts
     tensors = [(name, own) for name, own in (*state.tensors.items(), *parts.items()) if own.untyped_storage().nbytes()]
     reads = {(own := each.untyped_storage())._cdata: (own.nbytes(), engine.plan.state_of(name).compute.home) for name, each in tensors}
@@ -280,8 +281,8 @@ def held_bytes(engine: whale.Engine) -> tuple[str, float, float, float, float]:
     homes = [(own.nbytes, engine.plan.state_of(name).kept.home) for name, own in others]
     read, kept = (sum(num_bytes for num_bytes, home in own if home == "device") for own in (reads.values(), homes))
     on_host = sum(num_bytes for num_bytes, home in (*reads.values(), *homes) if home == "host")
-    flats = [own for bucket in sync._buckets for own in (bucket.flat, bucket.lost) if own is not None]
-    bucketed = {id(parameter) for bucket in sync._buckets if bucket.flat is not None for parameter in bucket.parameters}
+    flats = [own for bucket in buckets for own in (bucket.flat, bucket.lost) if own is not None]
+    bucketed = {id(parameter) for bucket in buckets if bucket.flat is not None for parameter in bucket.parameters}
     there = {name for name in state.kept if engine.plan.state_of(name).kept.home == "host"}
     on_host += sum(own.grad.nbytes for name, own in state.kept.items() if name in there and own.grad is not None)
     left = [name for name, held in state.parameters.items() if id(held) not in bucketed and name in state.kept]

@@ -84,12 +84,15 @@ def all_ranks(method: Callable[Concatenate[E, P], T]) -> Callable[Concatenate[E,
 
     Arguments that the method does not take are an error before anything has begun: the engine goes on.
     """
-    signature = inspect.signature(method)
+    signature, taken = inspect.signature(method), set[tuple[object, ...]]()
 
     @user_call
     @functools.wraps(method)
     def call(self: E, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        signature.bind(self, *args, **kwargs)
+        form = len(args), *kwargs  # all that decides whether they fit
+        if form not in taken:
+            signature.bind(self, *args, **kwargs)
+            taken.add(form)
         with self.turn.taken(method.__name__), self.runtime.roster.world.all_ranks():
             try:
                 return method(self, *args, **kwargs)

@@ -86,7 +86,7 @@ def with_optimizer(
     state.optimizer = make_optimizer(optimizer, state.kept, in_parts, graph.trained, world)
     state.forbid_outside_steps()
     state.scheduler = make_scheduler(scheduler, state.optimizer, world)
-    state.noted_settings = state.settings
+    state.note_settings()
 
 
 def _take_from_rank_0(

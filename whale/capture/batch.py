@@ -6,6 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 BatchDims = Mapping[str | int, int | None]  # per tensor, by key or whole path (``['inputs']['x']``), 0 if it has rows, else None
 
 _CONSTANTS = (type(None), bool, int, float, str)
+_LEAVES = frozenset((Tensor, *_CONSTANTS))
 
 
 @dataclass(frozen=True)
@@ -90,7 +92,7 @@ class BatchStructure:
     def has_parts_of(self, batch: object) -> bool:
         """Whether a batch has the same paths as the example, whatever the leaves are."""
         tree = plain(batch)
-        if pytree.tree_flatten(tree)[1] == self.spec:
+        if self._is_level(tree) or pytree.tree_flatten(tree)[1] == self.spec:
             return True
         return {pytree.keystr(path) for path, _ in pytree.tree_flatten_with_path(tree)[0]} == {part.path for part in self.parts}
 
@@ -136,6 +138,8 @@ class BatchStructure:
 
     def _by_path(self, batch: object) -> dict[str, Any]:
         tree = plain(batch)
+        if self._is_level(tree):
+            return {path: tree[key] for key, path in self._level.items()}
         leaves, spec = pytree.tree_flatten(tree)
         if spec == self.spec:  # nearly always; paths take ten times as long
             return {part.path: leaf for part, leaf in zip(self.parts, leaves, strict=True)}
@@ -147,6 +151,17 @@ class BatchStructure:
                 f"the batch has other parts than the example batch (missing: {_listed(missing)}; not in the example: {_listed(extra)})"
             )
         return found
+
+    @cached_property
+    def _level(self) -> dict[object, str]:
+        """The path of each key where the batch is a dict of leaves; empty for any other batch."""
+        made = pytree.tree_unflatten(range(len(self.parts)), self.spec)
+        is_level = type(made) is dict and all(isinstance(place, int) for place in made.values())
+        return {key: self.parts[place].path for key, place in made.items()} if is_level else {}
+
+    def _is_level(self, tree: object) -> bool:
+        """Whether a batch is a dict of leaves with the example's keys: nearly always, and known without flattening it."""
+        return type(tree) is dict and len(tree) > 0 and tree.keys() == self._level.keys() and _LEAVES.issuperset(map(type, tree.values()))
 
     def _rows(self, found: Mapping[str, Any]) -> int:
         sizes = {part.path: found[part.path].shape[0] for part in self.parts if part.has_rows}
@@ -177,6 +192,8 @@ AS_LARGE_AS_THE_BATCH = "for a tensor without rows that is as long as the batch 
 
 def plain(batch: object) -> Any:
     """A mapping as a dict, a dataclass as a dict of its fields: torch has no pytree node for other mappings, such as tokenizers return."""
+    if type(batch) is dict:
+        return batch
     if is_record(batch):
         return {each.name: getattr(batch, each.name) for each in fields(batch)}
     return dict(batch) if isinstance(batch, Mapping) and not isinstance(batch, dict) else batch

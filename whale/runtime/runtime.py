@@ -176,8 +176,8 @@ class Runtime:
             if is_typical:
                 self.watch.run_ends()
             self.arrive()
-            if sync is not None:
-                with self.watch.waiting("gradients"):
+            with self.watch.waiting("gradients"):
+                if sync is not None:
                     sync.wait()
             return step
 

@@ -126,6 +126,8 @@ def update(runtime: Runtime, state: EngineState, accumulated: Accumulated, facto
     runtime.watch.begin(Action(Kind.STEP))
     with runtime.status.reporting():
         state.advance(loss, applies=applies)
+        if runtime.roster.world.can_compare:
+            state.note_settings()
         if applies:
             runtime.publish()
     runtime.watch.end()

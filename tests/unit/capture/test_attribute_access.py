@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import enum
 from collections.abc import Callable
 from functools import partial
 
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 
 import whale
 from whale.capture import capture
-from whale.capture.exporting import side_effects
+from whale.capture.exporting import near_values, side_effects
 
 BATCH = torch.randn(8, 4)
 
@@ -102,13 +103,13 @@ class Longest(Base):
 
 
 FOUND: dict[str, tuple[Callable[[], nn.Module], str]] = {
-    "a tensor": (Smoothed, "Smoothed.state at tests/unit/capture/test_attribute_access.py:35"),
-    "a counter": (Counted, "Counted.calls at tests/unit/capture/test_attribute_access.py:44"),
-    "what was nothing": (Recurrent, "Recurrent.hidden at tests/unit/capture/test_attribute_access.py:54"),
-    "a flag": (OnceDone, "OnceDone.is_done at tests/unit/capture/test_attribute_access.py:64"),
-    "in a method": (ThroughAMethod, "ThroughAMethod.scale at tests/unit/capture/test_attribute_access.py:79"),
-    "set from outside": (Outer, "Counted.times at tests/unit/capture/test_attribute_access.py:88"),
-    "what is replaced where it is more": (Longest, "Longest.longest at tests/unit/capture/test_attribute_access.py:100"),
+    "a tensor": (Smoothed, "Smoothed.state at tests/unit/capture/test_attribute_access.py:36"),
+    "a counter": (Counted, "Counted.calls at tests/unit/capture/test_attribute_access.py:45"),
+    "what was nothing": (Recurrent, "Recurrent.hidden at tests/unit/capture/test_attribute_access.py:55"),
+    "a flag": (OnceDone, "OnceDone.is_done at tests/unit/capture/test_attribute_access.py:65"),
+    "in a method": (ThroughAMethod, "ThroughAMethod.scale at tests/unit/capture/test_attribute_access.py:80"),
+    "set from outside": (Outer, "Counted.times at tests/unit/capture/test_attribute_access.py:89"),
+    "what is replaced where it is more": (Longest, "Longest.longest at tests/unit/capture/test_attribute_access.py:101"),
 }
 
 
@@ -169,6 +170,40 @@ def test_a_note_of_hooks_that_forward_registers_is_no_state_and_each_trace_regis
     assert all(program.warnings == () for _, program in captured)
     assert captured[0][0].ops == captured[1][0].ops
     assert not model.layer._forward_hooks
+
+
+class Phase(enum.Enum):
+    FIRST = 1
+    LAST = 2
+
+
+class Aside:
+    """What the model holds and does not read."""
+
+    def __init__(self) -> None:
+        self.num_steps = 0
+
+
+class InAPhase(Base):
+    def start(self) -> None:
+        self.phase, self.aside = Phase.FIRST, Aside()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) * self.phase.value
+
+
+def test_nothing_is_left_on_classes_that_an_enum_is_near_and_reads_are_those_of_the_call() -> None:
+    model = InAPhase()
+    engine = whale.parallelize(model, loss=lambda output, batch: output.mean(), optimizer=partial(torch.optim.SGD, lr=0.1), batch=BATCH)
+    assert not [name for kind in (Phase, Aside, InAPhase) for name, member in vars(kind).items() if isinstance(member, near_values.Noted)]
+    for number in range(2):
+        model.aside.num_steps += 1
+        engine.evaluate(BATCH)
+        engine.step(BATCH)
+        assert len(engine.modes._modes["train"].others) == len(engine.modes._modes["eval"].others) == 0, number
+    model.phase = Phase.LAST
+    with pytest.warns(UserWarning, match=r"plain values .* changed .*InAPhase.phase"):
+        engine.step(BATCH)
 
 
 def test_a_user_of_parallelize_is_warned() -> None:

@@ -126,3 +126,13 @@ def test_statements_that_cannot_be(stated: dict[str | int, int | None], said: st
 def test_stated_rows_must_agree() -> None:
     with pytest.raises(BatchError, match=r"different numbers of rows .\['a'\]: 16, \['x'\]: 8"):
         BatchStructure.of({"a": torch.zeros(16, 4), "x": torch.zeros(8, 4)}, batch_dims={"a": 0, "x": 0})
+
+
+@pytest.mark.parametrize("batch", [{}, {"ids": [torch.zeros(2, 3)]}, {"ids": {"a": torch.zeros(2, 3)}}, [torch.zeros(2, 3)]])
+def test_a_batch_of_the_same_keys_may_have_other_parts(batch: Any) -> None:
+    structure = BatchStructure.of({"ids": torch.zeros(4, 3)})
+    assert not structure.has_parts_of(batch)
+    with pytest.raises(BatchError, match="the batch has other parts than the example batch"):
+        structure.leaves(batch)
+    with pytest.raises(BatchError, match="the batch has other parts than the example batch"):
+        BatchStructure.of(torch.zeros(4, 3)).leaves({})

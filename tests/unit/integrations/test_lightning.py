@@ -121,3 +121,20 @@ def test_means_over_batches_are_weighted_by_their_own_rows() -> None:
         return float(trainer.callback_metrics["loss"])
 
     assert logged(strategy=WhaleStrategy()) == pytest.approx(logged())
+
+
+class Counting(lightning.Callback):  # type: ignore[misc]
+    def __init__(self) -> None:
+        self.num_epochs = 0
+
+    def on_train_epoch_end(self, *_: Any) -> None:
+        self.num_epochs += 1
+
+
+def test_what_callbacks_keep_is_no_part_of_a_capture() -> None:
+    """Also where one holds a member of an enum, as `EarlyStopping` does."""
+    counting = Counting()
+    callbacks = [lightning.pytorch.callbacks.EarlyStopping("largest", patience=9), counting]
+    trainer = fit(Validated(), validates=True, max_epochs=3, max_steps=-1, callbacks=callbacks)
+    assert counting.num_epochs == 3
+    assert {name: len(mode.others) for name, mode in trainer.strategy.engine.modes._modes.items()} == {"train": 0, "eval": 0, "predict": 0}

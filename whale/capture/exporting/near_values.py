@@ -482,8 +482,11 @@ def _is_value(name: str, member: object) -> bool:
 
 
 def _can_note(kind: type, name: str) -> bool:
-    """Whether reads of an attribute can be noted: no data descriptor of the class intercepts them."""
-    return not hasattr(type(inspect.getattr_static(kind, name, None)), "__set__")
+    """Whether reads of an attribute can be noted: no data descriptor of the class intercepts them, and no metaclass (of enums, say) what
+    is set on the class.
+    """
+    takes_any = type(kind).__setattr__ is type.__setattr__ and type(kind).__delattr__ is type.__delattr__
+    return takes_any and not hasattr(type(inspect.getattr_static(kind, name, None)), "__set__")
 
 
 @functools.cache

@@ -35,7 +35,7 @@ class Kept:
     def give(self, state: EngineState) -> None:
         """Lets the optimizer and the scheduler of a state go on from here."""
         state.take_kept(self.optimizer)
-        state.noted_settings = state.settings
+        state.note_settings()
         if state.scheduler is not None and self.schedulers:
             assert state.optimizer is not None
             state.scheduler.load_state_dict(fitted_state(state.scheduler, state.optimizer, state.kept, self.schedulers))

@@ -211,7 +211,7 @@ def load_state(
         state.note_schedule()
     elif roster.world.rank == _first_to_train(roster, model):
         _tell_of_schedule(state, extras)
-    state.noted_settings = state.settings
+    state.note_settings()
     state.step_number, state.num_advanced = int(extras.shared[STEP]), 0
     state.position = extras.shared.get("position")
     if state.loss_scale is not None and "loss_scale" in extras.shared:

@@ -146,6 +146,8 @@ class BatchView:
         offset = 0
         for low, high in self.held:
             if low <= start and stop <= high:
+                if stop - start == len(leaf):
+                    return leaf
                 return leaf.narrow(0, offset + start - low, stop - start)
             offset += high - low
         raise AssertionError(f"rows {start}:{stop} are not among {self.held}")

@@ -16,11 +16,8 @@ def seed_of(*place: int | str) -> int:
 
 
 @contextmanager
-def seeded(seed: int | None, device: torch.device) -> Iterator[None]:
-    """Draws from a seed inside, and restores the generator after; None changes nothing."""
-    if seed is None:
-        yield
-        return
+def seeded(seed: int, device: torch.device) -> Iterator[None]:
+    """Draws from a seed inside, and restores the generator after."""
     generator = torch.cuda.default_generators[device.index or 0] if device.type == "cuda" else torch.default_generator
     before = generator.get_state()
     generator.manual_seed(seed)

@@ -48,6 +48,15 @@ class Flight:
         return {name: torch.zeros_like(value) if value.grad is None else value.grad for name, value in needed.items()}
 
 
+@dataclass(frozen=True)
+class _Arguments:
+    """The arguments of a program."""
+
+    fixed: tuple[object, ...]  # what each has in all micro-batches; None for the others
+    others: tuple[tuple[int, str, str], ...]  # place, kind and key of those
+    written: tuple[tuple[int, str], ...]  # place and key of the buffers that it writes for the step
+
+
 class StageRunner:
     """Runs micro-batches through one stage."""
 
@@ -68,6 +77,7 @@ class StageRunner:
         self._source = source
         self._tensors = tensors
         self._device = device
+        self._known: dict[torch.nn.Module, _Arguments] = {}
 
     @property
     def gate(self) -> Gate | None:
@@ -90,14 +100,16 @@ class StageRunner:
         """Computes a micro-batch."""
         program = self._source(num_rows)
         flight = Flight(num_rows, [], received, {}, seed=seed() if program.is_random else None)
-        arguments = [self._argument(kind, key, flight, inputs) for kind, key in zip(program.kinds, program.keys, strict=True)]
-        flight.arguments = arguments
+        known = self._arguments(program)
+        flight.arguments = arguments = list(known.fixed)
+        for place, kind, key in known.others:
+            arguments[place] = self._argument(kind, key, flight, inputs)
         with nullcontext() if self._keeping is None or not with_graph else self._keeping(arguments):
             self._run(flight, program, arguments, with_graph)
-        for kind, key, argument in zip(program.kinds, program.keys, arguments, strict=True):
-            if kind == "buffer" and key in self.buffers:
-                assert isinstance(argument, torch.Tensor)
-                self.buffers.add(key, argument, num_rows)
+        for place, key in known.written:
+            written = arguments[place]
+            assert isinstance(written, torch.Tensor)
+            self.buffers.add(key, written, num_rows)
         return flight
 
     def recompute(self, flight: Flight) -> None:
@@ -132,21 +144,28 @@ class StageRunner:
         flight.arguments.clear()
 
     def _run(self, flight: Flight, program: StageProgram, arguments: Sequence[object], with_graph: bool) -> None:
-        with torch.set_grad_enabled(with_graph), seeded(flight.seed, self._device):
-            values = program.module(*arguments)
+        with torch.set_grad_enabled(with_graph), nullcontext() if flight.seed is None else seeded(flight.seed, self._device):
+            values = program.module.forward(*arguments)
         flight.outputs = dict(zip(program.outputs, values, strict=True))
+
+    def _arguments(self, program: StageProgram) -> _Arguments:
+        if program.module not in self._known:
+            fixed = {TRANSIENT: self._weights, AWAITED: self._publishing, GROUP: self._split_group}
+            named = list(enumerate(zip(program.kinds, program.keys, strict=True)))
+            written = tuple((place, key) for place, (kind, key) in named if kind == "buffer" and key in self.buffers)
+            changing = {place for place, (kind, _) in named if kind in ("received", QUEUE, "input")} | {place for place, _ in written}
+            self._known[program.module] = _Arguments(
+                tuple(None if place in changing else fixed[kind] if kind in fixed else self._tensors[key] for place, (kind, key) in named),
+                tuple((place, kind, key) for place, (kind, key) in named if place in changing),
+                written,
+            )
+        return self._known[program.module]
 
     def _argument(self, kind: str, key: str, flight: Flight, inputs: Callable[[str], torch.Tensor]) -> object:
         if kind == "received":
             return flight.received[key]
         if kind == QUEUE:
             return flight.weights
-        if kind == TRANSIENT:
-            return self._weights
-        if kind == AWAITED:
-            return self._publishing
-        if kind == GROUP:
-            return self._split_group
         if kind == "input":
             return flight.num_rows if key == NUM_ROWS else inputs(key)
-        return self.buffers.fresh(key) if kind == "buffer" and key in self.buffers else self._tensors[key]
+        return self.buffers.fresh(key)

@@ -12,10 +12,11 @@ import mmap
 import os
 import struct
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
+from types import TracebackType
 from typing import Literal
 
 from whale.errors import first_few, warn
@@ -34,9 +35,10 @@ State = Literal["running", "waiting", "failed", "finished"]
 _STATES: tuple[State, ...] = ("running", "waiting", "failed", "finished")
 _MAX_PEERS = 32
 _TEXT_BYTES = 168
-_RECORD = struct.Struct(f"=8sqqdqqq{_MAX_PEERS}q{_TEXT_BYTES}s")
+_HEAD, _PEER, _PEERS = struct.Struct("=8sqqdqqq"), struct.Struct("=q"), struct.Struct(f"={_MAX_PEERS}q")
+_TEXT_AT = _HEAD.size + _PEERS.size
+_SIZE = _TEXT_AT + _TEXT_BYTES
 _MAGIC = b"whale\0\0\2"
-_NO_PEERS = (0,) * _MAX_PEERS
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +77,7 @@ class StatusBoard:
         self.rank, self.step = rank, 0
         self._buffer = buffer
         self._pid = os.getpid()
+        self._reporting = _Reporting(self)
         self._write(0, "", ())
 
     @staticmethod
@@ -86,14 +89,14 @@ class StatusBoard:
         """
         directory = (os.environ if environment is None else environment).get(RUN_DIRECTORY)
         if not directory:
-            return StatusBoard(rank, mmap.mmap(-1, _RECORD.size))
+            return StatusBoard(rank, mmap.mmap(-1, _SIZE))
         try:
             with open(_path(Path(directory), rank), "w+b", buffering=0) as file:
-                file.write(bytes(_RECORD.size))  # allocate: on a full disk a write to a sparse page would kill the process
-                return StatusBoard(rank, mmap.mmap(file.fileno(), _RECORD.size))
+                file.write(bytes(_SIZE))  # allocate: on a full disk a write to a sparse page would kill the process
+                return StatusBoard(rank, mmap.mmap(file.fileno(), _SIZE))
         except OSError as error:
             warn(f"cannot record what rank {rank} does in {directory}: {error.strerror}; if it dies, `whale run` cannot say where")
-            return StatusBoard(rank, mmap.mmap(-1, _RECORD.size))
+            return StatusBoard(rank, mmap.mmap(-1, _SIZE))
 
     def set(self, action: str, waits_for: Sequence[int] = ()) -> None:
         """Records the action that begins now, and the ranks that it waits for."""
@@ -103,14 +106,9 @@ class StatusBoard:
         """Records that this rank failed, with the reason as the action; keeps the ranks it waited for."""
         self._write(2, reason, self.read().waits_for)
 
-    @contextmanager
-    def reporting(self) -> Iterator[None]:
+    def reporting(self) -> AbstractContextManager[None]:
         """Records an exception inside, with the action in which it happened."""
-        try:
-            yield
-        except Exception as error:
-            self.fail(f"{self.read().action}: {str(error).splitlines()[0] if str(error) else type(error).__name__}")
-            raise
+        return self._reporting
 
     def finish(self) -> None:
         """Records a normal end."""
@@ -127,10 +125,24 @@ class StatusBoard:
         self._buffer.close()
 
     def _write(self, state: int, action: str, waits_for: Sequence[int]) -> None:
-        count = len(waits_for)
-        peers = (*waits_for, *_NO_PEERS[count:]) if count <= _MAX_PEERS else tuple(waits_for[:_MAX_PEERS])
         text = action.encode(errors="replace")
-        _RECORD.pack_into(self._buffer, 0, _MAGIC, self._pid, state, time.time(), self.step, count, len(text), *peers, text)
+        _HEAD.pack_into(self._buffer, 0, _MAGIC, self._pid, state, time.time(), self.step, len(waits_for), len(text))
+        for place, peer in enumerate(waits_for[:_MAX_PEERS]):
+            _PEER.pack_into(self._buffer, _HEAD.size + place * _PEER.size, peer)
+        shown = text[:_TEXT_BYTES]
+        self._buffer[_TEXT_AT : _TEXT_AT + len(shown)] = shown
+
+
+class _Reporting(AbstractContextManager[None]):
+    """What `StatusBoard.reporting` says: it has no state, so that one serves all."""
+
+    def __init__(self, board: StatusBoard) -> None:
+        self._board = board
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        if isinstance(error, Exception):
+            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+            self._board.fail(f"{self._board.read().action}: {reason}")
 
 
 def read_all(directory: str | os.PathLike[str]) -> dict[int, RankStatus]:
@@ -149,11 +161,11 @@ def _path(directory: Path, rank: int) -> Path:
 
 
 def _decode(rank: int, data: bytes) -> RankStatus | None:
-    if len(data) != _RECORD.size:
+    if len(data) != _SIZE:
         return None
-    magic, pid, state, since, step, count, length, *rest = _RECORD.unpack(data)
+    magic, pid, state, since, step, count, length = _HEAD.unpack_from(data)
     if magic != _MAGIC:
         return None
-    peers, text = rest[:-1], rest[-1]
-    action = text[: min(length, _TEXT_BYTES)].decode(errors="replace")
-    return RankStatus(rank, pid, _STATES[state], action, tuple(peers[: min(count, _MAX_PEERS)]), count, since, step)
+    peers = _PEERS.unpack_from(data, _HEAD.size)[: min(count, _MAX_PEERS)]
+    action = data[_TEXT_AT : _TEXT_AT + min(length, _TEXT_BYTES)].decode(errors="replace")
+    return RankStatus(rank, pid, _STATES[state], action, peers, count, since, step)

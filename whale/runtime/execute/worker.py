@@ -65,6 +65,7 @@ class Worker:
         self._executor: Executor | None = None
         self._inputs = None if self._rank_place is None else InputPrefetch(plan, self._rank_place, captured.graph, self._device)
         self._prepared: set[int] = set()
+        self._weights_of_rows: dict[int, Mapping[int, float]] = {}  # of terms that follow from the rows of a batch
         stages = RankStages()
         if self._rank_place is not None:
             replica, schedule = plan.replicas[self._rank_place.replica], schedules[self._rank_place.replica]
@@ -136,7 +137,9 @@ class Worker:
         """
         self._prepare(batch.num_rows, call)
         pending = self._agreement.begin(batch, call)
-        account = LossAccount(self.model.loss, batch.num_rows, self._weights.at(batch.num_rows), self._device, scale)
+        if batch.num_rows not in self._weights_of_rows:
+            self._weights_of_rows[batch.num_rows] = self._weights.at(batch.num_rows)
+        account = LossAccount(self.model.loss, batch.num_rows, self._weights_of_rows[batch.num_rows], self._device, scale)
         place = (*seed, -1 if self._rank_place is None else self._rank_place.replica)
         inputs = batch if self._inputs is None else self._inputs(batch)
         state = StepState(place, inputs, self._agreement.micro_batches(batch.num_rows), account, with_gradients, pending.weights is None)

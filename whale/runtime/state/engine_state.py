@@ -55,7 +55,8 @@ class EngineState:
     step_number: int = 0  # finished steps; with a seed it decides the random numbers of the next
     position: Mapping[str, int] | None = None  # the loader's position from a checkpoint, until the loader resumes from it
     num_advanced: int = 0  # steps since this was made or loaded
-    noted_settings: list[dict[str, object]] = field(default_factory=list)  # of the optimizer, after the last step, or when made or loaded
+    # of the optimizer, after the last step, or when made or loaded; not kept up to date where no other rank compares its own
+    noted_settings: list[dict[str, object]] = field(default_factory=list)
     has_moved_statistics: bool = False  # whether buffers (running statistics) may differ between owners, each updated by its own rows
     loss_scale: LossScale | None = None  # for float16; else None
     decay: float | None = None  # of the averages of weights; None for no averages
@@ -98,12 +99,18 @@ class EngineState:
 
     def forget_gradients(self) -> None:
         """Sets all gradients to None."""
-        for parameter in (*self.parameters.values(), *self.kept.values()):
+        for parameter in self._with_gradients:
             parameter.grad = None
+
+    @cached_property
+    def _with_gradients(self) -> list[nn.Parameter]:
+        """The parameters that ops read and that the optimizer steps, each once."""
+        return list({id(each): each for each in (*self.parameters.values(), *self.kept.values())}.values())
 
     def release(self, name: str) -> torch.Tensor | None:
         """Removes a tensor; returns what a checkpoint would hold of it, which then belongs to the caller. None if that is nothing."""
         self.parameters.pop(name, None)
+        self.__dict__.pop("_with_gradients", None)
         held = self.tensors.pop(name, None)
         return self.kept.pop(name, None if isinstance(held, nn.Parameter) else held)
 
@@ -147,7 +154,6 @@ class EngineState:
         if self.scheduler is not None and applies:
             self.scheduler.step(*([loss] if self._scheduler_reads_loss else []))
             self.note_schedule()
-        self.noted_settings = self.settings
         self.was_skipped = not applies
         self.step_number += 1
         self.num_advanced += 1
@@ -185,6 +191,10 @@ class EngineState:
         write_optimizer(self.optimizer, self.kept, without_averages(saved))
         own = {name: saved.state[name][_AVERAGE] for name in self.kept if _AVERAGE in saved.state.get(name, {})}
         self.averages = {name: average.to(self.kept[name].device) for name, average in own.items()}
+
+    def note_settings(self) -> None:
+        """Notes the optimizer's settings, with which those of the next step are compared."""
+        self.noted_settings = self.settings
 
     @property
     def settings(self) -> list[dict[str, object]]:

@@ -69,11 +69,7 @@ class _Collected:
     kept: torch.nn.Parameter | None  # that the optimizer steps; None where only others do
     index: tuple[Index, ...] | None  # of its elements in the parameter; None for all
     copies: bool  # whether its gradient needs a copy, since the bucket is freed
-
-    @property
-    def leaves_device(self) -> bool:
-        """Whether the gradient is copied from a device to the host."""
-        return self.kept is not None and self.kept.device != self.parameter.device
+    leaves_device: bool  # whether it is copied from a device to the host
 
     def collect(self, to_host: HostCopies) -> None:
         """Gives the gradient to what the optimizer steps."""
@@ -171,7 +167,8 @@ class GradientSync:
             own, stays = kept.get(name), holdings.gradient_stays(name)
             if own is not parameter or not stays:
                 index = None if own is None else holdings.kept_index(name, rank)
-                collected = _Collected(parameter, own, index, not stays and (name in freed or index is not None))
+                leaves = own is not None and own.device != parameter.device
+                collected = _Collected(parameter, own, index, not stays and (name in freed or index is not None), leaves)
                 if name in freed or (name in bucketed and collected.leaves_device):
                     self._collected[parameter] = collected
                     continue

@@ -15,6 +15,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import compress
+from operator import attrgetter, ne
 from types import MappingProxyType
 
 import torch
@@ -26,8 +28,10 @@ from whale.ir.plan import Form
 from whale.runtime.program.shard.pieces import Index, on_device, part, write_part
 from whale.runtime.state.holdings import Holdings, RankLinks
 from whale.runtime.state.host_copies import pinned
-from whale.runtime.state.updates import copy_all
+from whale.runtime.state.updates import in_types
 from whale.sharding.buckets import NUM_AT_ONCE, Bucket
+
+_VERSION = attrgetter("_version")
 
 
 def in_forms(
@@ -181,13 +185,14 @@ class Publishing:
         own_buckets = [bucket for bucket in buckets if rank in bucket.owners]
         self._flats = [_read_in_place(bucket, holdings, rank, tensors, kept) for bucket in own_buckets]
         self._under_way: dict[int, list[Launched | None]] = {}  # of buckets in which ops read
-        self._cast: list[tuple[Tensor, Tensor]] = []
+        cast: list[tuple[Tensor, Tensor]] = []
         self._brought: list[tuple[Tensor, Tensor]] = []  # from the host
         for name, own in kept.items():
             if holdings.plan.state_of(name).is_copied:
                 held, index = tensors[name].detach(), holdings.kept_index(name, rank)
                 read = parts[name] if name in parts else held if index is None else part(held, index)
-                (self._cast if read.device == own.device else self._brought).append((read, own.detach()))
+                (cast if read.device == own.device else self._brought).append((read, own.detach()))
+        self._cast = in_types(cast)
         self._rank_buckets = [bucket_of_rank(bucket, links, tensors) for bucket in own_buckets]
         self.numbers: dict[str, tuple[int, ...]] = {}
         for number, rank_bucket in enumerate(self._rank_buckets):
@@ -198,7 +203,8 @@ class Publishing:
         shared |= {name for name in parts if state_of(name).is_shared_out}
         copied = {name for name in kept if state_of(name).is_copied}
         reads = {name: tensors[name] if name in shared else parts.get(name, tensors[name]) for name in copied | shared}
-        self._watched = [(name, own) for name in sorted(reads) for own in (reads[name], kept.get(name)) if own is not None]
+        watched = [(name, own) for name in sorted(reads) for own in (reads[name], kept.get(name)) if own is not None]
+        self._names, self._watched = [name for name, _ in watched], [own for _, own in watched]
         self._whole = [(reads[name], kept[name]) for name in sorted(copied - shared)]
         self._versions = self._read_versions()
 
@@ -206,24 +212,28 @@ class Publishing:
         """Accepts what the script has written to weights that the optimizer steps.
         Raises RuntimeFault if other owners read copies of these weights.
         """
+        if self._read_versions() == self._versions:
+            return
+        known = dict(zip(map(id, self._watched), self._versions, strict=True))
         for held, own in self._whole:
-            if own._version != self._versions[own] and held._version == self._versions[held]:
+            if own._version != known[id(own)] and held._version == known[id(held)]:
                 held.detach().copy_(own.detach())
-                self._versions |= {each: each._version for each in (held, own)}
-        now = self._read_versions()
-        if written := dict.fromkeys(name for name, own in self._watched if self._versions[own] != now[own]):
+                known |= {id(each): each._version for each in (held, own)}
+        self._versions = [known[id(own)] for own in self._watched]
+        if written := dict.fromkeys(compress(self._names, map(ne, self._versions, self._read_versions()))):
             raise RuntimeFault(
                 f"weights were written since the last step ({first_few(list(written))}), but ranks read copies of them: write weights by "
                 "engine.load_state_dict"
             )
 
-    def _read_versions(self) -> dict[Tensor, int]:
-        return {own: own._version for _, own in self._watched}
+    def _read_versions(self) -> list[int]:
+        return [*map(_VERSION, self._watched)]
 
     def publish(self) -> None:
         """Updates what ops read from what the optimizer has stepped, on all owners; deferred buckets are then in flight."""
         self.arrive()
-        copy_all([held for held, _ in self._cast], [own for _, own in self._cast])
+        for targets, sources in self._cast:
+            torch._foreach_copy_(targets, sources)
         if self._brought:
             with self._copies.stream():
                 for held, own in self._brought:

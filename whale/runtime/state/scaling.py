@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from operator import attrgetter
 
 import torch
 
@@ -14,6 +15,9 @@ from whale.runtime.state.updates import as_real
 
 GROWTH_STEPS = 2000
 """Consecutive steps with finite gradients after which the scale doubles, as in `torch.amp.GradScaler`."""
+
+
+_GRADIENT, _DEVICE, _DTYPE, _LAYOUT = map(attrgetter, ("grad", "device", "dtype", "layout"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +37,17 @@ class LossScale:
 
 def scale(factor: torch.Tensor, parameters: Iterable[torch.nn.Parameter]) -> None:
     """Multiplies gradients in place by a 0-dim factor, which is not read on the host; one call per type and device."""
-    for (gradients,) in by_type((dense_part(parameter.grad),) for parameter in parameters if parameter.grad is not None):
+    for gradients in gradients_of(parameters):
         torch._foreach_mul_(gradients, factor.to(gradients[0].device, gradients[0].dtype))
+
+
+def gradients_of(parameters: Iterable[torch.nn.Parameter]) -> list[list[torch.Tensor]]:
+    """The gradients that there are, of sparse ones their values, by device and type."""
+    found = [gradient for gradient in map(_GRADIENT, parameters) if gradient is not None]
+    forms = set(zip(map(_DEVICE, found), map(_DTYPE, found), map(_LAYOUT, found), strict=True))
+    if len(forms) == 1 and torch.strided in next(iter(forms)):  # nearly always
+        return [found]
+    return [own for (own,) in by_type((dense_part(gradient),) for gradient in found)]
 
 
 def by_type(rows: Iterable[tuple[torch.Tensor, ...]]) -> list[tuple[list[torch.Tensor], ...]]:
@@ -64,20 +77,23 @@ class Clipping:
         self._parameters, self._limit, self._device = tuple(parameters.values()), limit, device
         self._add = add
         self.last: torch.Tensor | None = None
-        self._counted: list[tuple[torch.nn.Parameter, tuple[Index, ...] | None]] = []
-        if rank is not None:
-            self._counted = [
-                (value, None if index is None else on_device(index, value.device))
-                for name, value in parameters.items()
-                for index in holdings.answered_for(name, rank)
-            ]
+        self._whole: list[torch.nn.Parameter] = []
+        self._parts: list[tuple[torch.nn.Parameter, tuple[Index, ...]]] = []
+        for name, value in parameters.items():
+            for index in () if rank is None else holdings.answered_for(name, rank):
+                if index is None:
+                    self._whole.append(value)
+                else:
+                    self._parts.append((value, on_device(index, value.device)))
 
     def norm(self) -> torch.Tensor:
         """The 2-norm over all gradients of the model, equal on every rank: 0-dim float64."""
-        own = ((dense_part(p.grad), index) for p, index in self._counted if p.grad is not None)
-        counted = (as_real(gradient if index is None else part(gradient, index)) for gradient, index in own)
+        parts = ((part(dense_part(p.grad), index),) for p, index in self._parts if p.grad is not None)
+        counted = [*gradients_of(self._whole), *(own for (own,) in by_type(parts))]
         norms = [torch.zeros((), dtype=torch.float64, device=self._device)]
-        for (gradients,) in by_type((gradient,) for gradient in counted):
+        for gradients in counted:
+            if gradients[0].is_complex():
+                gradients = list(map(as_real, gradients))
             norms += [norm.to(self._device) for norm in torch._foreach_norm(gradients, 2, dtype=torch.float64)]
         total = torch.stack(norms).square().sum()
         self._add(total, "summing the norm of the gradients")

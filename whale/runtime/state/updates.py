@@ -106,26 +106,37 @@ class KeptBuffers:
 
     def __init__(self, buffers: Iterable[torch.Tensor]) -> None:
         self._buffers = [buffer.detach() for buffer in buffers]
-        self._before = [torch.empty_like(buffer) for buffer in self._buffers]
+        self._pairs = in_types([(torch.empty_like(buffer), buffer) for buffer in self._buffers])
 
     def another(self) -> KeptBuffers:
         """A second copy of the same buffers."""
         return KeptBuffers(self._buffers)
 
     def keep(self) -> None:
-        copy_all(self._before, self._buffers)
+        for copies, buffers in self._pairs:
+            torch._foreach_copy_(copies, buffers)
 
     def put_back(self) -> None:
-        copy_all(self._buffers, self._before)
+        for copies, buffers in self._pairs:
+            torch._foreach_copy_(buffers, copies)
+
+
+Columns = list[tuple[list[torch.Tensor], list[torch.Tensor]]]
+
+
+def in_types(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> Columns:
+    """Pairs of tensors in columns, by the type of the first: torch copies lists of mixed types one by one, others on a GPU at once."""
+    found: dict[torch.dtype, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+    for pair in pairs:
+        for column, tensor in zip(found.setdefault(pair[0].dtype, ([], [])), pair, strict=True):
+            column.append(tensor)
+    return list(found.values())
 
 
 def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-    """Copies tensors, on a GPU by one kernel per type: torch copies lists of mixed types one by one."""
-    of_type: dict[torch.dtype, list[int]] = {}
-    for number, target in enumerate(targets):
-        of_type.setdefault(target.dtype, []).append(number)
-    for numbers in of_type.values():
-        torch._foreach_copy_([targets[number] for number in numbers], [sources[number] for number in numbers])
+    """Copies tensors."""
+    for column, others in in_types(zip(targets, sources, strict=True)):
+        torch._foreach_copy_(column, others)
 
 
 def _clones(sources: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -197,6 +208,8 @@ class SharedBuffers:
             made: by this rank's micro-batches.
             num_rows: rows of the global batch.
         """
+        if not kinds:
+            return
         moved = [name for name in made if kinds[name] not in ADDED]
         copy_all([self.tensors[name].detach() for name in moved], [made[name] for name in moved])
         names = sorted(name for name, kind in kinds.items() if kind in ADDED)
