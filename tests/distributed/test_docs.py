@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.distributed.world import World
 from tests.pages import PAGES, ROOT, blocks, run_python
@@ -15,6 +16,7 @@ CODE = [page for page in PAGES if any(blocks(page, "python"))]
 
 def run_in(rank: int, num_ranks: int, folder: str, page: str) -> None:
     os.chdir(folder)
+    torch.manual_seed(rank)  # as in processes of their own: what a page draws without a seed differs
     run_python(Path(page))
 
 

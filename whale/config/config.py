@@ -15,6 +15,7 @@ from typing import Any
 import yaml
 
 import whale.config.sections as sections
+from whale.config.elsewhere import foreign_key
 from whale.config.keys import did_you_mean, nearest
 from whale.config.replicas import PLAN, REPLICAS, ReplicaBlock
 from whale.config.sections import EPL_KEYS, KEYS, OF_THE_PAPER, SECTIONS
@@ -215,6 +216,8 @@ def _section(document: Document, section: str, content: object) -> Iterable[Sett
     where = document.place(section)
     if section in (REPLICAS, PLAN):
         return [Setting(section, content, where, partial(document.place, section))]
+    if foreign_key(section) is not None and section not in SECTIONS and not isinstance(content, dict):
+        return [Setting(section, content, where)]
     if section not in OF_THE_PAPER and not is_section(section):
         hint = did_you_mean(section, (*SECTIONS, REPLICAS, PLAN))
         if section.partition(".")[0] in SECTIONS:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from numbers import Integral, Real
 
+from whale.config.elsewhere import foreign_key, is_foreign_section, plain
 from whale.config.keys import TYPE_WORDS, Key, Shares, guess, nearest
 from whale.config.replicas import PLAN, RECOMPUTE, REPLICAS, Place, Reader
 from whale.config.sections import (
@@ -43,8 +44,8 @@ _SHORT = {"cluster": "cluster.file", "recompute": "recompute.policy"}  # section
 
 
 def is_section(name: object) -> bool:
-    """Whether a name is a section of Whale or of EPL."""
-    return name in SECTIONS or any(entry.name.startswith(f"{name}.") for entry in EPL_KEYS)
+    """Whether a name is a section of Whale, of EPL or of another system."""
+    return name in SECTIONS or any(entry.name.startswith(f"{name}.") for entry in EPL_KEYS) or is_foreign_section(name)
 
 
 def is_of_block(name: object) -> bool:
@@ -138,6 +139,8 @@ def _known(setting: Setting) -> str:
         return name
     if name in REFUSED:
         raise ConfigError(f"configuration key {name} of EPL does not carry over: {REFUSED[name].note}", where=setting.where)
+    if (foreign := foreign_key(name)) is not None:
+        raise ConfigError(f"configuration key {name} of {foreign.system} does not carry over: {plain(foreign.note)}", where=setting.where)
     if name in SECTIONS:
         keys = [key for key in KEYS if key.startswith(f"{name}.")]
         raise ConfigError(f"{name!r} is a section, not a key", where=setting.where, hint=f"its keys: {', '.join(keys)}")
