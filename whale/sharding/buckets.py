@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cache, cached_property
 from typing import NamedTuple
 
 from whale.ir.graph import DTYPE_BYTES, ModelGraph
@@ -162,12 +162,16 @@ def plan_buckets(plan: Plan, shardings: ParameterShardings, model: ModelGraph, a
     first_use, never = model.first_reads, len(model.ops)
     reached = sorted(reached_parameters(model).intersection(shardings.parameters), key=lambda name: (-first_use[name], name))
 
+    @cache
+    def slots_of(name: str) -> tuple[BucketSlot, ...]:
+        return tuple(_slots(shardings, model, name))
+
     def slots() -> Iterator[_Placed]:
         for name in reached:
             state = plan.state_of(name)
             assert state.gradient is not None, "what is trained has a gradient"
             own = state.gradient, state.sum_dtype, state.feeds_back
-            yield from (_Placed(slot, *own) for slot in _slots(shardings, model, name) if not slot.piece.is_complete)
+            yield from (_Placed(slot, *own) for slot in slots_of(name) if not slot.piece.is_complete)
 
     def order(bucket: Bucket) -> tuple[object, ...]:
         """Later stages first, and in a stage what is first used last first: the order in which gradients become complete."""
@@ -178,12 +182,10 @@ def plan_buckets(plan: Plan, shardings: ParameterShardings, model: ModelGraph, a
         places = {(alike[replica], stage) for replica, stage in bucket.stages}
         return replace(bucket, is_at_one_place=len(places) == 1 and not bucket.form.is_sparse)
 
-    shared = [slot for name in shardings.parameters if name in shardings.keeping for slot in _slots(shardings, model, name)]
+    shared = [slot for name in shardings.parameters if name in shardings.keeping for slot in slots_of(name)]
     reads = {name: state.compute for state in plan.parameter_states for name in state.parameters}
     given = [_Placed(slot, reads[slot.name]) for slot in shared if len(slot.piece.owners) > 1]
-    there = [
-        _Placed(slot, reads[name]) for name in shardings.parameters if reads[name].home == "host" for slot in _slots(shardings, model, name)
-    ]
+    there = [_Placed(slot, reads[name]) for name in shardings.parameters if reads[name].home == "host" for slot in slots_of(name)]
 
     def weights(slots: Iterable[_Placed], aligned_bytes: int) -> list[Bucket]:
         own = sorted(slots, key=lambda each: first_use.get(each.slot.name, never))

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from math import prod
 
 from whale.axes.labels import label
 from whale.axes.values import Axes, Dimension, may_lie_in_parts
@@ -19,7 +20,7 @@ from whale.errors import PlanError
 from whale.ir.graph import DTYPE_BYTES, ModelGraph
 from whale.ir.plan import BATCH, Plan, Replica, Shard, Stage
 from whale.sharding.index_sets import IndexSpace, Runs, axis_sizes, intervals
-from whale.sharding.keepers import ROWS, Keeping, SharedOut, deal
+from whale.sharding.keepers import ROWS, Keeping, SharedOut, Ways, deal
 from whale.sharding.sharding import Region, Sharding
 
 
@@ -152,7 +153,14 @@ class ParameterShardings:
         """The sharding of a parameter's gradient before it is summed; the parameter itself has the same regions.
         Raises PlanError if two stages of one device hold different parts.
         """
-        return self._known(self._forms(name), name)
+        known = self._by_name.get(name)
+        if known is None:
+            known = self._by_name[name] = self._known(self._forms(name), name)
+        return known
+
+    @cached_property
+    def _by_name(self) -> dict[str, Sharding]:
+        return {}
 
     def kept(self, name: str) -> Sharding:
         """The sharding of the form that the optimizer steps; devices outside its mesh have none of it."""
@@ -204,7 +212,9 @@ class ParameterShardings:
 
     def num_elements(self, model: ModelGraph, name: str, region: Region) -> int:
         """Elements of a region of a parameter."""
-        if self.is_sharded(name) or ROWS in region.axes:
+        if region.axes == (ROWS,):
+            return region.volume * prod(self.keeping[name][1][1:])
+        if self.is_sharded(name):
             return self.space(name).num_elements(region)
         return model.parameter_by_name[name].spec.num_elements
 
@@ -273,16 +283,18 @@ def parameter_shardings(plan: Plan, graph: ModelGraph, axes: Axes | None) -> Par
 
 def _shared_out(plan: Plan, graph: ModelGraph, shardings: ParameterShardings) -> Iterator[SharedOut]:
     """The parameters whose optimizer form is sharded over owners."""
+    known: dict[tuple[int, tuple[int, ...]], Ways] = {}  # one for equal layers: there are many, of many devices
     for state in plan.parameter_states:
         for name in state.parameters if state.kept.sharding == "owners" else ():
-            spec, held = graph.parameter_by_name[name].spec, shardings.gradient(name).held
-            parts = {region: shardings.num_elements(graph, name, region) for region in held.values()}
-            sizes = {device: parts[region] for device, region in held.items() if parts[region] or not spec.num_elements}
-            sets = dict.fromkeys(shardings.ways(name))
-            ways = tuple({device: sizes[device] for device in way if device in sizes} for way in sets)
-            is_cut = shardings.is_sharded(name) or not spec.shape
+            spec, gradient = graph.parameter_by_name[name].spec, shardings.gradient(name)
+            parts = {region: shardings.num_elements(graph, name, region) for region in gradient.devices_of}
+            look = id(gradient), tuple(parts.values()) if gradient.is_sharded else ()
+            if look not in known:
+                sizes = {device: parts[region] for region, devices in gradient.devices_of.items() for device in devices}
+                sets = dict.fromkeys(shardings.ways(name))
+                known[look] = tuple({device: sizes[device] for device in way if device in sizes} for way in sets)
             num_bytes = spec.num_elements * DTYPE_BYTES[state.kept.dtype] * (1 + state.num_optimizer_tensors)
-            yield SharedOut(name, 1 if is_cut else spec.shape[0], num_bytes, ways)
+            yield SharedOut(name, 1 if gradient.is_sharded or not spec.shape else spec.shape[0], num_bytes, known[look])
 
 
 def shared_parameters(replica: Replica, stage: Stage) -> frozenset[str]:

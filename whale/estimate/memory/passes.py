@@ -18,6 +18,7 @@ backward   where it is not kept, remade: with its segment, or for the ops that n
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -99,10 +100,28 @@ class Fullest:
     gradients: float = 0.0  # of parameters, kept from now on
     working: float = 0.0  # activation gradients, and gradients of parameters until they are added
 
-    @property
-    def extra(self) -> float:
-        """Bytes besides all that is kept."""
-        return self.working + self.gradients + self.recomputed - self.freed
+
+@dataclass(frozen=True, slots=True)
+class BackwardStates:
+    """The state of a backward pass at each op, one value per op of each field of `Fullest`; gradients of parameters as if all stayed."""
+
+    freed: PerOp
+    recomputed: PerOp
+    gradients: PerOp
+    working: PerOp
+
+    @staticmethod
+    def of(states: Iterable[Fullest]) -> BackwardStates:
+        columns = np.array([(each.freed, each.recomputed, each.gradients, each.working) for each in states]).reshape(-1, 4).T
+        return BackwardStates(*columns)
+
+    def fullest(self, most: float = math.inf) -> Fullest:
+        """The pass at its peak, where at most so many bytes of gradients of parameters are alive at once."""
+        if not len(self.freed):
+            return Fullest()
+        gradients = np.minimum(self.gradients, most)
+        at = int((self.working + gradients + self.recomputed - self.freed).argmax())
+        return Fullest(*(float(each[at]) for each in (self.freed, self.recomputed, gradients, self.working)))
 
 
 @dataclass(frozen=True)
@@ -142,17 +161,14 @@ class Passes:
         """Bytes that an op needs besides what it reads and makes."""
         return self.num_bytes[op.inputs[0]] if operator_of(op).is_two and op.name not in self.divided else 0.0
 
-    def backward(self, *, is_first: bool, defers_weights: bool = False, spared: float = 0.0) -> Fullest:
-        """The backward pass at its peak.
+    def backward(self, *, is_first: bool, defers_weights: bool = False) -> BackwardStates:
+        """A backward pass.
 
         Args:
             is_first: whether it is the first of a step, after which unbucketed gradients stay.
             defers_weights: whether weight gradients are left to W, so that what they need stays.
-            spared: bytes of those gradients that are never alive together with the others, because they are summed earlier.
         """
-        return max(
-            _Backward(self, is_first, defers_weights, self.gradients - spared).walk(), key=lambda each: each.extra, default=Fullest()
-        )
+        return BackwardStates.of(_Backward(self, is_first, defers_weights).walk())
 
     @cached_property
     def formed(self) -> BridgedTensors:
@@ -236,7 +252,6 @@ class _Backward:
     passes: Passes
     is_first: bool
     defers: bool
-    most: float  # bytes of parameter gradients that are alive at once
     _gradients: dict[str, list[float]] = field(default_factory=dict)  # per storage; those that share memory share the list: bytes, readers
     _on_their_way: float = 0.0
     _freed: float = 0.0
@@ -264,12 +279,11 @@ class _Backward:
             self._let_go(name)
 
     def _at(self, extra: float = 0.0) -> Fullest:
-        stays = min(self._stays, self.most)
         if not self.passes.forms:
-            return Fullest(self._freed, self._recomputed + self._back, stays, self._on_their_way + extra)
+            return Fullest(self._freed, self._recomputed + self._back, self._stays, self._on_their_way + extra)
         forms, place = self.passes.formed, self._place
         freed, restored, gradients = (float(each[place]) for each in (forms.freed, forms.remade, forms.gradients))
-        return Fullest(self._freed + freed, self._recomputed + self._back + restored, stays, self._on_their_way + gradients + extra)
+        return Fullest(self._freed + freed, self._recomputed + self._back + restored, self._stays, self._on_their_way + gradients + extra)
 
     def _bring(self, op: Op) -> None:
         """Fetches from the host what an op is the last to keep."""

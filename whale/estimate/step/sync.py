@@ -97,70 +97,112 @@ def first_uses(prices: Prices, stage: Stage) -> dict[str, int]:
     return found
 
 
-@dataclass(frozen=True)
-class SummedHere:
-    """The buckets of a device whose gradients are cast, or freed after their sum, in the order in which they start."""
+@dataclass(frozen=True, eq=False)
+class SummedBuckets:
+    """Buckets that some devices sum, whose gradients are cast, or freed after their sum, in the order in which they start."""
 
     plan: Plan
-    rank: int
-    buckets: tuple[Bucket, ...] = ()
+    buckets: tuple[Bucket, ...]
 
-    @property
+    @cached_property
     def lost(self) -> int:
-        """Bytes of rounding errors that are kept."""
+        """Bytes of rounding errors that each device keeps."""
         return sum(bucket.lost_bytes for bucket in self.buckets)
 
-    def lost_of(self, replica: int, stage: int) -> int:
-        """The same, of the parameters of one stage."""
-        return sum(bucket.lost_bytes for bucket in self.buckets if (replica, stage) in bucket.stages)
-
-    @property
+    @cached_property
     def on_their_way(self) -> int:
         """Bytes of buckets in flight in a dtype of their own, and of the buffer that gathers freed gradients."""
-        rounded = [bucket for bucket in self.buckets if bucket.sum_dtype]
-        return most_at_once(bucket.sent_bytes for bucket in rounded) + max((bucket.num_bytes for bucket in self._let_go), default=0)
+        return most_at_once(bucket.sent_bytes for bucket in self._rounded) + max((bucket.num_bytes for bucket in self.let_go), default=0)
 
     def seconds(self, device: Device) -> float:
         """Seconds of casting."""
-        rounded = (bucket for bucket in self.buckets if bucket.sum_dtype)
-        return sum(rounding_seconds(device, own.num_bytes, own.sent_bytes, feeds_back=own.feeds_back) for own in rounded)
+        return sum(rounding_seconds(device, own.num_bytes, own.sent_bytes, feeds_back=own.feeds_back) for own in self._rounded)
+
+    @cached_property
+    def _rounded(self) -> tuple[Bucket, ...]:
+        return tuple(bucket for bucket in self.buckets if bucket.sum_dtype)
+
+    @cached_property
+    def let_go(self) -> tuple[Bucket, ...]:
+        return tuple(bucket for bucket in self.buckets if bucket.form.sharding == "owners")
+
+    @cached_property
+    def made(self) -> tuple[int, ...]:
+        """Per bucket of `let_go`, bytes of its gradients."""
+        return tuple(sum(slot.stop - slot.start for slot in bucket.slots) * DTYPE_BYTES[bucket.form.dtype] for bucket in self.let_go)
+
+    @cached_property
+    def kept(self) -> tuple[Mapping[int, int], ...]:
+        """Per bucket of `let_go` and keeper, the bytes of its gradients that stay on the device for its optimizer."""
+        return tuple(self._kept(bucket) for bucket in self.let_go)
+
+    def _kept(self, bucket: Bucket) -> Mapping[int, int]:
+        found: dict[int, int] = {}
+        for slot in bucket.slots:
+            form = self.plan.state_of(slot.name).kept
+            for keeper, num_elements in slot.keepers if form.home == "device" else ():
+                found[keeper] = found.get(keeper, 0) + num_elements * DTYPE_BYTES[form.dtype]
+        return found
+
+    @cached_property
+    def lost_at(self) -> Mapping[tuple[int, int], int]:
+        """By (replica, stage), `lost` of its parameters."""
+        found = dict[tuple[int, int], int]()
+        for bucket in self.buckets:
+            for place in bucket.stages if bucket.lost_bytes else ():
+                found[place] = found.get(place, 0) + bucket.lost_bytes
+        return found
+
+    @cached_property
+    def starting(self) -> Mapping[tuple[int, int], Sequence[int]]:
+        """By (replica, stage), the indices in `let_go` of those that start in its last backward pass."""
+        found = dict[tuple[int, int], list[int]]()
+        for number, bucket in enumerate(self.let_go):
+            for place in bucket.stages if bucket.is_at_one_place else ():
+                found.setdefault(place, []).append(number)
+        return found
+
+    @cached_property
+    def starts_late(self) -> tuple[bool, ...]:
+        """Per bucket of `let_go`, whether it starts only when the pass is done."""
+        return tuple(any(self.plan.state_of(name).is_shared_out for name in bucket.names) for bucket in self.let_go)
+
+
+@dataclass(frozen=True, slots=True)
+class SummedHere:
+    """What one device keeps of the buckets that it sums."""
+
+    rank: int
+    together: SummedBuckets
+
+    def lost_of(self, replica: int, stage: int) -> int:
+        """Bytes of rounding errors that are kept, of the parameters of one stage."""
+        return self.together.lost_at.get((replica, stage), 0)
 
     def freed(self, replica: int, stage: int) -> float:
         """Bytes freed by the end of the last backward pass of a stage, less what the device keeps of them."""
-        done = self._of_stage(replica, stage)[:-NUM_AT_ONCE]
-        return float(sum(self._made(bucket) - self._keeps(bucket) for bucket in done))
+        return self._freed(self.together.starting.get((replica, stage), ())[:-NUM_AT_ONCE])
 
-    @cached_property
+    @property
     def freed_in_all(self) -> float:
         """Bytes freed by the optimizer's step, less what the device keeps of them."""
-        return float(sum(self._made(bucket) - self._keeps(bucket) for bucket in self._let_go))
+        return self._freed(range(len(self.together.let_go)))
+
+    def _freed(self, buckets: Sequence[int]) -> float:
+        return float(sum(self.together.made[number] for number in buckets) - sum(map(self._keeps, buckets)))
 
     def spared(self, replica: int, stage: int) -> float:
         """Bytes of gradients that never coexist with the others, where the first backward pass of a stage is the last."""
-        own = self._of_stage(replica, stage)
-        if any(self.plan.state_of(name).is_shared_out for bucket in own for name in bucket.names):  # these start when the pass is done
+        own = self.together.starting.get((replica, stage), ())
+        if any(self.together.starts_late[number] for number in own):
             return 0.0
-        made, kept = ([0, *accumulate(count(bucket) for bucket in own)] for count in (self._made, self._keeps))
+        made, kept = ([0, *accumulate(num_bytes)] for num_bytes in (map(self.together.made.__getitem__, own), map(self._keeps, own)))
         num = NUM_AT_ONCE + 1
         most = max((made[at + num] - made[at] + kept[at] for at in range(len(made) - num)), default=made[-1])
         return float(made[-1] - most)
 
-    @cached_property
-    def _let_go(self) -> tuple[Bucket, ...]:
-        return tuple(bucket for bucket in self.buckets if bucket.form.sharding == "owners")
-
-    def _of_stage(self, replica: int, stage: int) -> tuple[Bucket, ...]:
-        """Those that start in the last backward pass of a stage."""
-        return tuple(bucket for bucket in self._let_go if bucket.is_at_one_place and (replica, stage) in bucket.stages)
-
-    def _made(self, bucket: Bucket) -> int:
-        """Bytes of the gradients in a bucket."""
-        return sum(slot.stop - slot.start for slot in bucket.slots) * DTYPE_BYTES[bucket.form.dtype]
-
-    def _keeps(self, bucket: Bucket) -> int:
-        """Bytes of these that stay on the device for its optimizer."""
-        forms = ((self.plan.state_of(slot.name).kept, dict(slot.keepers).get(self.rank, 0)) for slot in bucket.slots)
-        return sum(num_elements * DTYPE_BYTES[form.dtype] for form, num_elements in forms if form.home == "device")
+    def _keeps(self, number: int) -> int:
+        return self.together.kept[number].get(self.rank, 0)
 
 
 def summed_by_rank(plan: Plan, buckets: Iterable[Bucket]) -> Iterator[tuple[int, SummedHere]]:
@@ -169,7 +211,12 @@ def summed_by_rank(plan: Plan, buckets: Iterable[Bucket]) -> Iterator[tuple[int,
     for bucket in buckets:
         for owner in bucket.owners if bucket.sum_dtype or bucket.form.sharding == "owners" else ():
             found.setdefault(owner, []).append(bucket)
-    return ((owner, SummedHere(plan, owner, tuple(own))) for owner, own in found.items())
+    together: dict[tuple[int, ...], SummedBuckets] = {}  # equal replicas sum the same
+    for owner, own in found.items():
+        look = tuple(map(id, own))
+        if look not in together:
+            together[look] = SummedBuckets(plan, tuple(own))
+        yield owner, SummedHere(owner, together[look])
 
 
 def most_at_once(sizes: Iterable[int]) -> int:
@@ -206,6 +253,7 @@ class Gathering:
         self._plan, self._buckets, self._graph, self._cluster = plan, buckets, prices.graph, prices.cluster
         self._seconds = [_bringing_seconds(plan, prices, bucket) for bucket in buckets]
         self._visits = visits_of(buckets, prices.graph, plan, schedules) if buckets else {}
+        self._peaks: dict[tuple[int, ...], float] = {}  # equal replicas gather in the same order
 
     def throughout(self, device: str) -> float:
         """Seconds of what a device gathers before a step."""
@@ -221,7 +269,9 @@ class Gathering:
         order = visits.forward.get(stage, ())
         overlapped = sum(self._seconds[number][device] for number in order) - forward
         there = sum(self._buckets[number].num_bytes for number in visits.throughout)
-        return Brought(forward, backward, overlapped, there + self._most(order))
+        if order not in self._peaks:
+            self._peaks[order] = self._most(order)
+        return Brought(forward, backward, overlapped, there + self._peaks[order])
 
     def _exposed(self, device: str, order: Sequence[int]) -> float:
         """Seconds that nothing hides: of the first bucket, and of those that use more than a link of the device alone."""
@@ -229,7 +279,7 @@ class Gathering:
         hidden = (number for number in order[1:] if is_alone and not self._buckets[number].is_shared_out)
         return sum(self._seconds[number][device] for number in order) - sum(self._seconds[number][device] for number in hidden)
 
-    def _most(self, order: Sequence[int]) -> float:
+    def _most(self, order: tuple[int, ...]) -> float:
         """Peak bytes of buckets: each lives until its last reader, with the received copy if it came from others, and the next."""
         reads, last_reads, most = self._graph.first_reads, self._graph.last_reads, 0
         sizes = [self._buckets[number].num_bytes for number in order]

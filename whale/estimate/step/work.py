@@ -11,7 +11,7 @@ import numpy as np
 
 from whale.estimate.costs.line import Line, Started
 from whale.estimate.memory.memory import kept_for_weights, kept_names, places_line, size_line, state_bytes
-from whale.estimate.memory.passes import BridgedTensor, Fullest, Passes
+from whale.estimate.memory.passes import BackwardStates, BridgedTensor, Fullest, Passes
 from whale.estimate.prices.collective_costs import CollectiveCosts, StagePlace, halved, messages_of
 from whale.estimate.prices.part import Part
 from whale.estimate.prices.prices import Prices
@@ -81,6 +81,10 @@ class _InGroup:
     own: tuple[tuple[float, float, float], ...]  # per position, of its own ops
 
 
+_InMemory = tuple[tuple[float, float, float], tuple[PassMemory, BackwardStates], float]
+"""Bytes of `Work`: kept, left and for_weights; memory, with the first backward pass; away."""
+
+
 @dataclass(eq=False)
 class Works:
     """The work of the stages of plans of one graph on one cluster, cached."""
@@ -89,7 +93,7 @@ class Works:
     state_of: Callable[[str], ParameterState]  # the forms of a parameter or buffer, by name
     bucketed: frozenset[str]  # parameters whose gradients lie in buckets
     _known: dict[tuple[StageKey, tuple[Device, ...], tuple[Link, ...], int, int, float], Work] = field(default_factory=dict, init=False)
-    _memory: dict[tuple[StageKey, int, int, float], tuple[float, float, float, PassMemory, float]] = field(default_factory=dict, init=False)
+    _memory: dict[tuple[StageKey, int, int], _InMemory] = field(default_factory=dict, init=False)
     _groups: dict[tuple[StageKey, tuple[Device, ...], tuple[Link, ...], int], _InGroup] = field(default_factory=dict, init=False)
     _repeats: dict[StageKey, RepeatedBridges] = field(default_factory=dict, init=False)
 
@@ -117,14 +121,16 @@ class Works:
         else:
             seconds = _at(self._alone(self.prices, key, group[0], num_rows), num_rows)
             own = seconds
-        there = key, first_alike(key.shards, position), num_rows, spared
+        there = key, first_alike(key.shards, position), num_rows
         if there not in self._memory:  # which the devices have no part in
             self._memory[there] = self._in_memory(*there)
         forward, inputs, weights = seconds
-        return Work(forward, inputs, weights, own[0], own[1] + own[2], *self._memory[there])
+        (kept, left, for_weights), (memory, first), away = self._memory[there]
+        if spared:
+            memory = replace(memory, first=first.fullest(memory.gradients - spared))
+        return Work(forward, inputs, weights, own[0], own[1] + own[2], kept, left, for_weights, memory, away)
 
-    def _in_memory(self, key: StageKey, position: int, num_rows: int, spared: float) -> tuple[float, float, float, PassMemory, float]:
-        """Bytes of `Work`: kept, left, for_weights, memory, away."""
+    def _in_memory(self, key: StageKey, position: int, num_rows: int) -> _InMemory:
         prices = self._prices(key, position)
         copies, forms = Line(), tuple[BridgedTensor, ...]()
         if key.shards:
@@ -135,7 +141,7 @@ class Works:
         if names is not None and key.offloads:
             away = self._away(prices, key, position).at(num_rows)
             names, copies, forms = frozenset(), Line(), tuple(replace(form, is_kept=False) for form in forms)
-        return *_kept(prices, key, num_rows, names, copies), self._pass_memory(prices, key, num_rows, names, forms, spared), away
+        return _kept(prices, key, num_rows, names, copies), self._pass_memory(prices, key, num_rows, names, forms), away
 
     def _in_group(self, key: StageKey, group: Sequence[str], num_rows: int) -> _InGroup:
         """`_together`, cached."""
@@ -190,9 +196,9 @@ class Works:
         return _InGroup((there_seconds, back_seconds - late, late), tuple(own))
 
     def _pass_memory(
-        self, prices: Prices, key: StageKey, num_rows: int, names: frozenset[str] | None, forms: tuple[BridgedTensor, ...], spared: float
-    ) -> PassMemory:
-        """Bytes of passes besides what is kept; `names` are the storages kept, None without training."""
+        self, prices: Prices, key: StageKey, num_rows: int, names: frozenset[str] | None, forms: tuple[BridgedTensor, ...]
+    ) -> tuple[PassMemory, BackwardStates]:
+        """Bytes of passes besides what is kept, and the first backward pass; `names` are the storages kept, None without training."""
         graph, part, training = prices.graph, key.part, names is not None
         crossing = part.crossing(graph) if training else ()
         states = {name: state_bytes(graph.parameter_by_name[name], self.state_of(name), training=training) for name in part.parameters}
@@ -210,13 +216,14 @@ class Works:
             offloads=key.offloads,
         )
         if names is None:
-            return PassMemory(forward=passes.forward(part.returned(graph)))
+            return PassMemory(forward=passes.forward(part.returned(graph))), BackwardStates.of(())
         kept = names.union(crossing)
         later = passes.backward(is_first=False, defers_weights=key.defers_weights)
-        first = passes.backward(is_first=True, defers_weights=key.defers_weights, spared=spared) if passes.gradients else later
+        first = passes.backward(is_first=True, defers_weights=key.defers_weights) if passes.gradients else later
         forward = passes.forward(crossing if key.recomputes else kept)
         recompute = passes.forward(kept) if key.recomputes else 0.0
-        return PassMemory(passes.gradients, forward, recompute, first, later, passes.largest_gradient if key.defers_weights else 0.0)
+        weight = passes.largest_gradient if key.defers_weights else 0.0
+        return PassMemory(passes.gradients, forward, recompute, first.fullest(), later.fullest(), weight), first
 
     def _divided(self, key: StageKey) -> frozenset[str]:
         """The losses whose classes are cut."""

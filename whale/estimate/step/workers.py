@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import zip_longest
+from typing import NamedTuple
 
 from whale.estimate.costs.compute import host_step_seconds, optimizer_seconds
 from whale.estimate.memory.memory import state_bytes
 from whale.estimate.prices.part import Part
 from whale.estimate.prices.prices import Prices
 from whale.estimate.step.step import MemoryUse
-from whale.estimate.step.sync import Gathering, SummedHere, deferred, giving_seconds, most_at_once, summed_by_rank
+from whale.estimate.step.sync import Brought, Gathering, SummedBuckets, SummedHere, deferred, giving_seconds, most_at_once, summed_by_rank
 from whale.estimate.step.work import StageKey, Work, Works, first_alike
 from whale.ir.cluster import NO_HANDLING, Device, Handling
 from whale.ir.graph import DTYPE_BYTES, Parameter
@@ -22,6 +24,11 @@ from whale.schedules import count_in_flight
 from whale.sharding.buckets import Bucket, Buckets, BucketSlot, filled_up
 
 _NOTHING: Mapping[str, int] = {}
+
+_Sums = tuple[int, ...]
+"""The numbers of `_State`, added over parameters."""
+
+_NO_SUMS: _Sums = (0,) * 12
 
 
 @dataclass(frozen=True)
@@ -69,8 +76,37 @@ class _Place:
     rows: tuple[tuple[int, tuple[int, ...]], ...]  # per number of rows of a micro-batch, those of each device
 
 
+@dataclass(frozen=True, eq=False)
+class _Team:
+    """What equal replicas on equal devices share."""
+
+    number: int  # of their schedule
+    rows: tuple[int, ...]  # per micro-batch
+    ranks: tuple[tuple[_Place, ...], ...]  # per rank, its stages
+    workers: dict[Hashable, SimulatedWorker] = field(default_factory=dict)  # by rank, index of the device there, and what is its own
+
+
+class _Own(NamedTuple):
+    """What a device has that those of equal replicas may not have: it keeps other parameters, on a host with other devices."""
+
+    kept: tuple[_Sums, ...] = ()  # of what it keeps: of all its stages, and of each of them
+    spared: tuple[float, ...] = ()  # per stage, as in `SummedHere`
+    freed: tuple[float, ...] = ()  # per stage
+    freed_last: float = 0.0  # the rest, by the optimizer's step
+    lost: tuple[int, ...] = ()  # of all its stages, and of each of them
+    casting: float = 0.0  # seconds
+    sent: float = 0.0
+    brought: tuple[Brought, ...] = ()  # per stage
+    given: float = 0.0  # seconds in which it sends and receives weights outside of passes
+    num_given: int = 0  # buckets
+    in_buckets: int = 0  # bytes that buckets of weights add to those of weights
+    padding: int = 0  # the same of gradients
+    published: float = 0.0
+    num_on_host: int = 1  # devices of its host, where state lives there
+
+
 class Workers:
-    """Makes workers of the devices of replicas, cached."""
+    """Makes workers of the devices of replicas; equal devices share theirs."""
 
     def __init__(self, plan: Plan, prices: Prices, buckets: Buckets, schedules: Sequence[Schedule]) -> None:
         self._plan, self._prices, self._kept = plan, prices, buckets.kept
@@ -88,6 +124,7 @@ class Workers:
                 self._num_given[device] += 1
         self._padding = _padding_of_pieces(bucket for bucket in buckets.summed if bucket.form.sharding == "stage")
         self._summed = dict(summed_by_rank(plan, buckets.summed))
+        self._nothing_summed = SummedHere(0, SummedBuckets(plan, ()))
         self._published: dict[int, list[int]] = {}
         self._filling: dict[int, int] = {}  # of buckets in which ops read weights
         for bucket in buckets.published:
@@ -98,114 +135,141 @@ class Workers:
                     self._published.setdefault(owner, []).append(bucket.num_bytes)
         let_go = frozenset(name for bucket in buckets.summed if bucket.form.sharding == "owners" for name in bucket.names)
         self._works = Works(prices, plan.state_of, bucketed)
-        self._held = _ParameterMemory(prices, plan, bucketed, let_go)
+        self._held = _ParameterMemory(prices, plan, bucketed, let_go, are_shared=bool(self._kept))
         self._rows = plan.all_micro_batch_rows(plan.planned_rows)
         self._of_kind: dict[int, set[tuple[int | None, Kind]]] = {}
         self._in_flight: dict[int, tuple[int, ...]] = {}
         self._keys: dict[StageKey, StageKey] = {}
-        self._known: dict[Hashable, tuple[SimulatedWorker, ...]] = {}
-        self._same: dict[Hashable, tuple[SimulatedWorker, ...]] = {}
+        self._teams: dict[Hashable, _Team] = {}
+        self._same: dict[Hashable, _Team] = {}
+        # what others keep is not on a device; hosts have more or fewer devices
+        self._are_unlike = bool(self._kept or self._padding or self._summed or self._uses_hosts)
 
     def of(self, replica: Replica, schedule: Schedule, number: int) -> Iterator[tuple[str, SimulatedWorker]]:
-        """The devices of a replica with their workers; equal replicas on equal devices share them.
+        """The devices of a replica with their workers; `number`: index of the replica's schedule."""
+        team = self._team(replica, schedule, number)
+        for rank, stage in enumerate(replica.first_stages):
+            for index, device in enumerate(stage.virtual_device.devices):
+                place = replica.index, rank, index, device
+                own = self._own(team, *place) if self._are_unlike else None
+                key = rank, index, own
+                if key not in team.workers:
+                    team.workers[key] = self._worker(team, *place[1:], own or self._own(team, *place))
+                yield device, team.workers[key]
 
-        `number`: index of the replica's schedule.
-        """
+    def _team(self, replica: Replica, schedule: Schedule, number: int) -> _Team:
         groups = tuple(self._works.likeness(group) for stage in replica.stages for group in stage.groups)
         stages = [(own.ops, own.parameters, own.program, own.shards, own.shares, own.split) for own in replica.stages]
-        # what others keep is not here; hosts have more or fewer devices
-        is_own = self._kept or self._padding or self._summed or self._uses_hosts
-        own_state = replica.index if is_own else None
-        same = number, groups, self._sizes(replica), id(replica.edges), tuple(id(part) for own in stages for part in own), own_state
+        rows = tuple(stop - start for start, stop in self._rows[replica.index])
+        same = number, groups, rows, id(replica.edges), tuple(id(part) for own in stages for part in own)
         if same not in self._same:  # else what they are made of, which is long, is one for both
-            look = number, groups, self._sizes(replica), replica.edges, tuple(stages), own_state
-            if look not in self._known:
-                self._known[look] = tuple(self._found(replica, schedule, number))
-            self._same[same] = self._known[look]
-        return zip((device for stage in replica.first_stages for device in stage.virtual_device.devices), self._same[same], strict=True)
+            look = number, groups, rows, replica.edges, tuple(stages)
+            if look not in self._teams:
+                self._teams[look] = _Team(number, rows, tuple(self._places(replica, schedule, number, rows)))
+            self._same[same] = self._teams[look]
+        return self._same[same]
 
-    def _sizes(self, replica: Replica) -> tuple[int, ...]:
-        return tuple(stop - start for start, stop in self._rows[replica.index])
-
-    def _found(self, replica: Replica, schedule: Schedule, number: int) -> Iterator[SimulatedWorker]:
-        """The workers of a replica, rank by rank."""
+    def _places(self, replica: Replica, schedule: Schedule, number: int, rows: Sequence[int]) -> Iterator[tuple[_Place, ...]]:
+        """Per rank, its stages."""
         if number not in self._of_kind:
             self._in_flight[number] = count_in_flight(schedule)
             kinds = (Kind.RECOMPUTE, Kind.BACKWARD_WEIGHT)
             self._of_kind[number] = {(a.stage, a.kind) for actions in schedule.ranks for a in actions if a.kind in kinds}
-        rows = self._sizes(replica)
         places = [self._place(stage, stage_key(replica, stage, self._of_kind[number]), sorted(set(rows))) for stage in replica.stages]
-        for rank in range(schedule.num_ranks):
-            own = [places[stage] for stage in schedule.stages_of(rank)]
-            for index, device in enumerate(own[0].stage.virtual_device.devices):
-                yield self._worker(replica.index, number, rank, own, index, device, rows)
+        return (tuple(places[stage] for stage in schedule.stages_of(rank)) for rank in range(schedule.num_ranks))
 
     def _place(self, stage: Stage, key: StageKey, sizes: Sequence[int]) -> _Place:
         known = self._keys.setdefault(key, key)  # one object for equal keys, which are long
         return _Place(stage, known, stage.groups, tuple((size, stage.rows(size)) for size in sizes))
 
-    def _worker(
-        self, replica: int, number: int, rank: int, own: Sequence[_Place], index: int, device: str, rows: tuple[int, ...]
-    ) -> SimulatedWorker:
-        positions = [index % place.stage.split for place in own]
-        kept = self._kept.get(self._plan.rank_of[device], _NOTHING) if self._kept else None
-        held = self._held.of([place.key for place in own], positions, kept)
-        known, costs = self._prices.cluster.by_name[device], self._prices.costs
-        shared = costs.host_bandwidth / self._num_on_host[known.host]
-        at = self._plan.rank_of[device]
-        summed = self._summed.get(at, SummedHere(self._plan, at))
-        freed = tuple(summed.freed(replica, place.stage.index) for place in own)
-        works = tuple(self._work(replica, own, index, device, summed if len(rows) == 1 else None))
-        away = self._in_flight[number][rank] * max((work.away for _, work in works), default=0.0)
-        last = dict(works)[own[0].stage.index, rows[-1]]
-        hides = 0.0 if self._gathers or own[0].key.defers_weights else last.backward_input + last.backward_weight
+    def _own(self, team: _Team, replica: int, rank: int, index: int, device: str) -> _Own:
+        places = team.ranks[rank]
+        at, stages = self._plan.rank_of[device], [place.stage.index for place in places]
+        kept = self._kept.get(at, _NOTHING)
+        positions = [index % place.stage.split for place in places]
+        keys = [place.key for place in places]
+        summed = self._summed.get(at, self._nothing_summed)
+        freed = tuple(summed.freed(replica, stage) for stage in stages)
+        return _Own(
+            kept=tuple(self._held.kept(*own, kept) for own in _together_and_alone(keys, positions)) if kept else (),
+            spared=tuple(summed.spared(replica, stage) for stage in stages),
+            freed=freed,
+            freed_last=summed.freed_in_all - sum(freed),
+            lost=(summed.together.lost, *(summed.lost_of(replica, stage) for stage in stages)),
+            casting=summed.together.seconds(self._prices.cluster.by_name[device]),
+            sent=float(summed.together.on_their_way),
+            brought=tuple(self._gathering.of(device, stage) for stage in stages),
+            given=self._publishing.get(device, 0.0) + self._gathering.throughout(device),
+            num_given=self._num_given[device],
+            in_buckets=self._filling.get(at, 0),
+            padding=self._padding.get(at, 0),
+            published=float(most_at_once(self._published.get(at, ()))),
+            num_on_host=self._num_on_host[self._prices.cluster.by_name[device].host] if self._uses_hosts else 1,
+        )
+
+    def _worker(self, team: _Team, rank: int, index: int, device: str, own: _Own) -> SimulatedWorker:
+        places, rows, costs = team.ranks[rank], team.rows, self._prices.costs
+        positions = [index % place.stage.split for place in places]
+        states = [self._held.of(*held) for held in _together_and_alone([place.key for place in places], positions)]
+        held, *alone = (_State.of(whole, kept) for whole, kept in zip_longest(states, own.kept, fillvalue=_NO_SUMS))
+        known = self._prices.cluster.by_name[device]
+        works = tuple(self._work(places, index, device, own, is_only=len(rows) == 1))
+        away = self._in_flight[team.number][rank] * max((work.away for _, work in works), default=0.0)
+        last = dict(works)[places[0].stage.index, rows[-1]]
+        hides = 0.0 if self._gathers or places[0].key.defers_weights else last.backward_input + last.backward_weight
         moved = held.returning + self._exposed(known, held.leaving, hides)
+        shared = costs.host_bandwidth / own.num_on_host
         on_host = host_step_seconds(known, shared, held.stepped_there, moved) if held.stepped_there else 0.0
+        lost, *lost_of = own.lost
         return SimulatedWorker(
-            number,
+            team.number,
             rank,
-            tuple(place.stage.index for place in own),
+            tuple(place.stage.index for place in places),
             rows,
             works,
             replace(
                 held.use,
-                weights=held.use.weights + self._filling.get(at, 0),
-                gradients=held.use.gradients - held.unbucketed + self._padding.get(at, 0) + summed.lost,
+                weights=held.use.weights + own.in_buckets,
+                gradients=held.use.gradients - held.unbucketed + own.padding + lost,
             ),
             held.unbucketed,
             held.casts,
-            tuple(
-                self._held.of([place.key], [position], kept).use.total + summed.lost_of(replica, place.stage.index)
-                for place, position in zip(own, positions, strict=True)
-            ),
-            optimizer_seconds(known, *held.stepped) + summed.seconds(known) + on_host + self._given(device),
+            tuple(state.use.total + num_bytes for state, num_bytes in zip(alone, lost_of, strict=True)),
+            optimizer_seconds(known, *held.stepped) + own.casting + on_host + own.given,
             costs.capacity(known),
             known.reached_handling,
             held.on_host + away,
-            sent=float(summed.on_their_way),
-            freed=freed,
-            freed_last=summed.freed_in_all - sum(freed),
-            published=float(most_at_once(self._published.get(at, ()))),
-            num_given=self._num_given[device],
+            sent=own.sent,
+            freed=own.freed,
+            freed_last=own.freed_last,
+            published=own.published,
+            num_given=own.num_given,
         )
 
     def _exposed(self, device: Device, num_bytes: float, hides: float) -> float:
         """Bytes of gradients still on their way to the host after the last backward pass: at least a bucket."""
         return max(num_bytes - hides * device.host_link, min(num_bytes, float(self._prices.costs.bucket_bytes)))
 
-    def _given(self, device: str) -> float:
-        """Seconds in which a device sends and receives weights outside of passes."""
-        return self._publishing.get(device, 0.0) + self._gathering.throughout(device)
-
     def _work(
-        self, replica: int, own: Sequence[_Place], index: int, device: str, summed: SummedHere | None
+        self, places: Sequence[_Place], index: int, device: str, own: _Own, *, is_only: bool
     ) -> Iterator[tuple[tuple[int, int], Work]]:
-        for place in own:
+        """By stage and rows of a micro-batch; `is_only`: whether there is one micro-batch, so that its backward pass is the last."""
+        for place, spared, brought in zip(places, own.spared, own.brought, strict=True):
             group, position = divmod(index, place.stage.split)
-            brought = self._gathering.of(device, place.stage.index)
-            spared = 0.0 if summed is None else summed.spared(replica, place.stage.index)
             for size, rows in place.rows:
-                yield (place.stage.index, size), brought(self._works.of(place.key, place.groups[group], position, rows[index], spared))
+                work = self._works.of(place.key, place.groups[group], position, rows[index], spared if is_only else 0.0)
+                yield (place.stage.index, size), brought(work)
+
+
+Held = tuple[tuple[StageKey, ...], tuple[int, ...]]
+"""Stages of a device, and its position in the split group of each."""
+
+
+def _together_and_alone(keys: Sequence[StageKey], positions: Sequence[int]) -> Iterator[Held]:
+    """All stages of a device, and each of them."""
+    own = tuple(first_alike(key.shards, position) for key, position in zip(keys, positions, strict=True))
+    yield tuple(keys), own
+    yield from (((key,), (position,)) for key, position in zip(keys, own, strict=True))
 
 
 def stage_key(replica: Replica, stage: Stage, kinds: Collection[tuple[int | None, Kind]] = ()) -> StageKey:
@@ -231,38 +295,53 @@ class _State:
     returning: float  # of weights back
     on_host: float  # of what lives on the host, and of the gradients that arrive there
 
+    @staticmethod
+    def of(whole: _Sums, kept: _Sums) -> _State:
+        sums = [float(own + more) for own, more in zip(whole, kept, strict=True)]
+        return _State(MemoryUse(*sums[:3]), (sums[3], sums[4], sums[5]), *sums[6:])
+
 
 class _ParameterMemory:
-    """Bytes of parameters on a device, with gradients and optimizer state."""
+    """Bytes of parameters on a device, with gradients and optimizer state; what several stages of a device hold counts once.
 
-    def __init__(self, prices: Prices, plan: Plan, bucketed: frozenset[str], let_go: frozenset[str]) -> None:
-        self._prices, self._plan, self._bucketed, self._let_go = prices, plan, bucketed, let_go
-        self._known: dict[Hashable, _State] = {}
+    Args:
+        are_shared: whether some are sharded over owners.
+    """
 
-    def of(self, keys: Sequence[StageKey], positions: Sequence[int], kept: Mapping[str, int] | None) -> _State:
-        """The bytes; what several stages of a device hold counts once.
+    def __init__(self, prices: Prices, plan: Plan, bucketed: frozenset[str], let_go: frozenset[str], *, are_shared: bool) -> None:
+        self._prices, self._plan, self._bucketed, self._let_go, self._are_shared = prices, plan, bucketed, let_go, are_shared
+        self._known: dict[Held, tuple[Mapping[str, Parameter], _Sums, dict[tuple[str, int], _Sums]]] = {}
 
-        `kept`: elements that the device keeps of what is sharded over owners; None where nothing is.
-        """
-        positions = [first_alike(key.shards, position) for key, position in zip(keys, positions, strict=True)]
-        question = tuple(keys), tuple(positions), id(kept)
-        if question not in self._known:
+    def of(self, keys: tuple[StageKey, ...], positions: tuple[int, ...]) -> _Sums:
+        """What the device has if it keeps nothing of what is sharded over owners."""
+        return self._of(keys, positions)[1]
+
+    def kept(self, keys: tuple[StageKey, ...], positions: tuple[int, ...], kept: Mapping[str, int]) -> _Sums:
+        """What it has more for the elements that it keeps of each parameter."""
+        parameters, _, known = self._of(keys, positions)
+        for name, number in kept.items():
+            if (name, number) not in known and name in parameters:
+                rows = (self._row(name, parameters[name], own) for own in (number, 0))
+                known[name, number] = tuple(more - less for more, less in zip(*rows, strict=True))
+        return _added(known[each] for each in kept.items() if each[0] in parameters)
+
+    def _of(
+        self, keys: tuple[StageKey, ...], positions: tuple[int, ...]
+    ) -> tuple[Mapping[str, Parameter], _Sums, dict[tuple[str, int], _Sums]]:
+        """The parameters; their sums with nothing kept; and what is known of some with so many elements kept."""
+        if (keys, positions) not in self._known:
             found: dict[str, Parameter] = {}
             for key, position in zip(keys, positions, strict=True):
                 own = self._prices.local(key.part.ops, key.shards, position) if key.shards else self._prices
                 found |= {name: own.graph.parameter_by_name[name] for name in key.part.parameters}
-            self._known[question] = self._add(found, kept)
-        return self._known[question]
+            kept = 0 if self._are_shared else None
+            self._known[keys, positions] = found, _added(self._row(name, known, kept) for name, known in found.items()), {}
+        return self._known[keys, positions]
 
-    def _add(self, parameters: Mapping[str, Parameter], kept: Mapping[str, int] | None) -> _State:
-        rows = [self._row(name, known, kept) for name, known in parameters.items()]
-        sums = [float(sum(column)) for column in zip(*rows, strict=True)] or [0.0] * 12
-        return _State(MemoryUse(*sums[:3]), (sums[3], sums[4], sums[5]), *sums[6:])
-
-    def _row(self, name: str, known: Parameter, kept: Mapping[str, int] | None) -> tuple[int, ...]:
-        """The numbers of `_State` of one parameter."""
+    def _row(self, name: str, known: Parameter, kept: int | None) -> _Sums:
+        """The numbers of `_State` of one parameter; `kept`: elements that the device keeps, if it is sharded over owners."""
         state, training = self._plan.state_of(name), self._prices.training
-        own = None if kept is None or state.kept.sharding == "stage" else kept.get(name, 0)
+        own = None if state.kept.sharding == "stage" else kept
         held = made = state_bytes(known, state, training=training)
         if own is not None:
             held = state_bytes(known, state, training=training, kept=own)
@@ -280,6 +359,10 @@ class _ParameterMemory:
         is_cast = state.casts_gradient and name not in self._let_go
         casts = max(0, num_bytes - unbucketed) if is_cast else 0  # what is apart is let go as it is cast
         return *uses, weights, held.gradient, num_bytes * state.num_optimizer_tensors, unbucketed, casts, 0, 0, 0, 0
+
+
+def _added(rows: Iterable[_Sums]) -> _Sums:
+    return tuple(map(sum, zip(_NO_SUMS, *rows, strict=True)))
 
 
 def _padding_of_pieces(buckets: Iterable[Bucket]) -> dict[int, int]:
