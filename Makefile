@@ -65,6 +65,7 @@ types: $(VENV)/installed_tests
 
 bench: $(VENV)/installed
 	$(BIN)/python examples/benchmarks/overhead.py
+	$(BIN)/python examples/benchmarks/kernels.py
 	$(BIN)/python examples/benchmarks/split.py
 	$(BIN)/python examples/benchmarks/planning.py
 	$(BIN)/python examples/benchmarks/prediction.py

@@ -4,7 +4,7 @@ trace      torch.export of model and loss, without running them
 flatten    one graph: ties joined, inner regions inlined, one ``num_rows``
 writes     to parameters are refused, to the batch go to a copy
 split      the loss becomes terms of (sum, weight)
-clean      dead code and needless detaches are removed
+clean      dead code, needless detaches and slices are removed, and masks that no batch decides
 describe   nodes become ops, without torch
 """
 
@@ -32,8 +32,9 @@ from whale.capture.exporting.wrapper import Loss, Mode, check_loss
 from whale.capture.flat.aliasing import ancestors, memory_roots, written_arguments
 from whale.capture.flat.autocast import Autocast, lift_casts
 from whale.capture.flat.flatten import Flat, flatten
+from whale.capture.flat.masks import settle_masks
 from whale.capture.flat.ops import describe, with_scopes
-from whale.capture.flat.passes import drop_causal_masks, drop_needless_detaches, remove_dead_code, settle_writes
+from whale.capture.flat.passes import drop_needless_detaches, drop_whole_slices, remove_dead_code, settle_writes
 from whale.capture.flat.sizes import TiedTensors, check_memory, holdings, lender, mark_factors
 from whale.capture.loss.terms import TermNodes, split_loss
 from whale.capture.program import CapturedProgram
@@ -167,8 +168,9 @@ def _build(
     returned = [node for term in terms for node in (term.sum, term.weight) if node is not None]
     flat.graph.output((*returned, *outputs))
     drop_needless_detaches(flat.graph)
+    drop_whole_slices(flat.graph)
     if first.dynamic:  # else a length may be the number of rows
-        drop_causal_masks(flat.graph, first.rows)
+        settle_masks(flat.graph, first.rows)
     remove_dead_code(flat.graph, frozenset(name for name, kind in flat.kinds.items() if kind in ("buffer", "parameter")))
     read_as = _lift_casts(flat, held, kind.read_as)
     ops = describe(flat, model, default)

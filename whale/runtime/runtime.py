@@ -22,6 +22,7 @@ from whale.runtime.execute.connections import Connections
 from whale.runtime.execute.equal_copies import EqualCopies
 from whale.runtime.execute.executor import StepState
 from whale.runtime.execute.finite import LossWatch
+from whale.runtime.execute.loss import Totals
 from whale.runtime.execute.roster import Roster
 from whale.runtime.execute.status import StatusBoard
 from whale.runtime.execute.worker import Worker
@@ -284,14 +285,15 @@ class Runtime:
         if mode in self._workers:
             self._workers[mode].refuse(reason, call)
 
-    def totals(self, step: StepState) -> torch.Tensor:
+    def totals(self, step: StepState) -> Totals:
         """The loss's sums and weights over all ranks; waits for them the first time."""
         assert step.reduction is not None
-        vector, work = step.reduction
-        with self.status.reporting():
-            self._connections.world_sums.finish(work, "summing the loss")
-        step.reduction = vector, None
-        return vector
+        totals, work = step.reduction
+        if work is not None:
+            with self.status.reporting():
+                self._connections.world_sums.finish(work, "summing the loss")
+            step.reduction = totals, None
+        return totals
 
     def unmerged(self, state: EngineState) -> list[str]:
         """Running statistics that differ between owners, each updated by its own rows, until they are merged."""

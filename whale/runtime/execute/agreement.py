@@ -130,7 +130,9 @@ class Agreement:
             report = replace(report, copies=self._copies.report())
         if batch.is_global:
             first = self._start(report)
-            return PendingAgreement(self._measure_whole(batch), lambda: self._end(first, report, self._none()))
+            return PendingAgreement(
+                self._measure_whole(batch), lambda: self._end(first, report, self._none() if self._world.can_compare else None)
+            )
         measured = self._measure(batch)
         first = self._start(report)
         return PendingAgreement(None, lambda: self._end(first, report, measured))

@@ -40,6 +40,11 @@ class WorldSums:
         self._ranks = tuple(range(world.size))
         self._peers = tuple(rank for rank in self._ranks if rank != world.rank)
 
+    @property
+    def is_alone(self) -> bool:
+        """Whether there is one rank, whose sums are those of all."""
+        return not self._peers
+
     def start(self, tensor: torch.Tensor) -> Launched | None:
         """Starts an in-place sum; None for a single rank."""
         return start_sum(tensor, self._groups[self._ranks]) if self._peers else None

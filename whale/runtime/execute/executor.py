@@ -18,7 +18,7 @@ from whale.ir.graph import ModelGraph
 from whale.ir.schedule import COMMUNICATION, POSTS, RECEIVES, Action, Kind
 from whale.runtime.execute.batch import BatchView
 from whale.runtime.execute.exchange import Exchange, place_of
-from whale.runtime.execute.loss import LossAccount
+from whale.runtime.execute.loss import LossAccount, Totals
 from whale.runtime.execute.op_faults import named_ops
 from whale.runtime.execute.randomness import seed_of
 from whale.runtime.execute.stage import Flight, StageRunner
@@ -73,8 +73,8 @@ class StepState:
     account: LossAccount  # sums of the loss
     with_gradients: bool  # whether backward will come
     awaits_weights: bool = False  # whether the weights of the loss come with the agreement, which backward then waits for
-    # the vector of loss sums and weights, in flight over all ranks after the last forward
-    reduction: tuple[torch.Tensor, Launched | None] | None = None
+    # the totals of the loss over all ranks, in flight after the last forward
+    reduction: tuple[Totals, Launched | None] | None = None
     # of the graph itself (``predict``): name, first and last global row, value
     outputs: list[tuple[str, int, int, torch.Tensor]] = field(default_factory=list)
 

@@ -47,7 +47,7 @@ class HostCopy:
         """The number; waits for it."""
         if self._arrived is not None:
             self._arrived.synchronize()
-        return float(self._value)
+        return float(self._value.tolist())
 
 
 class LossWatch:
@@ -65,7 +65,7 @@ class LossWatch:
             RuntimeFault: it is not finite.
         """
         if loss.device.type == "cpu":
-            self._check(step_number, account, float(loss), "the update was not applied")
+            self._check(step_number, account, loss.tolist(), "the update was not applied")
         elif loss.device.type == "cuda":
             self._copied.append((step_number, account, HostCopy.of(loss)))
             self.settle(NUM_STEPS_AHEAD)

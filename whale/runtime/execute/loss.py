@@ -39,8 +39,7 @@ class WeightProgram:
         self, position: int, batch: BatchView, rows: Sequence[tuple[int, int]], tensors: Mapping[str, torch.Tensor], device: torch.device
     ) -> torch.Tensor:
         """The sum of one measured weight over some row intervals: 0-dim float64."""
-        program = self.programs[position]
-        total = torch.zeros((), dtype=torch.float64, device=device)
+        program, total = self.programs[position], None
         for start, stop in rows:
             arguments: list[object] = []
             for kind, key in zip(program.kinds, program.keys, strict=True):
@@ -48,8 +47,9 @@ class WeightProgram:
                     arguments.append(stop - start if key == NUM_ROWS else batch.rows_on(device, key, start, stop))
                 else:
                     arguments.append(tensors[key])
-            total += program.module(*arguments)[0]
-        return total
+            own = program.module(*arguments)[0]
+            total = own.double() if total is None else total + own
+        return torch.zeros((), dtype=torch.float64, device=device) if total is None else total
 
 
 def weight_program(model: ModelGraph, graph: torch.fx.Graph, device: torch.device) -> WeightProgram:
@@ -80,12 +80,37 @@ def weight_program(model: ModelGraph, graph: torch.fx.Graph, device: torch.devic
 
     numbers = {index: computing(index, torch.device("cpu")) for index in by_rows}
     assert all(set(program.inputs) <= {NUM_ROWS} for program in numbers.values())
-    return WeightProgram(numbers, tuple(measured), tuple(computing(index, device) for index in measured))
+    return WeightProgram(numbers, tuple(measured), tuple(_in_float64(computing(index, device)) for index in measured))
+
+
+def _in_float64(program: StageProgram) -> StageProgram:
+    """Makes a program that ends in a count (a sum of integers) return float64, so that no cast follows it."""
+    ((made,),) = (node.args[0] for node in program.module.graph.find_nodes(op="output"))
+    value = made.meta.get("val")
+    is_count = made.target is torch.ops.aten.sum.default and isinstance(value, torch.Tensor) and value.dtype is torch.int64
+    if is_count and not made.kwargs:
+        made.kwargs = {"dtype": torch.float64}
+        program.module.recompile()
+    return program
+
+
+@dataclass(frozen=True)
+class Totals:
+    """Per term its sum and its weight, of one rank or of all."""
+
+    sums: Sequence[torch.Tensor | None]  # 0-dim; None for a term that is not counted here
+    weights: Sequence[torch.Tensor | float]
+
+    @staticmethod
+    def of(vector: torch.Tensor) -> Totals:
+        """Of the sum of all ranks' vectors, which may be in flight."""
+        sums, weights = vector.view(2, -1).unbind()
+        return Totals(sums.unbind(), weights.unbind())
 
 
 def whole_divisor(term: LossTerm, weight: torch.Tensor) -> torch.Tensor:
     """The divisor of a term over the global batch, from the sum of its weights."""
-    divisor = weight + term.offset
+    divisor = weight + term.offset if term.offset else weight
     return divisor if term.minimum is None else divisor.clamp(min=term.minimum)
 
 
@@ -139,19 +164,22 @@ class LossAccount:
 
     def _seed(self, index: int, total: torch.Tensor) -> torch.Tensor:
         divisor, coefficient = self.divisor(index), self.terms[index].coefficient * self._scale
-        if isinstance(divisor, torch.Tensor):
-            return (coefficient / divisor).to(device=total.device, dtype=total.dtype)
-        return torch.full((), coefficient / divisor, dtype=total.dtype, device=total.device)
+        if not isinstance(divisor, torch.Tensor):
+            return torch.full((), coefficient / divisor, dtype=total.dtype, device=total.device)
+        seed = torch.empty((), dtype=total.dtype, device=total.device)  # into which the kernel rounds what it works out in float64
+        divisor = divisor.to(total.device)
+        return torch.reciprocal(divisor, out=seed) if coefficient == 1 else torch.mul(divisor.reciprocal(), coefficient, out=seed)
 
     def add(self, index: int, total: torch.Tensor, weight: object) -> None:
         """Adds a piece's sum, and its weight if that was not known in advance."""
         value = total.detach()
         before = self._sums[index]
         self.dtype = torch.promote_types(self.dtype, value.dtype)
-        self._sums[index] = value.double() if before is None else before + value
+        self._sums[index] = value if before is None else before.double() + value
         if weight is not None and index not in self._known:
             assert isinstance(weight, (torch.Tensor, int, float))
-            self._weights[index] = self._weights[index] + (weight.detach().double() if isinstance(weight, torch.Tensor) else weight)
+            more, so_far = weight.detach().double() if isinstance(weight, torch.Tensor) else weight, self._weights[index]
+            self._weights[index] = more if isinstance(so_far, float) and so_far == 0 else so_far + more
 
     def vector(self) -> torch.Tensor:
         """This rank's sums, then its weights, float64, to be summed over all ranks."""
@@ -166,19 +194,36 @@ class LossAccount:
             return value.to(self._device, torch.float64).reshape(())
         return torch.full((), value, dtype=torch.float64, device=self._device)
 
-    def loss(self, vector: torch.Tensor) -> torch.Tensor:
-        """The global loss from the sum of all ranks' vectors."""
+    @property
+    def own(self) -> Totals:
+        """This rank's sums and weights."""
+        return Totals(self._sums, self._weights)
+
+    def loss(self, totals: Totals) -> torch.Tensor:
+        """The global loss from the totals of all ranks: 0-dim float64."""
         if not self.terms:
             return torch.zeros((), dtype=torch.float64, device=self._device)
-        return self._total(vector, "")
+        return self._total(totals, "")
 
-    def metrics(self, vector: torch.Tensor) -> dict[str, torch.Tensor]:
+    def metrics(self, totals: Totals) -> dict[str, torch.Tensor]:
         """The metrics of the global batch, likewise."""
-        return {name: self._total(vector, name) for name in dict.fromkeys(term.metric for term in self.terms) if name}
+        return {name: self._total(totals, name) for name in dict.fromkeys(term.metric for term in self.terms) if name}
 
-    def _total(self, vector: torch.Tensor, metric: str) -> torch.Tensor:
-        own = [(index, term) for index, term in enumerate(self.terms) if term.metric == metric]
-        return reduce(add, (vector[index] * term.coefficient / self._weight(index, vector) for index, term in own))
+    def _total(self, totals: Totals, metric: str) -> torch.Tensor:
+        own = (index for index, term in enumerate(self.terms) if term.metric == metric)
+        return reduce(add, (self._quotient(index, totals) for index in own))
+
+    def _quotient(self, index: int, totals: Totals) -> torch.Tensor:
+        """A term of the loss: 0-dim float64. Each step is a kernel, so that of a plain sum or mean none is for nothing."""
+        value, coefficient, weight = totals.sums[index], self.terms[index].coefficient, self._weight(index, totals)
+        if value is None:
+            value = torch.zeros((), dtype=torch.float64, device=self._device)
+        value = value.to(self._device).reshape(())
+        if coefficient != 1:
+            value = value.double() * coefficient
+        if isinstance(weight, torch.Tensor):
+            return value / weight  # float64, as the weight is
+        return value.double() / weight if weight != 1 else value.double()
 
     @property
     def is_finite(self) -> bool:
@@ -191,11 +236,11 @@ class LossAccount:
         """Whether gradients are scaled, or some weight is known only after the forward pass."""
         return self._scale != 1.0 or self._late is not None
 
-    def correction(self, vector: torch.Tensor) -> torch.Tensor:
-        """The factor on the gradients."""
+    def correction(self, totals: Totals) -> torch.Tensor:
+        """The factor on the gradients: 0-dim float64."""
         if self._late is None:
-            return vector.new_full((), 1 / self._scale)
-        return self._num_rows / self._scale / whole_divisor(self.terms[self._late], vector[len(self.terms) + self._late])
+            return torch.full((), 1 / self._scale, dtype=torch.float64, device=self._device)
+        return self._num_rows / self._scale / whole_divisor(self.terms[self._late], self._scalar(totals.weights[self._late]))
 
     @property
     def _late(self) -> int | None:
@@ -203,8 +248,8 @@ class LossAccount:
         late = (i for i, term in enumerate(self.terms) if term.weight is not None and not term.weight_from_inputs and not term.metric)
         return next(late, None)
 
-    def _weight(self, index: int, vector: torch.Tensor) -> float | torch.Tensor:
+    def _weight(self, index: int, totals: Totals) -> float | torch.Tensor:
         if self.terms[index].weight is None:
             return 1.0
         known = self._by_rows.get(index)
-        return whole_divisor(self.terms[index], vector[len(self.terms) + index]) if known is None else known
+        return whole_divisor(self.terms[index], self._scalar(totals.weights[index])) if known is None else known

@@ -20,7 +20,7 @@ from whale.runtime.execute.connections import Connections
 from whale.runtime.execute.equal_copies import EqualCopies
 from whale.runtime.execute.exchange import Boundary, Exchange
 from whale.runtime.execute.executor import ActionOrder, Executor, StepState
-from whale.runtime.execute.loss import LossAccount, weight_program
+from whale.runtime.execute.loss import LossAccount, Totals, weight_program
 from whale.runtime.execute.rank_stages import RankStages, make_stages
 from whale.runtime.program.compiled import Compilation
 from whale.runtime.program.stage_source import Captured
@@ -186,9 +186,12 @@ class Worker:
             account.know(index, weight, reports=self._agreement.answers_for(index))
 
     def _reduce(self, state: StepState) -> None:
-        if self.model.loss:
+        if self._world_sums.is_alone:
+            state.reduction = state.account.own, None
+        elif self.model.loss:
             vector = state.account.vector()
-            state.reduction = vector, self._world_sums.start(vector)
+            work = self._world_sums.start(vector)
+            state.reduction = Totals.of(vector), work
 
     def close(self) -> None:
         """Releases the groups of split stages; no step can follow."""

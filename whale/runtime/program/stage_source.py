@@ -6,7 +6,7 @@ another of static shapes for the first number of rows.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import partial
 from typing import Protocol
 
@@ -16,6 +16,7 @@ from torch import fx
 from whale.axes.batch import MIN_ROWS, halve_stage
 from whale.ir.graph import ModelGraph
 from whale.ir.plan import Replica, Stage
+from whale.ir.writes import SILENT_WRITERS, Reads
 from whale.runtime.program.compiled import Compilation, compile_runs
 from whale.runtime.program.lowering import StageProgram, StageShards, lower
 from whale.runtime.program.watch import NOBODY, Watch
@@ -71,6 +72,10 @@ class StageSource:
         wanted = sent | terms | weights | own_outputs
         self.outputs = tuple(op.name for op in model.ops if op.name in wanted)
         self._halving = halve_stage(model, shards.axes, replica.edges, stage) if shards is not None and stage.overlap else None
+        # halves are joined op by op
+        self._ops = (
+            ops if self._halving is not None else ops - _only_for(model, ops, {t.weight for t in model.loss if t.weight} - weights, wanted)
+        )
         self._lowered: dict[tuple[fx.Graph, int, bool, bool], StageProgram] = {}
 
     def __call__(self, num_rows: int) -> StageProgram:
@@ -85,7 +90,7 @@ class StageSource:
             program = lower(
                 graph,
                 self._captured.graph,
-                self._stage.ops,
+                self._ops,
                 self._received,
                 self.outputs,
                 self._device,
@@ -101,3 +106,17 @@ class StageSource:
             )
             self._lowered[key] = program
         return program
+
+
+def _only_for(model: ModelGraph, ops: Collection[str], weights: Collection[str], wanted: Collection[str]) -> set[str]:
+    """The ops of a stage that nothing reads but weights of the loss, which are known without them."""
+    made_of, found = Reads(model).ancestors(name for name in weights if name in ops), set[str]()
+    for op in reversed(model.ops):
+        is_idle = op.name in ops and op.name in made_of and op.name not in wanted and op.kind == "call" and not op.tags & _LASTING
+        if is_idle and op.operator not in SILENT_WRITERS and found.issuperset(model.users[op.name]):
+            found.add(op.name)
+    return found
+
+
+_LASTING = frozenset({"in_place", "random", "checks"})
+"""Tags of ops that do more than give a result."""
