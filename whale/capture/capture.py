@@ -26,7 +26,7 @@ from whale.capture.batch import BatchDims, BatchStructure
 from whale.capture.comparing import difference, write_rows
 from whale.capture.exporting.near_values import NearValues
 from whale.capture.exporting.refusals import check_model
-from whale.capture.exporting.side_effects import AttributeAccess, SideEffects, warning_of
+from whale.capture.exporting.side_effects import AttributeAccess, RegisteredBuffer, SideEffects, warning_of
 from whale.capture.exporting.trace import Traced, trace
 from whale.capture.exporting.wrapper import Loss, Mode, check_loss
 from whale.capture.flat.aliasing import ancestors, memory_roots, written_arguments
@@ -153,6 +153,7 @@ def _build(
     for each in (flat, second):
         if each is not None:
             settle_writes(each)
+            _check_registered(each, first.found.registered, held)
     knows_rows = first.dynamic or (second is not None and write_rows(flat, second))
     if not first.dynamic:
         mark_factors(flat.graph, None if second is None else second.graph, first.rows)
@@ -200,6 +201,38 @@ def _check_patterns(held: TiedTensors, autocast: Autocast | None) -> None:
             f"no parameters are left for {' and '.join(map(repr, idle))} of precision.dtype",
             hint=f"the parameters are {first_few(names)}; each goes to the first pattern that matches it",
         )
+
+
+def _check_registered(flat: Flat, registered: Sequence[RegisteredBuffer], held: TiedTensors) -> None:
+    """Takes the buffers that `forward` registers off the results; refuses those that are made of what changes from step to step."""
+    if not registered:
+        return
+    flat.results, made = flat.results[: -len(registered)], flat.results[-len(registered) :]
+    roots = memory_roots(flat.graph)
+    replaced = {held.canonical.get(each.name) for each in registered} - {None}
+    faults: list[WhaleError] = []
+    for buffer, node in zip(registered, made, strict=True):
+        sources = ancestors(node) if isinstance(node, fx.Node) else set()
+        memory = {roots[each] for each in sources}
+        changing = [each for each in sources if each is not flat.rows and _changes(flat, each, replaced)]
+        for each in flat.graph.nodes:
+            written = {roots[base] for base in written_arguments(each)} & memory
+            changing += [each] if any(each not in sources or root.op == "placeholder" for root in written) else []
+        if changing or buffer.is_written:
+            how = f"is made of %{changing[0].name}" if changing else "is written to after that"
+            fault = f"forward registers buffer {buffer.name}, which {how}, and which would be made anew in each step"
+            hint = "register it in __init__, with its first value; what others are to read goes into a plain attribute"
+            faults.append(CaptureError(fault, where=buffer.where, hint=hint))
+    raise_faults(faults)
+
+
+def _changes(flat: Flat, node: fx.Node, replaced: Collection[str | None]) -> bool:
+    """Whether a node has another value in the next step: a part of the batch, a trained parameter, a replaced buffer, a random number."""
+    kind = flat.kinds.get(node.name)
+    if kind == "buffer":
+        return flat.sources[node.name] in replaced
+    is_trained = kind == "parameter" and bool(node.meta["val"].requires_grad)
+    return kind == "input" or is_trained or torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
 
 
 def _lift_casts(flat: Flat, held: TiedTensors, others: Mapping[str, str] | None) -> dict[str, str]:
