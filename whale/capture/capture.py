@@ -35,8 +35,9 @@ from whale.capture.flat.flatten import Flat, flatten
 from whale.capture.flat.ops import describe, with_scopes
 from whale.capture.flat.passes import drop_causal_masks, drop_needless_detaches, remove_dead_code, settle_writes
 from whale.capture.flat.sizes import TiedTensors, check_memory, holdings, lender, mark_factors
+from whale.capture.flat.whole_outputs import cut_whole_outputs
 from whale.capture.loss.terms import TermNodes, split_loss
-from whale.capture.program import CapturedProgram
+from whale.capture.program import CapturedProgram, WholeOutputs
 from whale.capture.scopes import default_scope, renumber
 from whale.capture.source import line_of
 from whale.capture.tagging import tag_of
@@ -170,27 +171,48 @@ def _build(
     drop_needless_detaches(flat.graph)
     if first.dynamic:  # else a length may be the number of rows
         drop_causal_masks(flat.graph, first.rows)
-    remove_dead_code(flat.graph, frozenset(name for name, kind in flat.kinds.items() if kind in ("buffer", "parameter")))
+    kept = frozenset(name for name, kind in flat.kinds.items() if kind in ("buffer", "parameter"))
+    remove_dead_code(flat.graph, kept)
     read_as = _lift_casts(flat, held, kind.read_as)
-    ops = describe(flat, model, default)
-    ops, parameters = _with_stable_scopes(ops, with_scopes(held.parameters, ops, model), model, first.entered)
-    parameters = tuple(replace(each, read_as=read_as.get(each.name)) for each in parameters)
-    graph = ModelGraph(
-        ops=ops,
-        parameters=parameters,
-        num_rows=first.rows,
-        loss=_loss_terms(flat, terms, ops),
-        outputs=tuple(node.name for node in _returned(flat.graph)[len(returned) :]),
-        mode=mode,
-        dynamic=first.dynamic,
-        warnings=(*_warnings(first), *flat.warnings),
-    )
+    settle = partial(_described, flat, held, model, first, mode, default, terms, read_as)
+    graph, whole = settle(), None
+    if graph.outputs:
+        whole = cut_whole_outputs(flat, graph, len(returned))
+    if whole is not None:
+        remove_dead_code(flat.graph, kept)
+        graph = settle()
     graph = with_reached_gradients(graph) if mode == "train" else graph
     changed = {each.name for each in held.parameters if each.trainable} | written_buffers(graph).keys()
     check_memory(held, changed)
     _check_constants(flat, held, changed)
     _check_trains(graph)
-    return _with_sparse(graph, flat.graph), _program(flat, structure, held, first)
+    return _with_sparse(graph, flat.graph), _program(flat, structure, held, first, whole)
+
+
+def _described(
+    flat: Flat,
+    held: TiedTensors,
+    model: nn.Module,
+    first: Traced,
+    mode: Mode,
+    default: Scope | None,
+    terms: list[TermNodes],
+    read_as: Mapping[str, str],
+) -> ModelGraph:
+    """The graph as a value."""
+    ops = describe(flat, model, default)
+    ops, parameters = _with_stable_scopes(ops, with_scopes(held.parameters, ops, model), model, first.entered)
+    num_returned = sum(1 if term.weight is None else 2 for term in terms)
+    return ModelGraph(
+        ops=ops,
+        parameters=tuple(replace(each, read_as=read_as.get(each.name)) for each in parameters),
+        num_rows=first.rows,
+        loss=_loss_terms(flat, terms, ops),
+        outputs=tuple(node.name for node in _returned(flat.graph)[num_returned:]),
+        mode=mode,
+        dynamic=first.dynamic,
+        warnings=(*_warnings(first), *flat.warnings),
+    )
 
 
 def _check_patterns(held: TiedTensors, autocast: Autocast | None) -> None:
@@ -405,8 +427,8 @@ def _with_sparse(graph: ModelGraph, nodes: fx.Graph) -> ModelGraph:
     return replace(graph, parameters=tuple(replace(own, num_lookups=counts[own.name]) for own in graph.parameters)) if counts else graph
 
 
-def _program(flat: Flat, structure: BatchStructure, held: TiedTensors, traced: Traced) -> CapturedProgram:
-    names = {node.name for node in flat.graph.find_nodes(op="placeholder")}
+def _program(flat: Flat, structure: BatchStructure, held: TiedTensors, traced: Traced, whole: WholeOutputs | None) -> CapturedProgram:
+    names = {node.name for node in flat.graph.find_nodes(op="placeholder")}.union(() if whole is None else whole.read)
     sources = {name: key for name, key in flat.sources.items() if name in names}
     constants = {name: tensor for name, tensor in flat.constants.items() if name in names}
     return CapturedProgram(
@@ -416,6 +438,7 @@ def _program(flat: Flat, structure: BatchStructure, held: TiedTensors, traced: T
         sources,
         traced.found.outputs,
         traced.found.own_loss,
+        whole,
         (*_of_state(traced), *flat.warnings),
     )
 
