@@ -87,6 +87,11 @@ def averaged(net: Random, h: Tensor, x: Tensor) -> Tensor:
     return h
 
 
+def decayed(net: Random, h: Tensor, x: Tensor) -> Tensor:
+    net.vector = 0.5 * net.vector + (h > 0).to(h.dtype).sum(0)
+    return h
+
+
 def added(net: Random, h: Tensor, x: Tensor) -> Tensor:
     net.count += (h.detach() > 0).sum()
     return h
@@ -116,7 +121,7 @@ def clamped_parameter(net: Random, h: Tensor, x: Tensor) -> Tensor:
 STEPS: dict[str, Step] = {
     step.__name__: step
     for step in (in_place, through_slices, through_nested_views, without_gradients, by_data, counted, counted_by_name)
-    + (iterated, averaged, added, averaged_squares, largest, read, clamped_parameter)
+    + (iterated, averaged, decayed, added, averaged_squares, largest, read, clamped_parameter)
 }
 
-NEEDS_WHOLE_BATCH = frozenset({"largest", "averaged", "averaged_squares", "added"})
+NEEDS_WHOLE_BATCH = frozenset({"largest", "averaged", "averaged_squares", "added", "decayed"})

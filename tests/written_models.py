@@ -122,10 +122,21 @@ def complex_numbers(net: Written, x: Tensor) -> Tensor:
     return net.second(torch.fft.irfft(spectrum * spectrum.conj(), n=4))
 
 
+def decayed_sums(net: Written, x: Tensor) -> Tensor:
+    """The statistics of a codebook: averages of counts, and of sums."""
+    hidden = net.first(x).tanh()
+    chosen = F.one_hot(hidden.argmax(-1), 4).to(x.dtype)
+    with torch.no_grad():
+        net.vector.mul_(0.9).add_(chosen.sum(0), alpha=0.1)
+        net.square.lerp_(chosen.t() @ hidden, 0.2)
+    net.spread = 0.8 * net.spread + 0.2 * chosen.sum(0)
+    return net.second(hidden)
+
+
 BUFFERS: dict[str, Forward] = {
     function.__name__: function
     for function in (counter, counter_by_another_name, power_iteration, average_in_place, average_by_another_name, average_by_lerp)
-    + (sums, sums_at_places, statistics_of_each_row, complex_numbers)
+    + (sums, sums_at_places, decayed_sums, statistics_of_each_row, complex_numbers)
 }
 """What is exact however the rows are divided."""
 
@@ -136,9 +147,9 @@ def variance(net: Written, x: Tensor) -> Tensor:
     return net.second(net.first(x))
 
 
-def decayed_sum(net: Written, x: Tensor) -> Tensor:
+def decayed_by_a_tensor(net: Written, x: Tensor) -> Tensor:
     with torch.no_grad():
-        net.vector.mul_(0.9).add_(x.sum(0))
+        net.vector.mul_(net.spread * 0.5).add_(x.sum(0))
     return net.second(net.first(x))
 
 
@@ -158,7 +169,7 @@ def rows(net: Written, x: Tensor) -> Tensor:
     return net.second(net.first(x))
 
 
-UNDIVIDED: dict[str, Forward] = {function.__name__: function for function in (variance, decayed_sum, read_afterwards, random, rows)}
+UNDIVIDED: dict[str, Forward] = {function.__name__: function for function in (variance, decayed_by_a_tensor, read_afterwards, random, rows)}
 """What is right for an undivided batch only."""
 
 
@@ -188,4 +199,13 @@ def rolled_in_place(net: Written, x: Tensor) -> Tensor:
     return shifted + hidden
 
 
-ACTIVATIONS: dict[str, Forward] = {function.__name__: function for function in (recurrence, clamped, rolled_in_place)}
+def prompts_in_some_columns(net: Written, x: Tensor) -> Tensor:
+    hidden = net.first(x)
+    hidden[:, torch.tensor([1, 3])] = net.second.bias[:2].expand(hidden.shape[0], 2)
+    hidden[:, [0]] += net.second.bias[2]
+    return net.second(hidden.tanh())
+
+
+ACTIVATIONS: dict[str, Forward] = {
+    function.__name__: function for function in (recurrence, clamped, rolled_in_place, prompts_in_some_columns)
+}

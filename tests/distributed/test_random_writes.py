@@ -21,7 +21,7 @@ from whale.errors import PlanError
 
 OPTIMIZER = partial(torch.optim.SGD, lr=0.05, weight_decay=0.1)
 ROWS = (8, 9, 7)
-SEEDS = (0, 1, 2, 7, 11, 16, 17, 20, 23, 24, 30, 38, 48)
+SEEDS = (0, 1, 2, 6, 7, 11, 16, 17, 18, 20, 23, 24, 38, 48)
 """Of programs that torch can train: it refuses those that write what the backward pass still needs."""
 
 

@@ -34,7 +34,9 @@ class Texts(nn.Module):
             self.head = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, WORDS))
 
     def forward(self, ids: Tensor) -> Tensor:
-        hidden: Tensor = self.head(self.block(self.words(ids)))
+        if not hasattr(self, "places") or len(self.places) < ids.shape[1]:
+            self.register_buffer("places", torch.arange(ids.shape[1])[:, None].cos(), persistent=False)
+        hidden: Tensor = self.head(self.block(self.words(ids) + self.places[: ids.shape[1]]))
         return hidden
 
 

@@ -55,7 +55,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class WithMore(nn.Module):
-    """A model that returns more than its loss reads: of parameters of its own, of early layers once more, of both at once."""
+    """A model that returns more than its loss reads: of parameters of its own, of early layers once more, of both at once, of all rows."""
 
     def __init__(self, description: Description) -> None:
         super().__init__()
@@ -74,6 +74,12 @@ class WithMore(nn.Module):
             "column": logits @ self.column,
             "side": self.side(logits),
             "back": back,
+            "rest": logits[1:] * self.scale,
+            "even": logits.detach()[::2],
+            "mean": logits.mean(0),
+            "count": (logits > 0).sum(),
+            "before": logits.flatten(1).cumsum(0),
+            "pairs": (logits.flatten(1) @ logits.flatten(1).t())[None],
         }
 
 

@@ -10,6 +10,7 @@ from typing import Any, Literal, TypeVar
 from warnings import catch_warnings, simplefilter
 
 import torch
+from torch import fx
 
 from whale.api.guards import Guards
 from whale.api.loader import DataPosition
@@ -18,11 +19,13 @@ from whale.api.modes import Modes, warn_where_apart
 from whale.api.rank_batch import RankBatch
 from whale.capture import BatchStructure
 from whale.errors import WhaleError
-from whale.ir.plan import Plan
+from whale.ir.graph import NUM_ROWS
+from whale.ir.plan import BatchAxis, Plan
 from whale.planning import carry_plan, retarget_plan
 from whale.runtime.execute.batch import BatchView
 from whale.runtime.execute.call_check import Call
 from whale.runtime.execute.executor import StepState
+from whale.runtime.program.lowering import place
 from whale.runtime.runtime import Runtime
 from whale.runtime.state.engine_state import EngineState
 from whale.runtime.weights.gathering import gather_outputs, own_outputs
@@ -51,23 +54,51 @@ class ForwardPass:
     @property
     def output(self) -> Any:
         """Of the model, for the whole batch; all ranks ask for it."""
-        return self.captured.program.output(self._brought(gather_outputs), self._loss)
+        graph = self.captured.graph
+        return self.captured.program.output(self._whole(self._brought(gather_outputs, graph.outputs)), self._loss)
 
     @property
     def own_output(self) -> tuple[Any, torch.Tensor]:
-        """Of the model, for rows that no other rank has, and their numbers in the batch; all ranks ask for it."""
-        found, rows = self._brought(own_outputs)
+        """Of the model, for rows that no other rank has, and their numbers in the batch; outputs without rows are whole. All ranks ask."""
+        graph, whole = self.captured.graph, self.captured.program.whole
+        names = graph.outputs if whole is None else tuple(whole.in_rows.values())
+        found, rows = self._brought(own_outputs, names)
+        if whole is not None:
+            own = dict(zip(whole.in_rows, found, strict=True))
+            values = dict(enumerate(self._whole(self._brought(gather_outputs, graph.outputs))))
+            own |= {at: _rows_of(value, whole.places[at], rows) for at, value in values.items() if at in whole.places}
+            found = [own.get(at, value) for at, value in values.items()]
         return self.captured.program.output(found, self._loss), rows
+
+    def _whole(self, gathered: list[torch.Tensor]) -> list[torch.Tensor]:
+        """The model's outputs from the values of the graph's for the whole batch."""
+        num_rows = self.view.num_rows
+        if self.captured.program.whole is None:
+            return gathered
+        program, device = self.captured.program_for(num_rows), self.runtime.roster.world.device
+        assert program.whole is not None, "the same ops for any number of rows"
+        module = fx.GraphModule(torch.nn.Module(), program.whole.graph)
+        for node in module.graph.nodes:
+            place(node, device)
+        module.recompile()
+        values: dict[str, Any] = {NUM_ROWS: num_rows, **dict(zip(self.captured.graph.outputs, gathered, strict=True))}
+        given = (values[name] if name in values else program.tensors[name].to(device) for name in program.whole.read)
+        with torch.no_grad():
+            return list(module(*given))
 
     @property
     def _loss(self) -> torch.Tensor | None:
         return self.loss if self.captured.graph.loss else None
 
-    def _brought(self, bring: Callable[..., Found]) -> Found:
+    def _brought(self, bring: Callable[..., Found], names: tuple[str, ...]) -> Found:
         roster, plan = self.runtime.roster, self.runtime.plan_of(self.captured.key)
         assert plan is not None, "it has run"
-        graph, axes = self.captured.graph, self.captured.batch_axes
+        graph, axes = replace(self.captured.graph, outputs=names), self.captured.batch_axes
         return bring(graph, axes, plan, roster.world_ranks, roster.world, self.step.outputs, self.view.num_rows)
+
+
+def _rows_of(value: torch.Tensor, axis: BatchAxis, rows: torch.Tensor) -> torch.Tensor:
+    return value.unflatten(axis.dim, (axis.outer, -1, axis.inner)).index_select(axis.dim + 1, rows).flatten(axis.dim, axis.dim + 2)
 
 
 class BatchPasses:

@@ -72,7 +72,7 @@ class CapturedMode:
         self._unproven = None if found is None else kept
         self.differs = self.is_untraceable = False
         self._capture = partial(self._capture, read_as=self.graph.read_as)
-        self._by_rows: dict[int, fx.Graph] = {self.graph.num_rows: self.program.graph}
+        self._by_rows: dict[int, CapturedProgram] = {self.graph.num_rows: self.program}
 
     @cached_property
     def batch_axes(self) -> Mapping[str, BatchAxis]:
@@ -130,13 +130,17 @@ class CapturedMode:
         Raises:
             CaptureError: the model computes something else at another number of rows.
         """
+        return self.program_for(num_rows).graph
+
+    def program_for(self, num_rows: int) -> CapturedProgram:
+        """As `graph_for`, with what runs after it."""
         if self.graph.dynamic:
-            return self.program.graph
+            return self.program
         if num_rows not in self._by_rows:
             self._by_rows[num_rows] = self._capture_at(num_rows)
         return self._by_rows[num_rows]
 
-    def _capture_at(self, num_rows: int) -> fx.Graph:
+    def _capture_at(self, num_rows: int) -> CapturedProgram:
         try:
             structure = self.structure.with_rows(num_rows)
             graph, program = self._capture(self._model, structure, self._loss, mode=self._name, static=True)
@@ -157,7 +161,7 @@ class CapturedMode:
             )
         self._check_loss(graph)
         self._check_constants(program, num_rows)
-        return program.graph
+        return program
 
     def _check_loss(self, other: ModelGraph) -> None:
         """The terms of the loss are those of all rows: what is divided once must be divided by the same in every piece."""

@@ -26,7 +26,7 @@ from whale.capture.batch import BatchDims, BatchStructure
 from whale.capture.comparing import difference, write_rows
 from whale.capture.exporting.near_values import NearValues
 from whale.capture.exporting.refusals import check_model
-from whale.capture.exporting.side_effects import AttributeAccess, SideEffects, warning_of
+from whale.capture.exporting.side_effects import AttributeAccess, RegisteredBuffer, SideEffects, warning_of
 from whale.capture.exporting.trace import Traced, trace
 from whale.capture.exporting.wrapper import Loss, Mode, check_loss
 from whale.capture.flat.aliasing import ancestors, memory_roots, written_arguments
@@ -36,8 +36,9 @@ from whale.capture.flat.masks import settle_masks
 from whale.capture.flat.ops import describe, with_scopes
 from whale.capture.flat.passes import drop_needless_detaches, drop_whole_slices, remove_dead_code, settle_writes
 from whale.capture.flat.sizes import TiedTensors, check_memory, holdings, lender, mark_factors
+from whale.capture.flat.whole_outputs import cut_whole_outputs
 from whale.capture.loss.terms import TermNodes, split_loss
-from whale.capture.program import CapturedProgram
+from whale.capture.program import CapturedProgram, WholeOutputs
 from whale.capture.scopes import default_scope, renumber
 from whale.capture.source import line_of
 from whale.capture.tagging import tag_of
@@ -154,6 +155,7 @@ def _build(
     for each in (flat, second):
         if each is not None:
             settle_writes(each)
+            _check_registered(each, first.found.registered, held)
     knows_rows = first.dynamic or (second is not None and write_rows(flat, second))
     if not first.dynamic:
         mark_factors(flat.graph, None if second is None else second.graph, first.rows)
@@ -171,27 +173,48 @@ def _build(
     drop_whole_slices(flat.graph)
     if first.dynamic:  # else a length may be the number of rows
         settle_masks(flat.graph, first.rows)
-    remove_dead_code(flat.graph, frozenset(name for name, kind in flat.kinds.items() if kind in ("buffer", "parameter")))
+    kept = frozenset(name for name, kind in flat.kinds.items() if kind in ("buffer", "parameter"))
+    remove_dead_code(flat.graph, kept)
     read_as = _lift_casts(flat, held, kind.read_as)
-    ops = describe(flat, model, default)
-    ops, parameters = _with_stable_scopes(ops, with_scopes(held.parameters, ops, model), model, first.entered)
-    parameters = tuple(replace(each, read_as=read_as.get(each.name)) for each in parameters)
-    graph = ModelGraph(
-        ops=ops,
-        parameters=parameters,
-        num_rows=first.rows,
-        loss=_loss_terms(flat, terms, ops),
-        outputs=tuple(node.name for node in _returned(flat.graph)[len(returned) :]),
-        mode=mode,
-        dynamic=first.dynamic,
-        warnings=(*_warnings(first), *flat.warnings),
-    )
+    settle = partial(_described, flat, held, model, first, mode, default, terms, read_as)
+    graph, whole = settle(), None
+    if graph.outputs:
+        whole = cut_whole_outputs(flat, graph, len(returned))
+    if whole is not None:
+        remove_dead_code(flat.graph, kept)
+        graph = settle()
     graph = with_reached_gradients(graph) if mode == "train" else graph
     changed = {each.name for each in held.parameters if each.trainable} | written_buffers(graph).keys()
     check_memory(held, changed)
     _check_constants(flat, held, changed)
     _check_trains(graph)
-    return _with_sparse(graph, flat.graph), _program(flat, structure, held, first)
+    return _with_sparse(graph, flat.graph), _program(flat, structure, held, first, whole)
+
+
+def _described(
+    flat: Flat,
+    held: TiedTensors,
+    model: nn.Module,
+    first: Traced,
+    mode: Mode,
+    default: Scope | None,
+    terms: list[TermNodes],
+    read_as: Mapping[str, str],
+) -> ModelGraph:
+    """The graph as a value."""
+    ops = describe(flat, model, default)
+    ops, parameters = _with_stable_scopes(ops, with_scopes(held.parameters, ops, model), model, first.entered)
+    num_returned = sum(1 if term.weight is None else 2 for term in terms)
+    return ModelGraph(
+        ops=ops,
+        parameters=tuple(replace(each, read_as=read_as.get(each.name)) for each in parameters),
+        num_rows=first.rows,
+        loss=_loss_terms(flat, terms, ops),
+        outputs=tuple(node.name for node in _returned(flat.graph)[num_returned:]),
+        mode=mode,
+        dynamic=first.dynamic,
+        warnings=(*_warnings(first), *flat.warnings),
+    )
 
 
 def _check_patterns(held: TiedTensors, autocast: Autocast | None) -> None:
@@ -202,6 +225,38 @@ def _check_patterns(held: TiedTensors, autocast: Autocast | None) -> None:
             f"no parameters are left for {' and '.join(map(repr, idle))} of precision.dtype",
             hint=f"the parameters are {first_few(names)}; each goes to the first pattern that matches it",
         )
+
+
+def _check_registered(flat: Flat, registered: Sequence[RegisteredBuffer], held: TiedTensors) -> None:
+    """Takes the buffers that `forward` registers off the results; refuses those that are made of what changes from step to step."""
+    if not registered:
+        return
+    flat.results, made = flat.results[: -len(registered)], flat.results[-len(registered) :]
+    roots = memory_roots(flat.graph)
+    replaced = {held.canonical.get(each.name) for each in registered} - {None}
+    faults: list[WhaleError] = []
+    for buffer, node in zip(registered, made, strict=True):
+        sources = ancestors(node) if isinstance(node, fx.Node) else set()
+        memory = {roots[each] for each in sources}
+        changing = [each for each in sources if each is not flat.rows and _changes(flat, each, replaced)]
+        for each in flat.graph.nodes:
+            written = {roots[base] for base in written_arguments(each)} & memory
+            changing += [each] if any(each not in sources or root.op == "placeholder" for root in written) else []
+        if changing or buffer.is_written:
+            how = f"is made of %{changing[0].name}" if changing else "is written to after that"
+            fault = f"forward registers buffer {buffer.name}, which {how}, and which would be made anew in each step"
+            hint = "register it in __init__, with its first value; what others are to read goes into a plain attribute"
+            faults.append(CaptureError(fault, where=buffer.where, hint=hint))
+    raise_faults(faults)
+
+
+def _changes(flat: Flat, node: fx.Node, replaced: Collection[str | None]) -> bool:
+    """Whether a node has another value in the next step: a part of the batch, a trained parameter, a replaced buffer, a random number."""
+    kind = flat.kinds.get(node.name)
+    if kind == "buffer":
+        return flat.sources[node.name] in replaced
+    is_trained = kind == "parameter" and bool(node.meta["val"].requires_grad)
+    return kind == "input" or is_trained or torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
 
 
 def _lift_casts(flat: Flat, held: TiedTensors, others: Mapping[str, str] | None) -> dict[str, str]:
@@ -374,8 +429,8 @@ def _with_sparse(graph: ModelGraph, nodes: fx.Graph) -> ModelGraph:
     return replace(graph, parameters=tuple(replace(own, num_lookups=counts[own.name]) for own in graph.parameters)) if counts else graph
 
 
-def _program(flat: Flat, structure: BatchStructure, held: TiedTensors, traced: Traced) -> CapturedProgram:
-    names = {node.name for node in flat.graph.find_nodes(op="placeholder")}
+def _program(flat: Flat, structure: BatchStructure, held: TiedTensors, traced: Traced, whole: WholeOutputs | None) -> CapturedProgram:
+    names = {node.name for node in flat.graph.find_nodes(op="placeholder")}.union(() if whole is None else whole.read)
     sources = {name: key for name, key in flat.sources.items() if name in names}
     constants = {name: tensor for name, tensor in flat.constants.items() if name in names}
     return CapturedProgram(
@@ -385,6 +440,7 @@ def _program(flat: Flat, structure: BatchStructure, held: TiedTensors, traced: T
         sources,
         traced.found.outputs,
         traced.found.own_loss,
+        whole,
         (*_of_state(traced), *flat.warnings),
     )
 

@@ -112,6 +112,8 @@ def _of_outputs(program: CapturedProgram, other: CapturedProgram) -> Iterator[Di
         is_plain = isinstance(value, (bool, int, float, str, type(None)))
         if position != other_position or (is_plain and repr(value) != repr(now)):
             yield Difference(f"a constant of the output: {now!r}, captured: {value!r}", None)
+    if str(program.whole) != str(other.whole):
+        yield Difference(f"the last ops of an output: {other.whole}, captured: {program.whole}", None)
 
 
 _Number = int | float

@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 
 from whale.capture.batch import BatchStructure
 from whale.ir.graph import NUM_ROWS
+from whale.ir.plan import BatchAxis
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,26 @@ def _rebuilt(position: int | None, other: object, tensors: Sequence[Tensor]) -> 
 
 
 @dataclass(frozen=True)
+class WholeOutputs:
+    """The last ops of outputs that need the batch whole.
+
+    Attributes:
+        graph: their ops, which return all outputs of the model.
+        read: what it takes: results of the captured graph, constants, and ``num_rows``.
+        in_rows: per position of an output that the captured graph returns itself, its name there.
+        places: per position of another output with one part for each row, where these are.
+    """
+
+    graph: fx.Graph
+    read: tuple[str, ...]
+    in_rows: Mapping[int, str]
+    places: Mapping[int, BatchAxis]
+
+    def __str__(self) -> str:
+        return str(self.graph)
+
+
+@dataclass(frozen=True)
 class CapturedProgram:
     """A captured model, executable."""
 
@@ -61,6 +82,7 @@ class CapturedProgram:
     sources: Mapping[str, str]  # per placeholder of a parameter, buffer or constant, its key in `tensors`
     outputs: OutputStructure | None = None  # how the output is rebuilt; None if the graph returns a loss alone
     own_loss: int | None = None  # the index of the output tensor that is the loss, whose terms the graph returns instead; None if none is
+    whole: WholeOutputs | None = None  # the last ops of outputs that need the batch whole; then the graph returns what they read
     warnings: tuple[str, ...] = ()  # of state that a plain loop carries from call to call, and the graph loses
     reads: frozenset[str] = frozenset()  # the places near the model whose values count (`whale.capture.exporting.near_values`)
 

@@ -4,6 +4,7 @@
     vector.copy_(normalize(w @ vector))
     ema.mul_(0.9).add_(0.1 * x.mean(0))   linear in means over rows          mean      parts are averaged by their rows
     load += chosen.sum(0)                 the old value, and sums            sum       the increments of the parts are added
+    load.mul_(0.9).add_(chosen.sum(0))    a multiple of the old value        sum       likewise, to that multiple
     instance_norm(...)                    means of each row's statistics     mean
     batch_norm(...)                       running statistics                 statistics
     ema.lerp_(x.var(0), 0.1)              none of these                      whole     right for an undivided batch only
@@ -18,14 +19,14 @@ rows                  one value per row
 count                 a multiple of the number of rows
 sum                   parts add up to the whole
 mean                  parts, averaged by their rows, give the whole: means, and what is linear in them
-grown                 a buffer's old value plus a sum
+grown                 a multiple of a buffer's old value, plus a sum
 other                 none of these
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from whale.ir.graph import ModelGraph, Op
@@ -49,6 +50,7 @@ LINEAR = UNMOVED | {
 }  # fmt: skip
 DIVISIONS = frozenset({"div", "divide", "true_divide"})
 PRODUCTS = DIVISIONS | {"mul", "multiply", "matmul", "mm", "mv"}
+SCALINGS = frozenset({"mul", "multiply", "div", "divide", "true_divide"})
 SUMS = frozenset({"sum", "matmul", "mm", "mv", "einsum", "bincount"})
 SCATTERS = frozenset({"index_add", "scatter_add"})
 
@@ -59,6 +61,7 @@ class Of:
 
     kind: Kind
     name: str = ""  # of ``held`` and ``grown``, the buffer; of ``other``, the first op that made it so
+    scale: float = 1.0  # of ``held`` and ``grown``, the factor on the buffer's old value
 
 
 class OverRows:
@@ -101,7 +104,11 @@ class OverRows:
         kinds = {before.kind, written.kind}
         if op.inputs[0] == storage or before == written:
             return written
-        if kinds == {"zero", "sum"} or kinds == {"held", "grown"} or ("rows" in kinds and kinds <= PER_ROW):
+        if (
+            kinds == {"zero", "sum"}
+            or (kinds == {"held", "grown"} and before.scale == written.scale)
+            or ("rows" in kinds and kinds <= PER_ROW)
+        ):
             return written if before.kind in CONSTANT else before
         if kinds <= CONSTANT:
             return Of("constant")
@@ -126,6 +133,8 @@ class OverRows:
     def _of_constants(self, op: Op, read: Sequence[Of]) -> Of:
         if op.operator == "copy":
             return read[-1]
+        if len(read) == 1 and read[0].kind == "held" and op.operator in SCALINGS and (factor := _factor(op)) is not None:
+            return replace(read[0], scale=read[0].scale * factor)
         return read[0] if read and (op.operator in UNMOVED or "view" in op.tags) else Of("constant")
 
     def _of_rows(self, op: Op, kinds: Sequence[Kind], has_rows: bool) -> Of | None:
@@ -145,7 +154,11 @@ class OverRows:
         if op.operator in ("add", "sub", "rsub"):
             return self._added(op, read[0], read[1] if len(read) > 1 else Of("constant"))
         if op.operator == "lerp":
-            return Of("mean") if AVERAGED.issuperset(kinds[:2]) and CONSTANT.issuperset(kinds[2:]) else None
+            if AVERAGED.issuperset(kinds[:2]) and CONSTANT.issuperset(kinds[2:]):
+                return Of("mean")
+            share = op.args[2] if len(op.args) > 2 else None
+            left = replace(read[0], scale=read[0].scale * (1 - share)) if isinstance(share, (int, float)) else None
+            return None if left is None or left.kind != "held" else self._added(op, left, read[1])
         if op.operator in DIVISIONS and kinds == ["sum", "count"]:
             return Of("mean")
         if op.operator in PRODUCTS:
@@ -175,7 +188,7 @@ class OverRows:
         base, grows = (left, right) if left.kind in ("held", "grown") else (right, left)
         if base.kind not in ("held", "grown") or grows.kind not in ADDITIVE or (op.operator != "add" and base is right):
             return None
-        return None if op.operator == "rsub" or self._place(op.name) is None else Of("grown", base.name)
+        return None if op.operator == "rsub" or self._place(op.name) is None else Of("grown", base.name, base.scale)
 
     def _copied(self, op: Op, value: Of) -> Of | None:
         """A value written over the old one."""
@@ -189,7 +202,7 @@ class OverRows:
         op = self._graph.by_name[name]
         if op.kind == "buffer":
             return ()
-        if op.operator in UNMOVED | {"add", "sub"} or "in_place" in op.tags:
+        if op.operator in UNMOVED | SCALINGS | {"add", "sub", "lerp"} or "in_place" in op.tags:
             return next((place for place in map(self._place, op.inputs) if place is not None), None)
         outer = self._place(op.inputs[0]) if "view" in op.tags else None
         return None if outer is None else (*outer, f"{op.target} {op.args[1:]} {op.kwargs}")
@@ -200,6 +213,16 @@ class OverRows:
         return any("float" in a.dtype and "float" not in b.dtype for a, b in zip(sources, op.outputs, strict=False))
 
 
+def _factor(op: Op) -> float | None:
+    """The number that a product multiplies its one tensor by; None for any other op."""
+    numbers = [each for each in op.args[:2] if isinstance(each, (int, float))]
+    if len(op.args) != 2 or len(numbers) != 1 or op.kwargs:
+        return None
+    if op.operator in DIVISIONS:
+        return 1 / numbers[0] if numbers[0] and op.args[1] is numbers[0] else None
+    return float(numbers[0])
+
+
 UpdateKind = Literal["once", "mean", "sum", "statistics", "whole"]
 
 
@@ -208,6 +231,7 @@ class Update:
     """What forward writes into one buffer."""
 
     kind: UpdateKind  # how the parts of a batch combine
+    scale: float = 1.0  # of ``sum``, the factor on the old value
     reason: str = ""  # of ``whole``, why they do not
     where: SourceLine | None = None  # the user's line of the last write
 
@@ -236,16 +260,16 @@ def _updates(graph: ModelGraph, written: Mapping[str, tuple[Op, ...]]) -> dict[s
         of, where = over_rows.in_memory(writers[-1].name), writers[-1].where
         changing = {op.name for op in writers if over_rows.value(op.name).kind not in CONSTANT}
         if any(op.operator in SILENT_WRITERS for op in writers):
-            found[name] = Update("whole", "other ops write these running statistics too", where)
+            found[name] = Update("whole", reason="other ops write these running statistics too", where=where)
         elif any(op.name in random for op in writers):
-            found[name] = Update("whole", "it depends on random numbers", where)
+            found[name] = Update("whole", reason="it depends on random numbers", where=where)
         elif of.kind in CONSTANT:
             found[name] = Update("once", where=where)
         elif not needed.isdisjoint(changing):
-            found[name] = Update("whole", "it is read after it was written from rows", where)
+            found[name] = Update("whole", reason="it is read after it was written from rows", where=where)
         elif of.kind == "mean" or (of.kind == "grown" and of.name == name):
-            found[name] = Update("mean" if of.kind == "mean" else "sum", where=where)
+            found[name] = Update("mean" if of.kind == "mean" else "sum", of.scale, where=where)
         else:
             culprit = graph.by_name[of.name] if of.kind == "other" else writers[-1]
-            found[name] = Update("whole", f"{culprit.target} (%{culprit.name}) gives neither", where)
+            found[name] = Update("whole", reason=f"{culprit.target} (%{culprit.name}) gives neither", where=where)
     return found

@@ -131,3 +131,24 @@ def test_evaluation_says_what_it_mixes() -> None:
         engine.predict(batch)
     assert [warning.filename for warning in caught] == [__file__]
     engine.close()
+
+
+class WithRest(Layer):
+    """Also returns its last layer of all rows but the first: no end of the model, for it reads a matrix."""
+
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        hidden = self.first(x)
+        return self.last(hidden), self.last(hidden[1:])  # type: ignore[return-value]
+
+
+def test_outputs_of_other_rows_by_a_layer_are_of_one_piece_with_a_warning() -> None:
+    batch = {"x": torch.randn(8, 4), "y": torch.randn(8, 3)}
+    model = WithRest(torch.tanh)
+    engine = whale.parallelize(
+        model, loss=lambda output, batch: mean_square(output[0], batch), batch=batch, config={"pipeline.num_micro_batch": 2}
+    )
+    with pytest.warns(UserWarning, match="an output without rows is computed from rows 0 to 3 only"):
+        whole, rest = engine.predict(batch)
+    torch.testing.assert_close(whole, model(batch["x"])[0].detach())
+    torch.testing.assert_close(rest, model(batch["x"])[1][:3].detach())
+    engine.close()

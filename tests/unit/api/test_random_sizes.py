@@ -34,6 +34,10 @@ class Sized(nn.Module):
         self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in names)
         self.gru = nn.GRU(WIDTH, WIDTH, batch_first=True)
         self.places = nn.Embedding(LONGEST, WIDTH)
+        self.mask: Tensor | None
+        self.register_buffer("mask", None, persistent=False)
+        self.register_buffer("speeds", torch.linspace(0.1, 1, WIDTH))
+        self.register_buffer("short", torch.ones(1), persistent=False)
         self.double()
         for parameter in self.parameters():
             parameter.data = 0.5 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
@@ -88,10 +92,31 @@ def averaged_length(net: Sized, h: Tensor) -> Tensor:
     return h - h.sum(1, keepdim=True) / h.shape[1]
 
 
+def masked_once(net: Sized, h: Tensor) -> Tensor:
+    """A mask that the longest batch so far has registered."""
+    if net.mask is None or len(net.mask) < h.shape[1]:
+        net.register_buffer("mask", torch.tril(torch.ones(h.shape[1], h.shape[1], dtype=h.dtype)), persistent=False)
+    return torch.einsum("ts,bsd->btd", net.mask[: h.shape[1], : h.shape[1]], h)
+
+
+def turned(net: Sized, h: Tensor) -> Tensor:
+    """A rotary table, made of a buffer, that is registered where it is missing, and grows."""
+    if not hasattr(net, "table") or len(net.table) < h.shape[1]:
+        net.register_buffer("table", torch.outer(torch.arange(h.shape[1], dtype=h.dtype), net.speeds).cos())
+    return h * net.table[: h.shape[1]]
+
+
+def shifted(net: Sized, h: Tensor) -> Tensor:
+    """A table in a buffer that is too short at first."""
+    if len(net.short) < h.shape[1]:
+        net.register_buffer("short", torch.ones(h.shape[1], dtype=h.dtype), persistent=False)
+    return h + net.short[: h.shape[1], None]
+
+
 STEPS: dict[str, Step] = {
     step.__name__: step
     for step in (over_rows_as_a_number, reshaped_by_rows, placed, recurrent, started, causal)
-    + (looped, longer_ways, odd_rows, averaged_length)
+    + (looped, longer_ways, odd_rows, averaged_length, masked_once, turned, shifted)
 }
 Sizes = list[tuple[int, int]]
 
@@ -108,6 +133,25 @@ def make_batch(rows: int, length: int, seed: int) -> Batch:
     random = torch.Generator().manual_seed(seed)
     x, target = torch.randn(rows, length, WIDTH, generator=random), torch.randn(rows, generator=random)
     return {"x": x.double(), "target": target.double()}
+
+
+@pytest.mark.parametrize("name", ["masked_once", "turned", "shifted"])
+def test_tables_that_forward_registers(name: str) -> None:
+    model, plain = Sized((name, name)), Sized((name, name))
+    before = {key: dict(module._buffers) for key, module in model.named_modules()}
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    batches = [make_batch(4, length, seed) for seed, length in enumerate((3, 5, 2, 3))]
+    engine = whale.parallelize(model, loss=mean, optimizer=partial(torch.optim.SGD, lr=0.1), batch=batches[0])
+    for batch in batches:
+        optimizer.zero_grad()
+        expected = mean(plain(batch["x"]), batch)
+        expected.backward()
+        optimizer.step()
+        assert float(engine.step(batch)) == pytest.approx(expected.item(), rel=1e-12)
+    torch.testing.assert_close(engine.predict(batches[1]), plain(batches[1]["x"]).detach())
+    after = {key: dict(module._buffers) for key, module in model.named_modules()}
+    assert all(after[key].keys() == held.keys() and all(after[key][name] is held[name] for name in held) for key, held in before.items())
+    engine.close()
 
 
 @pytest.mark.slow

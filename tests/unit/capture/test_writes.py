@@ -34,6 +34,7 @@ class Net(nn.Module):
         self.table = nn.Embedding(6, 4, max_norm=1.0)
         self.register_buffer("count", torch.zeros(()))
         self.register_buffer("vector", torch.arange(1.0, 5.0))
+        self.register_buffer("short", torch.ones(1), persistent=False)
         self.held = torch.zeros(4)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -203,7 +204,36 @@ def of_another_shape(net: Net, x: Tensor) -> Tensor:
     return net.first(x)
 
 
+def of_a_new_buffer(net: Net, x: Tensor) -> Tensor:
+    if not hasattr(net, "mean"):
+        net.register_buffer("mean", torch.zeros(4))
+    net.mean.mul_(0.9).add_(x.mean(0), alpha=0.1)
+    return net.first(x) + net.mean
+
+
+def of_a_new_count(net: Net, x: Tensor) -> Tensor:
+    if not hasattr(net, "calls"):
+        net.register_buffer("calls", torch.zeros(()))
+    net.calls += 1
+    return net.first(x) * net.calls
+
+
+def of_a_buffer_that_grows(net: Net, x: Tensor) -> Tensor:
+    net.register_buffer("short", torch.cat([net.short, torch.ones(1)]), persistent=False)
+    return net.first(x) * net.short.sum()
+
+
+def of_a_new_parameter(net: Net, x: Tensor) -> Tensor:
+    if not hasattr(net, "scale"):
+        net.scale = nn.Parameter(torch.ones(4))
+    return net.first(x) * net.scale
+
+
 REFUSED = {
+    of_a_new_buffer: "forward registers buffer mean, which is made of %",
+    of_a_new_count: "forward registers buffer calls, which is written to after that, and which would be made anew in each step\n  at ",
+    of_a_buffer_that_grows: "forward registers buffer short, which is made of %b_short, and which would be made anew in each step\n  at ",
+    of_a_new_parameter: "forward registers parameter scale of Net, which no optimizer would step\n",
     of_a_parameter: "aten.clamp_.default writes second.weight, which is a parameter\n  at ",
     of_a_parameter_by_data: "aten.mul_.Tensor writes second.weight, which is a parameter\n  at ",
     of_looked_up_rows: "aten.embedding_renorm_.default writes table.weight, which is a parameter\n  at ",

@@ -6,6 +6,8 @@ dimension it indexes is the identity there, so masks of the form ``mask[arange(b
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from whale.axes.operators.entry import Family, Moves, Operator, Template, letters_of, names, operand, put, write
 from whale.axes.outcome import Reading, RuleMisfit, argument, number
 from whale.ir.graph import Op, Ref
@@ -87,21 +89,14 @@ def index(op: Op, reading: Reading) -> str:
     broadcast = max(rank for rank in ranks if rank is not None)
     found = [f"_found{place}" for place in range(broadcast, 0, -1)]  # dimensions of the indices, numbered from the right
     letters = names(len(dims))
-    source, kept, indexed, operands = [], [], [], []
-    for place, letter in enumerate(letters):
-        name = indices[place] if place < len(indices) else None
+    source, operands = list(letters), []
+    for place, name in enumerate(indices):
         if name is None:
-            source.append(letter)
-            kept.append((place, letter))
             continue
-        indexed.append(place)
         terms = found[broadcast - len(reading.dims[name][0]) :]
         operands.append(("index", terms))
-        source.append(_identity(name, place, terms, op, reading) or f"({letter}:lookup)")
-    adjacent = indexed == list(range(indexed[0], indexed[-1] + 1))
-    before = [letter for place, letter in kept if adjacent and place < indexed[0]]
-    after = [letter for place, letter in kept if not adjacent or place > indexed[0]]
-    return write([("input", source), *operands], [*before, *found, *after])
+        source[place] = _identity(name, place, terms, op, reading) or f"({letters[place]}:lookup)"
+    return write([("input", source), *operands], _indexed(letters, indices, found))
 
 
 def _indices(op: Op, reading: Reading) -> list[str | None]:
@@ -129,18 +124,26 @@ def index_written(op: Op, reading: Reading) -> str:
     letters = names(len(operand(op, reading)))
     listed = op.args[1] if isinstance(op.args[1], tuple) else ()
     indices = [item.op if isinstance(item, Ref) else None for item in listed]
-    rank = len(reading.tensor(argument(op, 2, "values")) or ())
+    values = reading.shape(reading.tensor(argument(op, 2, "values")) or ())
     if any(name is not None and _is_mask(name, reading) for name in indices):
-        return _masked(indices, rank, letters, reading)
-    free = [letter for place, letter in enumerate(letters) if place >= len(indices) or indices[place] is None]
-    source = [letter if letter in free else letter + "!" for letter in letters]
-    operands = [("input", source)]
-    for count, name in enumerate(name for name in indices if name is not None):
-        operands.append(("index", [f"_at{count}_{place}!" for place in range(len(reading.dims[name][0]))]))
-    trailing = free if None not in indices else []
-    lead = max(rank - len(trailing), 0)
-    terms = [f"_value{place}!" for place in range(lead)] + trailing[len(trailing) - (rank - lead) :]
-    return write([*operands, ("values", terms)], source)
+        return _masked(indices, len(values), letters, reading)
+    source, operands = list(letters), []
+    for place, name in enumerate(indices):
+        if name is not None:
+            source[place] += "!"
+            operands.append(("index", [f"_at{place}_{dim}!" for dim in range(len(reading.dims[name][0]))]))
+    ranks = [len(terms) for _, terms in operands]
+    written = _indexed(source, indices, [f"_value{place}!" for place in range(max(ranks, default=0))])
+    terms = [term if size != 1 else "1" for term, size in zip(written[len(written) - len(values) :], values, strict=True)]
+    return write([("input", source), *operands, ("values", terms)], source)
+
+
+def _indexed(kept: Sequence[str], indices: Sequence[str | None], found: Sequence[str]) -> list[str]:
+    """The terms of ``x[indices]``: those of the indices lie where these are if they are adjacent, else first."""
+    places = [place for place, name in enumerate(indices) if name is not None]
+    start = places[0] if places and places == list(range(places[0], places[-1] + 1)) else 0
+    others = [(place, term) for place, term in enumerate(kept) if place not in places]
+    return [*(term for place, term in others if place < start), *found, *(term for place, term in others if place >= start)]
 
 
 def _masked(indices: list[str | None], rank: int, letters: list[str], reading: Reading) -> str:

@@ -16,18 +16,19 @@ import os
 import pickle
 import random
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_buffer_registration_hook
 
 from whale.capture.exporting.held_values import MISSING
 from whale.capture.exporting.near_values import OF_EVERY_MODULE, NearValues, Noted, Snapshot, of_globals
 from whale.capture.source import is_of_a_library, user_line
-from whale.errors import first_few
+from whale.errors import CaptureError, first_few
 from whale.ir.scope import SourceLine
 
 
@@ -100,6 +101,7 @@ VARIABLE = "os.environ."  # prefix of an environment variable's path
 _OF_ENVIRON = (os.environ.get.__func__.__code__.co_filename, os.getenv.__code__.co_filename)  # type: ignore[attr-defined]
 _Key = tuple[int, str]
 _PLAIN = (bool, int, float, str, Tensor, type(None))
+_REGISTERS = ("_parameters", "_buffers", "_non_persistent_buffers_set", "_modules")
 _HOOKS = tuple(name for name in sorted(OF_EVERY_MODULE) if name.endswith("_hooks"))
 
 
@@ -221,6 +223,7 @@ class Fresh:
     live: dict[str, Any]
     names: frozenset[str]
     hooks: frozenset[tuple[str, int]]
+    registered: Mapping[str, Any]  # copies of the registers of parameters, buffers and modules
 
     @property
     def new_hooks(self) -> frozenset[tuple[str, int]]:
@@ -229,21 +232,77 @@ class Fresh:
 
 
 def fresh(model: nn.Module) -> tuple[Fresh, ...]:
-    """The attributes and hooks of all modules before a call."""
+    """What all modules hold before a call: attributes, hooks, parameters, buffers and modules."""
     found = {id(vars(module)): vars(module) for module in model.modules()}  # torch puts several proxies before a shared module
-    return tuple(Fresh(live, frozenset(live), _hooks(live)) for live in found.values())
+    return tuple(Fresh(live, frozenset(live), _hooks(live), {name: live[name].copy() for name in _REGISTERS}) for live in found.values())
 
 
 def forget_new(before: Iterable[Fresh]) -> None:
-    """Removes hooks and attributes (fake tensors) that a traced call has added to modules.
+    """Removes what a traced call has added to modules: attributes and buffers (fake tensors), hooks, parameters, modules.
 
-    A call that registers hooks once records that in an attribute; without it the next trace registers them again.
+    A call that registers hooks once records that in an attribute; without it the next trace registers them again. A call that registers
+    a buffer (a mask, a table) where the last one is missing or too short registers it in each trace.
     """
     for each in before:
         for kind, number in each.new_hooks:
             del each.live[kind][number]
         for name in each.live.keys() - each.names:
             del each.live[name]
+        for name, held in each.registered.items():
+            each.live[name].clear()
+            each.live[name].update(held)
+
+
+@dataclass(frozen=True)
+class RegisteredBuffer:
+    """A buffer that a call registers."""
+
+    name: str  # as ``blocks.0.mask``
+    where: SourceLine | None
+    tensor: Tensor
+    is_written: bool  # whether it was written to after it was registered
+
+
+class Registrations:
+    """What a call registers in modules: buffers may hold tables that depend on sizes alone; parameters are refused."""
+
+    def __init__(self, before: Iterable[Fresh]) -> None:
+        self._before = {id(each.live): each for each in before}
+        self._noted: list[tuple[nn.Module, str, Tensor, int, SourceLine | None]] = []
+
+    @contextmanager
+    def noted(self) -> Iterator[None]:
+        handle = register_module_buffer_registration_hook(self._note)
+        try:
+            yield
+        finally:
+            handle.remove()
+
+    def _note(self, module: nn.Module, name: str, tensor: Tensor | None) -> None:
+        if tensor is not None:
+            self._noted.append((module, name, tensor, tensor._version, user_line()))
+
+    def checked(self, model: nn.Module) -> tuple[RegisteredBuffer, ...]:
+        """The buffers that are there after the call, and were not before.
+
+        Raises:
+            CaptureError: a parameter is registered, too.
+        """
+        held = {id(tensor) for each in self._before.values() for tensor in each.registered["_buffers"].values()}
+        names = {id(module): name for name, module in model.named_modules()}
+        for module in model.modules():
+            before = self._before.get(id(vars(module)))
+            known = {} if before is None else before.registered["_parameters"]
+            if added := [name for name, parameter in module._parameters.items() if parameter is not None and name not in known]:
+                raise CaptureError(
+                    f"forward registers parameter {added[0]} of {type(module).__name__}, which no optimizer would step",
+                    hint="make it in __init__, or run the model on one batch before parallelize",
+                )
+        return tuple(
+            RegisteredBuffer(f"{names[id(module)]}.{name}".removeprefix("."), line, tensor, tensor._version != version)
+            for module, name, tensor, version, line in self._noted
+            if id(module) in names and module._buffers.get(name) is tensor and id(tensor) not in held
+        )
 
 
 def _hooks(attributes: dict[str, Any]) -> frozenset[tuple[str, int]]:

@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 from whale.capture.batch import BatchStructure, is_record, plain
 from whale.capture.exporting.reads import KnownValues, ReadAnswers
-from whale.capture.exporting.side_effects import AttributeAccess, SideEffects, forget_new, fresh
+from whale.capture.exporting.side_effects import AttributeAccess, RegisteredBuffer, Registrations, SideEffects, forget_new, fresh
 from whale.capture.program import ObjectStructure, OutputStructure
 from whale.capture.source import line_of_function
 from whale.errors import BatchError, CaptureError
@@ -34,6 +34,7 @@ class Findings:
     metrics: tuple[str, ...] = ()  # names of the results that come next
     own_loss: int | None = None  # the index of the output tensor that is that loss; None if none is
     weight: float | None = None  # constant weight of a (sum, weight) pair; it is no result
+    registered: tuple[RegisteredBuffer, ...] = ()  # buffers that `forward` registers: the last results, to see what they are made of
     handed_on: tuple[str, ...] = ()  # plain attributes that `forward` leaves to its next call
 
 
@@ -62,18 +63,20 @@ class Wrapper(nn.Module):
     def forward(self, *tensors: Tensor) -> tuple[Any, ...]:
         before = [(module, name, held) for module in self.model.modules() for name, held in module._buffers.items() if held is not None]
         modules = fresh(self.model)
-        with self._effects.undone():
+        registrations = Registrations(modules)
+        with self._effects.undone(), registrations.noted():
             self._access.begin()
             try:
                 with KnownValues(self._answers.op, self._read) as known, self._answers.asked(known.knows):
                     results = self._results(list(tensors))
                     for module, name, held in before:
                         _keep_written(module, name, held)
+                    self.found.registered = registrations.checked(self.model)
                 has_new_hooks = any(module.new_hooks for module in modules)
                 self.found.handed_on = self._access.handed_on(known.knows, has_new_hooks=has_new_hooks)
             finally:
                 forget_new(modules)  # another run may follow where this one failed
-        return results
+        return (*results, *(buffer.tensor for buffer in self.found.registered))
 
     def _results(self, tensors: list[Tensor]) -> tuple[Any, ...]:
         batch = self._structure.unflatten(tensors)
@@ -99,8 +102,8 @@ class Wrapper(nn.Module):
 def _keep_written(module: nn.Module, name: str, held: Tensor) -> None:
     """Copies a tensor that `forward` assigned to a buffer's name into the buffer: a captured model keeps its tensors."""
     now = module._buffers.get(name)
-    if now is held:
-        return
+    if now is held or (now is not None and now.shape != held.shape and name in module._non_persistent_buffers_set):
+        return  # a table that grows is registered anew in each capture
     if now is None or now.shape != held.shape or now.dtype != held.dtype:
         shown = "nothing" if now is None else _describe(now)
         raise CaptureError(

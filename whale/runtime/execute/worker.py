@@ -59,7 +59,7 @@ class Worker:
     ) -> None:
         roster = connections.roster
         self.plan, self.model, self._rank_place = plan, captured.graph, roster.rank_place
-        self.written = {name: update.kind for name, update in buffer_updates(captured.graph).items()}
+        self.written = buffer_updates(captured.graph)
         self._device, self._world_sums = roster.world.device, connections.world_sums
         self._weights = weight_program(captured.graph, captured.graph_for(captured.graph.num_rows), self._device)
         self._executor: Executor | None = None

@@ -145,7 +145,7 @@ def _copy(
         if node.op == "call_function" and node.name in wanted:
             copied = local.node_copy(node, lambda argument: copies[argument.name])
             copied.meta[OP] = node.name
-            _place(copied, device)
+            place(copied, device)
             if handed and copied.target is torch.ops.aten.view.default:
                 copied.target = torch.ops.aten.reshape.default  # received tensors are contiguous, whatever they were at the sender
             copies[node.name] = copied
@@ -186,7 +186,7 @@ def _reads(model: ModelGraph, wanted: set[str], handed: set[str], outputs: Seque
     return {op.name: None for op in model.ops if op.name in outside}
 
 
-def _place(node: fx.Node, device: torch.device) -> None:
+def place(node: fx.Node, device: torch.device) -> None:
     """Replaces devices among the arguments of a captured op."""
 
     def moved(argument: Any) -> Any:

@@ -1,7 +1,8 @@
 """Buffers that forward writes: every micro-batch starts from their values before the step, and all together give the new value.
 
     before --+--> micro-batch 0 writes --+
-             +--> micro-batch 1 writes --+--> once: the written value; mean: averaged by rows; sum: the increments are added
+             +--> micro-batch 1 writes --+--> once: the written value; mean: averaged by rows; sum: the increments are added to (a
+             |                           |    multiple of) the value before
              +--> other replicas' -------+
 
 Running statistics, which each replica updates by its own rows, are merged as an average by rows. After a step that does not count,
@@ -16,7 +17,7 @@ from dataclasses import dataclass
 import torch
 
 from whale.ir.graph import ModelGraph
-from whale.ir.updates import UpdateKind
+from whale.ir.updates import Update, UpdateKind
 from whale.runtime.program.shard.pieces import Index, part, write_part
 from whale.runtime.state.holdings import Holdings
 
@@ -154,24 +155,24 @@ class StepBuffers:
 
     Args:
         tensors: what this rank holds.
-        kinds: of the buffers that the stage writes, by name, without running statistics.
+        updates: of the buffers that the stage writes, by name, without running statistics.
 
     Attributes:
         made: of the step so far: the new value; of a mean or a sum, this device's term of it.
     """
 
-    def __init__(self, tensors: Mapping[str, torch.Tensor], kinds: Mapping[str, UpdateKind]) -> None:
-        self._tensors, self._kinds = tensors, kinds
+    def __init__(self, tensors: Mapping[str, torch.Tensor], updates: Mapping[str, Update]) -> None:
+        self._tensors, self._updates = tensors, updates
         self._before: dict[str, torch.Tensor] = {}
         self._fresh: dict[str, torch.Tensor] = {}
         self.made: dict[str, torch.Tensor] = {}
 
     def begin(self) -> None:
         self.made, self._fresh = {}, {}
-        self._before = dict(zip(self._kinds, _clones([self._tensors[name].detach() for name in self._kinds]), strict=True))
+        self._before = dict(zip(self._updates, _clones([self._tensors[name].detach() for name in self._updates]), strict=True))
 
     def __contains__(self, name: str) -> bool:
-        return name in self._kinds
+        return name in self._updates
 
     def fresh(self, name: str) -> torch.Tensor:
         """A buffer with its value before the step, to be written by one forward pass."""
@@ -181,13 +182,17 @@ class StepBuffers:
 
     def add(self, name: str, written: torch.Tensor, num_rows: int) -> None:
         """Adds what a micro-batch has written."""
-        kind, made = self._kinds[name], self.made.get(name)
-        if kind not in ADDED:
+        update, made = self._updates[name], self.made.get(name)
+        if update.kind not in ADDED:
             self.made.setdefault(name, written.detach())
             return
         addend = widened(written.detach())
-        addend = addend * num_rows if kind == "mean" else addend - self._before[name]
+        addend = addend * num_rows if update.kind == "mean" else addend - _scaled(self._before[name], update)
         self.made[name] = addend if made is None else made + addend
+
+
+def _scaled(before: torch.Tensor, update: Update) -> torch.Tensor:
+    return widened(before) * update.scale
 
 
 @dataclass(frozen=True)
@@ -200,7 +205,7 @@ class SharedBuffers:
     add: Callable[[torch.Tensor, str], None]  # sums a tensor over all ranks, in place; its text names the wait
     device: torch.device
 
-    def settle(self, model: ModelGraph, kinds: Mapping[str, UpdateKind], made: Mapping[str, torch.Tensor], num_rows: int) -> None:
+    def settle(self, model: ModelGraph, updates: Mapping[str, Update], made: Mapping[str, torch.Tensor], num_rows: int) -> None:
         """Writes the new values into the buffers. A collective of the world if some buffer is a mean or a sum.
 
         Args:
@@ -208,11 +213,11 @@ class SharedBuffers:
             made: by this rank's micro-batches.
             num_rows: rows of the global batch.
         """
-        if not kinds:
+        if not updates:
             return
-        moved = [name for name in made if kinds[name] not in ADDED]
+        moved = [name for name in made if updates[name].kind not in ADDED]
         copy_all([self.tensors[name].detach() for name in moved], [made[name] for name in moved])
-        names = sorted(name for name, kind in kinds.items() if kind in ADDED)
+        names = sorted(name for name, update in updates.items() if update.kind in ADDED)
         if not names:
             return
         specs = [model.parameter_by_name[name].spec for name in names]
@@ -226,13 +231,13 @@ class SharedBuffers:
         for name, whole, total in zip(names, wholes, torch.split(flat, [as_real(whole).numel() for whole in wholes]), strict=True):
             if self.rank is not None and name in self.tensors:
                 as_real(whole).copy_(total.view_as(as_real(whole)))
-                self._take(name, whole, num_rows if kinds[name] == "mean" else None)
+                self._take(name, whole, updates[name], num_rows)
 
-    def _take(self, name: str, total: torch.Tensor, num_rows: int | None) -> None:
+    def _take(self, name: str, total: torch.Tensor, update: Update, num_rows: int) -> None:
         """Sets a buffer to the mean over the rows, or adds a sum to it."""
         target, index = self.tensors[name].detach(), self._index(name)
         own = total if index is None else part(total, index)
-        value = widened(target) + own if num_rows is None else own / num_rows
+        value = own / num_rows if update.kind == "mean" else _scaled(target, update) + own
         target.copy_(value.round() if is_whole(target.dtype) else value)
 
     def _index(self, name: str) -> tuple[Index, ...] | None:

@@ -142,9 +142,10 @@ def gather_outputs(
         spec = model.by_name[name].outputs[0]
         if axis is None:
             _check_whole(model, name, len(owners))
-            if len(owners) > 1 and world.rank == 0 and depends_on_rows(model, name):
-                _warn_of_one_piece(model.by_name[name], owners)
             owners = owners[:1]
+            if depends_on_rows(model, name):
+                results.append(_of_one_piece(model, name, plan, world_ranks, world, mine, num_rows))
+                continue
         space = row_space(spec, axis, num_rows)
         whole = torch.empty(space.shape(Region()), dtype=getattr(torch, spec.dtype), device=world.device)
         for rank, start, stop in owners:
@@ -154,6 +155,28 @@ def gather_outputs(
             write_part(whole, tuple(map(as_index, places)), piece)
         results.append(whole)
     return results
+
+
+def _of_one_piece(
+    model: ModelGraph,
+    name: str,
+    plan: Plan,
+    world_ranks: Sequence[int],
+    world: World,
+    mine: Mapping[tuple[str, int], torch.Tensor],
+    num_rows: int,
+) -> torch.Tensor:
+    """An output without a batch axis that depends on rows, of the first piece; its sizes may depend on them, too."""
+    owners = _owners(plan, world_ranks, name, num_rows)
+    rank, start, _ = owners[0]
+    if len(owners) > 1 and world.rank == 0:
+        _warn_of_one_piece(model.by_name[name], owners)
+    own = mine.get((name, start)) if rank == world.rank else None
+    shape = world.gather_objects(None if own is None else tuple(own.shape))[rank]
+    assert isinstance(shape, tuple), "its holder has it"
+    piece = torch.empty(shape, dtype=getattr(torch, model.by_name[name].outputs[0].dtype), device=world.device)
+    _share(piece, own, rank, world)
+    return piece
 
 
 def _check_whole(model: ModelGraph, name: str, num_pieces: int) -> None:
