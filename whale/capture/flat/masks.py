@@ -81,7 +81,7 @@ def _has_fixed_lengths(node: fx.Node) -> bool:
 
 def _is_square(node: fx.Node) -> bool:
     lengths = [node.args[place].meta["val"].shape[-2] for place in (0, _KEY)]  # type: ignore[union-attr]
-    return lengths[0] == lengths[1]
+    return bool(lengths[0] == lengths[1])
 
 
 def _is_neutral(value: Tensor) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 
@@ -47,7 +48,7 @@ class HostCopy:
         """The number; waits for it."""
         if self._arrived is not None:
             self._arrived.synchronize()
-        return float(self._value.tolist())
+        return cast(float, self._value.tolist())
 
 
 class LossWatch:
@@ -65,7 +66,7 @@ class LossWatch:
             RuntimeFault: it is not finite.
         """
         if loss.device.type == "cpu":
-            self._check(step_number, account, loss.tolist(), "the update was not applied")
+            self._check(step_number, account, cast(float, loss.tolist()), "the update was not applied")
         elif loss.device.type == "cuda":
             self._copied.append((step_number, account, HostCopy.of(loss)))
             self.settle(NUM_STEPS_AHEAD)
