@@ -165,8 +165,8 @@ _END = (1 << 63) - 1
 def drop_whole_slices(graph: fx.Graph) -> None:
     """Removes slices from the first element to the last (``x[:, :]``), which eager mode makes none of, and whose backward pass copies."""
     for node in graph.find_nodes(op="call_function", target=aten.slice.Tensor):
-        given: tuple[Any, ...] = node.args
-        source, _, start, end, step = (*given, *(0, None, None, 1)[len(given) - 1 :])
+        given: list[Any] = [*node.args, *(0, None, None, 1)[len(node.args) - 1 :]]
+        source, _, start, end, step = given
         is_returned = source.op == "placeholder" and any(user.op == "output" for user in node.users)  # only ops are
         if start in (0, None) and end in (_END, None) and step == 1 and not node.kwargs and not is_returned:
             node.replace_all_uses_with(source)
