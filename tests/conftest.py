@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import importlib
-import os
 import pkgutil
 from collections.abc import Callable, Generator
 from pathlib import Path
@@ -19,8 +18,6 @@ for name, count in PROFILES.items():
     # A busy machine is no fault of the code.
     settings.register_profile(name, max_examples=count, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("whale")
-
-os.environ.setdefault("WHALE_RUNTIME_CAPTURE_CACHE", "off")  # tests leave nothing in a home, and find nothing there
 
 GOLDEN = Path(__file__).parent / "golden"
 

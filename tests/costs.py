@@ -56,7 +56,7 @@ def counted(call: Callable[[], Any]) -> tuple[Any, int, int]:
 def parallelized(stages: int = 0, **config: Any) -> whale.Engine:
     """A GPT of two layers, on the ranks of this world."""
     torch.manual_seed(0)
-    config = {"planning.search": "off", "runtime.capture_cache": "off"} | config
+    config = {"planning.search": "off"} | config
     optimizer = partial(torch.optim.AdamW, lr=1e-3)
     return whale.parallelize(gpt.GPT(2, 32, 4, 16, stages), loss=gpt.loss_fn, optimizer=optimizer, batch=BATCH, config=config)
 

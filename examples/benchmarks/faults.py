@@ -16,7 +16,7 @@ nothing happens to. The seconds from a fault to the next new step fall into:
     notice    until a launcher has seen ranks end
     meet      survivors leave what they hold and end, launchers meet, ranks begin anew
     import    of torch and whale
-    open      capture (kept on disk), plan, process groups, weights
+    open      capture, plan, process groups, weights
     state     from memory of the survivors, or the newest checkpoint
     first     the step itself
 """

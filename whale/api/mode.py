@@ -14,7 +14,6 @@ from whale.api.rank_batch import RankBatch
 from whale.axes import batch_axes, discover
 from whale.capture import AS_LARGE_AS_THE_BATCH, BatchDims, BatchStructure, CapturedProgram, capture
 from whale.capture.comparing import are_same, difference
-from whale.capture.kept import KeptCapture
 from whale.errors import BatchError, CaptureError, warn
 from whale.ir.graph import LossTerm, ModelGraph
 from whale.ir.plan import BatchAxis
@@ -36,8 +35,6 @@ class CapturedMode:
         precision: the types of ops there; None for those of the model.
         key: tells this capture from others of the mode; its name by default.
         read_as: the types in which the first capture reads parameters that are cast once per step; None for the first.
-        kept: where the capture is kept on disk.
-        found: the capture that was found there; None captures.
 
     Attributes:
         key: as given.
@@ -59,8 +56,6 @@ class CapturedMode:
         key: str = "",
         precision: Precision | None = None,
         read_as: Mapping[str, str] | None = None,
-        kept: KeptCapture | None = None,
-        found: tuple[ModelGraph, CapturedProgram] | None = None,
     ) -> None:
         self._capture = partial(capture, device=device, precision=precision, read_as=read_as)
         self._model, self._loss, self._name = model, loss, name
@@ -68,8 +63,7 @@ class CapturedMode:
         self.structure = batch if isinstance(batch, BatchStructure) else BatchStructure.of(batch, batch_dims=batch_dims)
         self.graph: ModelGraph
         self.program: CapturedProgram
-        self.graph, self.program = found or self._capture(model, self.structure, loss, mode=name)
-        self._unproven = None if found is None else kept
+        self.graph, self.program = self._capture(model, self.structure, loss, mode=name)
         self.differs = self.is_untraceable = False
         self._capture = partial(self._capture, read_as=self.graph.read_as)
         self._by_rows: dict[int, CapturedProgram] = {self.graph.num_rows: self.program}
@@ -83,11 +77,6 @@ class CapturedMode:
     def constants(self) -> Mapping[str, torch.Tensor]:
         """Tensors that the model's code made, by op name."""
         return {op.name: self.program.tensors[op.name] for op in self.graph.ops if op.kind == "constant"}
-
-    @property
-    def is_unproven(self) -> bool:
-        """Whether it was found on disk, and the model has not been traced since."""
-        return self._unproven is not None
 
     def check_again(self, when: str) -> None:
         """Traces the model once more and compares; ``when`` names the time in words.
@@ -109,16 +98,9 @@ class CapturedMode:
             return
         found = difference((self.graph, self.program), again)
         self.differs = found is not None
-        kept, self._unproven = self._unproven, None
-        if found is None:
-            return
-        if kept is None:
-            fault, hint = "the model changed since it was captured", _FAR
-        else:
-            kept.drop()
-            kept.keep(*again)
-            fault, hint = "the model changed since the capture that was kept on disk", _STALE
-        raise CaptureError(f"{fault} (traced again before {when}: {found.what})", where=found.where, hint=hint)
+        if found is not None:
+            what = f"the model changed since it was captured (traced again before {when}: {found.what})"
+            raise CaptureError(what, where=found.where, hint=_FAR)
 
     def prepare(self, row_counts: Collection[int]) -> None:
         for num_rows in sorted(row_counts):
@@ -185,14 +167,9 @@ class CapturedMode:
 
 
 _FAR = (
-    "something that this line reads has changed and is not watched (a global, os.environ, an iterator, x.item() of a tensor that is "
+    "something that this line reads has changed and is not watched (an iterator, an item of a global list, x.item() of a tensor that is "
     "written): keep it in an attribute of the model or the loss, which is followed by a new capture, or in a tensor of the batch; "
     "runtime.retrace: off keeps the first capture"
-)
-
-_STALE = (
-    "start again: until here the run used the capture of an earlier start, which is now replaced; something that this line "
-    "reads cannot be watched (a file, an iterator, the clock); runtime.capture_cache: off keeps no captures"
 )
 
 

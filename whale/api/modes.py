@@ -14,9 +14,8 @@ from torch import nn
 
 from whale.api.mode import CapturedMode, ModeName, structure_for
 from whale.api.rank_batch import RankBatch
-from whale.capture import BatchDims, BatchStructure, CapturedProgram, check_batch_dims
+from whale.capture import BatchDims, BatchStructure, check_batch_dims
 from whale.capture.exporting.near_values import NearValues, Seen
-from whale.capture.kept import KeptCapture, folder_of
 from whale.comm import World, together
 from whale.config.sections import RuntimeSettings
 from whale.errors import BatchError, CaptureError, first_few, warn
@@ -73,7 +72,7 @@ class RetraceBudget:
 
     @property
     def num_affordable(self) -> int:
-        """Traces that can be paid now; of a capture that was found on disk, nothing is known of the time until the first."""
+        """Traces that can be paid now."""
         elapsed = 0.0 if self._began is None else time.monotonic() - self._began
         if elapsed < FIRST_SECONDS or not self._share:
             return 0
@@ -107,8 +106,7 @@ class Modes:
         model, loss: the user's.
         batch: the example.
         world: this process among its peers; all ranks capture together.
-        settings: how many captures each mode keeps besides the first, when the model is traced again to check them, and where captures are
-            kept for the next start.
+        settings: how many captures each mode keeps besides the first, when the model is traced again to check them.
         batch_dims: which tensors of the batch have rows, where sizes do not show it.
         precision: the types of ops; None for those of the model.
 
@@ -133,7 +131,7 @@ class Modes:
     ) -> None:
         self.model, self._loss, self._example, self._world, self._num_sizes = model, loss, batch, world, settings.num_sizes
         self._batch_dims = batch_dims
-        self.budget, self._folder = RetraceBudget(settings), folder_of(settings.capture_cache)
+        self.budget = RetraceBudget(settings)
         self._made = partial(CapturedMode, device=world.device.type, precision=precision)
         self._modes: dict[ModeName, _Mode] = {}
         self._near = NearValues(model, loss)
@@ -238,37 +236,19 @@ class Modes:
     def _capture(self, name: ModeName, batch: Any, like: BatchStructure | None = None) -> CapturedMode:
         given = None if batch is not None else like
         structure = together(self._world, lambda: given or structure_for(batch, self._example, self._batch_dims))
-        kept, found = self._kept(structure) if name == "train" else (None, None)
         with self.budget.capturing():
-            captured = together(self._world, lambda: self._first(name, structure, kept, found))
+            captured = together(self._world, lambda: self._first(name, structure))
         _compare_captures(None if batch is None else captured.graph, self._world)
-        if kept is not None and found is None and self._world.local_rank == 0:
-            kept.keep(captured.graph, captured.program)
-        self._modes[name] = _Mode(captured, self._near.seen(), captured.program.reads)
+        self._modes[name] = _Mode(captured, self._near.seen(captured.program.reads), captured.program.reads)
         return captured
 
-    def _first(
-        self, name: ModeName, structure: BatchStructure, kept: KeptCapture | None, found: tuple[ModelGraph, CapturedProgram] | None
-    ) -> CapturedMode:
+    def _first(self, name: ModeName, structure: BatchStructure) -> CapturedMode:
         try:
-            return self._made(self.model, structure, self._loss, name, kept=kept, found=found)
+            return self._made(self.model, structure, self._loss, name)
         except CaptureError as error:
             if name == "train" or not (parts := self.train.structure.other_parts(structure)):
                 raise
             raise CaptureError(f"{_of_parts(parts)}: {error.message}", where=error.where, hint=error.hint) from None
-
-    def _kept(self, structure: BatchStructure) -> tuple[KeptCapture | None, tuple[ModelGraph, CapturedProgram] | None]:
-        """Where the capture of the training is kept, and the capture there, unless ranks found different ones."""
-        kept = found = None
-        if self._folder is not None and not self.budget.is_off:
-            kept = KeptCapture.of(self._folder, self._near, self._loss, structure, *self._made.keywords.items())
-        try:
-            found = None if kept is None else kept.find()
-        except ValueError as error:
-            if self._world.local_rank == 0:
-                warn(f"the capture kept on disk cannot be read and is removed ({error}); the model is captured again")
-        prints = self._world.gather_objects(None if found is None else found[0].fingerprint)
-        return kept, found if all(each == prints[0] for each in prints) else None
 
     def _capture_other(self, name: ModeName, structure: BatchStructure) -> CapturedMode:
         """A capture for other sizes or parts than the first capture's, or for other plain values."""
@@ -295,7 +275,7 @@ class Modes:
         if changed:
             self._near = NearValues(self.model, self._loss)  # with what new objects and functions keep
         mode.read |= captured.program.reads
-        mode.others.append(_Other(structure, self._near.seen(), captured))
+        mode.others.append(_Other(structure, self._near.seen(mode.read), captured))
         return captured
 
     def _number(self, mode: _Mode, trains: bool) -> int:
@@ -303,7 +283,7 @@ class Modes:
         for number, then in enumerate(mode.kinds, start=1):
             if not then.changed(mode.read, trains=trains):
                 return number
-        mode.kinds.append(self._near.seen())
+        mode.kinds.append(self._near.seen(mode.read))
         return len(mode.kinds)
 
     def _warn_of_values(self, changed: str) -> None:

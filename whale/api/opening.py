@@ -280,8 +280,8 @@ def _match(cluster: Cluster, profiles: Sequence[DeviceProfile]) -> dict[str, int
 
 def compare_settings(settings: Config, world: World) -> None:
     """Raises, on all ranks, a ConfigError where settings differ between ranks."""
-    # Rank 0 alone reads where it records and logs, and each host has a cache of its own: hosts may write a path otherwise.
-    own = ("trace.directory", "runtime.log_file", "runtime.capture_cache", "runtime.keep_on_fault")
+    # Rank 0 alone reads where it records and logs: hosts may write a path otherwise.
+    own = ("trace.directory", "runtime.log_file", "runtime.keep_on_fault")
     own_values = {name: str(value) for name, value in settings.items() if name not in own}
     everyones = world.gather_objects(own_values)  # lines, which blocks know, do not travel
     first = everyones[0]

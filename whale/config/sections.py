@@ -139,10 +139,6 @@ class RuntimeSettings:
         None,
         "compile the ops of each stage with torch.compile; null: if the model was given through torch.compile",
     )
-    capture_cache: str | None = key(
-        None,
-        "folder in which captures are kept for the next start, at most 256 MiB; null: `whale` in the user's cache folder; off: none",
-    )
     progress: bool = key(
         False, "show loss, samples and tokens per second, norm, learning rate and memory on the loader's bar, or every 10 s"
     )

@@ -60,7 +60,7 @@ class WhaleStrategy(Strategy):  # type: ignore[misc]
     """
 
     def __init__(self, config: Source = None, cluster: Cluster | str | Path | None = None, plan: Plan | str | Path | None = None) -> None:
-        settings = load_config(config, environment={}, base=load_config({"runtime.capture_cache": "off"}, environment={}))
+        settings = load_config(config, environment={})
         self._sources: dict[str, Any] = {"config": settings, "cluster": cluster, "plan": plan}
         self.engine: Engine | None = None
         self._seen = Hooks()

@@ -198,7 +198,15 @@ def global_of_a_function_that_a_method_calls() -> tuple[nn.Module, Loss, Change]
     return Own(), square, lambda value: setattr(Options, "factor", value)
 
 
+def environment() -> tuple[nn.Module, Loss, Change]:
+    def change(value: float) -> None:
+        os.environ["WHALE_TEST_FACTOR"] = str(value)
+
+    return Net(lambda x: x * float(os.environ["WHALE_TEST_FACTOR"])), square, change
+
+
 NEAR = (
+    environment,
     class_attribute,
     deque_of_a_class,
     numpy_scalar,
@@ -251,10 +259,6 @@ def item_of_a_closure_tensor() -> tuple[nn.Module, Change]:
     return Net(lambda x: x * kept.item()), kept.fill_
 
 
-def environment() -> tuple[nn.Module, Change]:
-    return Net(lambda x: x * float(os.environ["WHALE_TEST_FACTOR"])), lambda value: os.environ.__setitem__("WHALE_TEST_FACTOR", str(value))
-
-
 def context_variable() -> tuple[nn.Module, Change]:
     context.set(1.0)
     return Net(lambda x: x * context.get()), context.set
@@ -268,7 +272,6 @@ def other_ops() -> tuple[nn.Module, Change]:
 FAR = (
     of_a_global_deque,
     item_of_a_closure_tensor,
-    environment,
     context_variable,
     other_ops,
 )

@@ -5,10 +5,11 @@
     lambda output, batch: weight * mean(output)         closures, defaults, arguments of `functools.partial`
     layer.register_forward_hook(...)                    hooks
     FACTOR, options.factor, settings.FACTOR             plain globals, and plain attributes of global objects, classes and modules
+    os.environ["FACTOR"]                                environment variables
 
-The capture notes which attributes are read (`whale.capture.exporting.side_effects`). Of globals those count whose names stand in the
-user's code that `forward`, the loss and the hooks reach by names. Changes further away (iterators, items of large lists, attributes of
-attributes of globals) are found when the model is traced again (`whale.capture.comparing`).
+The capture notes which attributes and variables are read (`whale.capture.exporting.side_effects`). Of globals those count whose names
+stand in the user's code that `forward`, the loss and the hooks reach by names. Changes further away (iterators, items of large lists,
+attributes of attributes of globals) are found when the model is traced again (`whale.capture.comparing`).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import argparse
 import copy
 import functools
 import inspect
+import os
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -33,6 +35,9 @@ from torch import Tensor, nn
 
 from whale.capture.exporting.held_values import MISSING, Contents, HeldValues, in_columns
 from whale.capture.source import is_of_a_library
+
+VARIABLE = "os.environ."
+"""Prefix of an environment variable's path."""
 
 OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
@@ -212,13 +217,10 @@ class NearValues:
         for held in _globals(self.functions):
             self.generators |= {name: value for name, value in held.items() if _is_generator(value)}
 
-    def seen(self) -> Seen:
-        return Seen(self.model, self.places.values())
-
-    def follows(self, value: object) -> bool:
-        """Whether the contents of an object or a function are among the places."""
-        kind: Any = type(value)
-        return id(value) in self._seen and (isinstance(value, (nn.Module, FunctionType, *_NAMESPACES)) or not _is_of_a_library(kind))
+    def seen(self, read: Iterable[str]) -> Seen:
+        """The values of now; of environment variables, of those whose paths have been read."""
+        variables = (path.removeprefix(VARIABLE) for path in read if path.startswith(VARIABLE))
+        return Seen(self.model, [*self.places.values(), *map(_of_environment, variables)])
 
     # ---- the walk --------------------------------------------------------------------------------------------
 
@@ -353,6 +355,11 @@ def _names(code: CodeType) -> set[str]:
 
 def _is_plain(value: object) -> bool:
     return isinstance(value, (*_PLAIN, Enum)) or (type(value).__module__ == "numpy" and getattr(value, "ndim", None) == 0)
+
+
+def _of_environment(name: str) -> NearPlace:
+    path = f"{VARIABLE}{name}"
+    return NearPlace(path, path, partial(os.environ.get, name, MISSING), partial(os.environ.__setitem__, name))
 
 
 def _of_namespace(path: str, label: str, held: dict[str, Any], name: str) -> NearPlace:

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_buffer_registration_hook
 
 from whale.capture.exporting.held_values import MISSING
-from whale.capture.exporting.near_values import OF_EVERY_MODULE, NearValues, Noted, Snapshot, of_globals
+from whale.capture.exporting.near_values import OF_EVERY_MODULE, VARIABLE, NearValues, Noted, Snapshot, of_globals
 from whale.capture.source import is_of_a_library, user_line
 from whale.errors import CaptureError, first_few
 from whale.ir.scope import SourceLine
@@ -97,7 +97,6 @@ def _set_state(generator: Any, state: Any) -> None:
     generator.bit_generator.state = state
 
 
-VARIABLE = "os.environ."  # prefix of an environment variable's path
 _OF_ENVIRON = (os.environ.get.__func__.__code__.co_filename, os.getenv.__code__.co_filename)  # type: ignore[attr-defined]
 _Key = tuple[int, str]
 _PLAIN = (bool, int, float, str, Tensor, type(None))
