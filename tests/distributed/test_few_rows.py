@@ -51,7 +51,9 @@ def evaluate(rank: int, num_ranks: int, config: dict[str, Any]) -> list[Any]:
         batch = batch_of(num_rows)
         value, output = engine.evaluate(batch, outputs=True)
         own, rows = engine.predict(batch, gather=False)
-        found.append((float(engine.evaluate(batch)), float(value), float(engine.metrics["total"]), output, engine.predict(batch), own, rows))
+        found.append(
+            (float(engine.evaluate(batch)), float(value), float(engine.metrics["total"]), output, engine.predict(batch), own, rows)
+        )
     found.append(float(engine.step(batch_of(8))))
     engine.close()
     return found
@@ -93,4 +95,6 @@ def refuse(rank: int, num_ranks: int) -> list[str]:
 
 def test_replicas_that_gather_weights_together_all_need_rows(world: World) -> None:
     for said in world.run(refuse, num_ranks=2):
-        assert all("the batch has 1 row, fewer than the plan needs: one for each of 2 replicas of 1 micro-batch each" in text for text in said)
+        assert all(
+            "the batch has 1 row, fewer than the plan needs: one for each of 2 replicas of 1 micro-batch each" in text for text in said
+        )

@@ -69,7 +69,9 @@ def make_loader(
         BatchError: full batches, or the short last one, are too small for the plan; or the options contradict one another.
     """
     for name in sorted(_OWN_OPTIONS & options.keys()):
-        raise BatchError(f"engine.loader does not take {name}=", hint=_IN_PLACE_OF.get(name, "use global_batch_size, shuffle, seed and collate"))
+        raise BatchError(
+            f"engine.loader does not take {name}=", hint=_IN_PLACE_OF.get(name, "use global_batch_size, shuffle, seed and collate")
+        )
     if global_batch_size is None or global_batch_size < 1:
         raise BatchError(f"global_batch_size={global_batch_size} is not at least 1")
     division = Division(global_batch_size, plan, rank, drop_last, collate or default_collate, whole_batches)

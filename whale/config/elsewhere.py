@@ -158,7 +158,7 @@ _KEYS: Mapping[System, tuple[tuple[str, str], ...]] = {
         ("tensor_model_parallel_size", "`split: N`, with `axes`"),
         ("sequence_parallel", "`more_axes`, with the sequence's axis"),
         ("pipeline_model_parallel_size", "`num_stages: N`, of each replica (`pipeline.num_stages`)"),
-        ("num_virtual_stages_per_pipeline_rank", "`num_chunks: N` and `schedule: interleaved` (`pipeline.num_chunks`, `pipeline.schedule`)"),
+        ("num_virtual_stages_per_pipeline_rank", "`num_chunks: N`, `schedule: interleaved` (`pipeline.num_chunks`, `pipeline.schedule`)"),
         ("num_layers_per_virtual_pipeline_stage", "`num_chunks`: layers by (stages x this number)"),
         ("microbatch_group_size_per_virtual_pipeline_stage", "`group_size` (`pipeline.group_size`)"),
         ("decoder_first_pipeline_num_layers", "the first number of `blocks: [...]`"),

@@ -78,8 +78,9 @@ class GPT:
             yield ConfigError(f"{name} of the gpt: {sizes[name]!r} is not a whole number at least 1")
         if not wrong and self.hidden % self.heads:
             yield ConfigError(f"heads: {self.heads} of the gpt does not divide hidden: {self.hidden}")
-        if not isinstance(self.tied, bool):
-            yield ConfigError(f"tied of the gpt: {self.tied!r} is not true or false")
+        tied: object = self.tied
+        if not isinstance(tied, bool):
+            yield ConfigError(f"tied of the gpt: {tied!r} is not true or false")
         if self.dtype not in DTYPES:
             yield ConfigError(f"dtype of the gpt: {self.dtype!r} is not one of {', '.join(DTYPES)}")
         if self.attention not in get_args(Attention):

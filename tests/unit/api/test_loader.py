@@ -209,7 +209,9 @@ def test_a_position_of_other_samples_is_refused() -> None:
 
 def test_batches_that_are_too_small_fail_when_the_loader_is_made() -> None:
     plan = plan_of([(1, [[1]]), (1, [[1]])], num_micro_batch=4)
-    with pytest.raises(BatchError, match=r"the batch has 1 row, fewer than the plan needs: one for each of 2 replicas of 1 micro-batch each"):
+    with pytest.raises(
+        BatchError, match=r"the batch has 1 row, fewer than the plan needs: one for each of 2 replicas of 1 micro-batch each"
+    ):
         load(Samples(12), 1, plan)
     with pytest.raises(BatchError, match="the batch has 1 row, fewer"):
         load(Samples(17), 16, plan)

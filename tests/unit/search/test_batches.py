@@ -58,7 +58,9 @@ def test_what_does_not_fit_is_left_out() -> None:
 
 @pytest.mark.parametrize("text", ["64", "256..64", "0..4", "4..x", "a range", "-1..4"])
 def test_what_is_no_range_is_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match=r"planning.batch_rows: .* is not like 64\.\.256, whole numbers from 1 to 16,777,216, the smaller first"):
+    with pytest.raises(
+        ConfigError, match=r"planning.batch_rows: .* is not like 64\.\.256, whole numbers from 1 to 16,777,216, the smaller first"
+    ):
         Config({"planning.batch_rows": text})
 
 

@@ -36,8 +36,8 @@ Rows = tuple[tuple[int, int], ...]
 
 
 _SMALL_BATCH = (
-    "use larger batches, or fewer devices that divide rows; drop_last=True leaves out a loader's short last batch, which evaluate and predict "
-    "take from a DataLoader of global batches"
+    "use larger batches, or fewer devices that divide rows; drop_last=True leaves out a loader's short last batch, which evaluate and "
+    "predict take from a DataLoader of global batches"
 )
 
 
