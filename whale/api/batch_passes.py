@@ -162,8 +162,11 @@ class BatchPasses:
         """Prepares a mode without backward for global batches of so many rows, under a plan made from the training's; its name."""
         runtime, name = self.runtime, captured.key
         fitting = runtime.roster.plan.with_micro_batches_for(num_rows)
-        if self._lacks(name, fitting):
+        # where ranks gather weights together in each pass, all replicas run it
+        busy = fitting if runtime.gathers_weights else fitting.with_idle_replicas_for(num_rows)
+        if self._lacks(name, busy):
             plan = retarget_plan(fitting, self._modes.train.graph, captured.graph)
+            plan = plan if busy is fitting else plan.with_idle_replicas_for(num_rows)
             if name == captured.graph.mode:  # at other sizes the warning would come again
                 warn_where_apart(plan, captured.graph, runtime.roster.world)
             runtime.prepare(name, captured, plan, forward_schedules_of(plan))

@@ -128,6 +128,11 @@ class Runtime:
         if trains:
             self._kept[mode] = KeptBuffers(self._tensors[name] for name in self._workers[mode].written if name in self._tensors)
 
+    @property
+    def gathers_weights(self) -> bool:
+        """Whether ranks gather weights, bucket by bucket, while they compute."""
+        return self._weights is not None
+
     def forget(self, mode: str) -> None:
         """Closes a mode, if it was prepared."""
         if mode in self._workers:

@@ -58,7 +58,10 @@ def short_schedules_of(plan: Plan, whole: Plan) -> tuple[Schedule, ...]:
 
 
 def forward_schedules_of(plan: Plan) -> tuple[Schedule, ...]:
-    """Per replica its forward passes alone, with communication, verified: for evaluation and prediction."""
+    """Per replica its forward passes alone, with communication, verified: for evaluation and prediction.
+
+    Of a replica without micro-batches, the schedule of one, which nobody runs.
+    """
     return _per_replica(plan, _forward_schedule)
 
 
@@ -124,7 +127,7 @@ def alike_schedules(plan: Plan) -> tuple[int, ...]:
 
 @lru_cache(maxsize=NUM_KEPT)
 def _forward_schedule(pipeline: Pipeline, pairs: Pairs) -> Schedule:
-    schedule = insert_communication(forward_only(pipeline.num_ranks, pipeline.num_micro_batch, pipeline.stage_rank), pairs)
+    schedule = insert_communication(forward_only(pipeline.num_ranks, max(1, pipeline.num_micro_batch), pipeline.stage_rank), pairs)
     verify(schedule, pairs)
     return schedule
 

@@ -51,7 +51,7 @@ def part() -> Any:
 
 
 def before(made: Any) -> Seen:
-    return NearValues(made, None).seen()
+    return NearValues(made, None).seen(())
 
 
 def changes(seen: Seen, made: Any, *, trains: bool = True) -> list[str]:

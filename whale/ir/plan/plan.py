@@ -5,9 +5,11 @@ Each model replica has its share of the rows, its stages, and their pipeline.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import accumulate
 
 from whale.errors import first_few
 from whale.ir.division import divide, divide_evenly, intervals
@@ -276,7 +278,8 @@ class Plan:
         return tuple(self._cut(replica, start, stop) for replica, (start, stop) in enumerate(self.replica_rows(num_rows)))
 
     def _cut(self, replica: int, start: int, stop: int) -> tuple[tuple[int, int], ...]:
-        return intervals(divide_evenly(stop - start, self.replicas[replica].pipeline.num_micro_batch), start)
+        count = self.replicas[replica].pipeline.num_micro_batch
+        return intervals(divide_evenly(stop - start, count), start) if count else ()
 
     def with_micro_batches_for(self, num_rows: int) -> Plan:
         """The plan with no more micro-batches than a batch of this size has rows for on every device, but at least one."""
@@ -294,6 +297,25 @@ class Plan:
         replicas = tuple(
             replace(replica, pipeline=replace(replica.pipeline, num_micro_batch=count))
             for replica, count in zip(self.replicas, counts, strict=True)
+        )
+        return replace(self, replicas=replicas)
+
+    def with_idle_replicas_for(self, num_rows: int) -> Plan:
+        """The plan, if a batch has fewer rows than all replicas need, with only as many of the first as it has rows for.
+
+        The others have no share and no micro-batch; without backward passes nobody waits for them. Unchanged if the first needs more rows.
+        """
+        needed = list(accumulate(replica.least_rows for replica in self.replicas))
+        count = bisect_right(needed, num_rows)
+        if count in (0, len(needed)):
+            return self
+        replicas = tuple(
+            replace(
+                replica,
+                share=replica.share if index < count else 0,
+                pipeline=replace(replica.pipeline, num_micro_batch=1 if index < count else 0),
+            )
+            for index, replica in enumerate(self.replicas)
         )
         return replace(self, replicas=replicas)
 

@@ -35,7 +35,10 @@ Rows = tuple[tuple[int, int], ...]
 """Half-open intervals of global row numbers, ascending, not adjacent."""
 
 
-_SMALL_BATCH = "use larger batches, or fewer devices that divide rows; drop_last=True leaves out a loader's short last batch"
+_SMALL_BATCH = (
+    "use larger batches, or fewer devices that divide rows; drop_last=True leaves out a loader's short last batch, which evaluate and "
+    "predict take from a DataLoader of global batches"
+)
 
 
 def rank_rows(plan: Plan, rank: int | None, num_rows: int) -> Rows:
@@ -56,7 +59,8 @@ def rank_pieces(plan: Plan, rank: int | None, num_rows: int) -> list[tuple[int, 
             if device in stage.virtual_device.devices:
                 position = stage.virtual_device.devices.index(device)
                 micro_batches = _micro_batches(plan, replica.index, num_rows)
-                _check_stage(stage, replica.index, min(stop - start for start, stop in micro_batches), num_rows)
+                if micro_batches:
+                    _check_stage(stage, replica.index, min(stop - start for start, stop in micro_batches), num_rows)
                 needed += [stage.row_intervals(stop - start, start)[position] for start, stop in micro_batches]
     return needed
 
@@ -114,6 +118,8 @@ def check_rows(plan: Plan, num_rows: int) -> None:
         raise _too_few_rows(plan, num_rows) from None
     checked: set[tuple[int, tuple[int, ...], int, bool]] = set()
     for replica, (first, last) in zip(plan.replicas, rows, strict=True):
+        if not replica.pipeline.num_micro_batch:
+            continue
         smallest = (last - first) // replica.pipeline.num_micro_batch
         for stage in replica.stages:
             form = (smallest, stage.shares, stage.split, stage.row_shard is not None)

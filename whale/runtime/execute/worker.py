@@ -58,7 +58,9 @@ class Worker:
         compilation: Compilation | None = None,  # compiles runs of ops; None for none
     ) -> None:
         roster = connections.roster
-        self.plan, self.model, self._rank_place = plan, captured.graph, roster.rank_place
+        place = roster.rank_place
+        is_idle = place is None or not plan.replicas[place.replica].pipeline.num_micro_batch
+        self.plan, self.model, self._rank_place = plan, captured.graph, None if is_idle else place
         self.written = buffer_updates(captured.graph)
         self._device, self._world_sums = roster.world.device, connections.world_sums
         self._weights = weight_program(captured.graph, captured.graph_for(captured.graph.num_rows), self._device)
