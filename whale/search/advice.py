@@ -121,7 +121,8 @@ class _Adviser:
         self._by_state.clear()
 
         def under(config: Config) -> tuple[Plan, StepEstimate]:
-            found = search(self.graph, cluster, config, rows=self.rows, effort=effort, start=known, using=using)
+            least = min(effort, config.planning.effort)  # less for a state that is only compared
+            found = search(self.graph, cluster, config, rows=self.rows, effort=least, start=known, using=using)
             self._by_state.append(found)
             return found.plan, found.step
 

@@ -32,6 +32,9 @@ from whale.units import counted, format_seconds
 
 Planned = tuple[Plan, StepEstimate]
 
+COMPARED = 0.1
+"""Share of the effort that goes to plans which shard more state than fits demands: they rarely gain, and large ones take long."""
+
 
 def decide(
     plan: Plan | str | Path | None,
@@ -70,7 +73,8 @@ def decide(
             def under(config: Config) -> tuple[Plan, StepEstimate]:
                 if pin_of(config) is not None:
                     return plan_and_estimate(graph, cluster, config, rows=rows)
-                return _searched(graph, cluster, config, rows, runner_up, tell)
+                is_compared = config.planning.effort < settings.planning.effort  # with a plan that fits
+                return _searched(graph, cluster, config, rows, runner_up, tell, with_rule=not is_compared)
 
             compares = runner_up is None and config.planning.objective == "step_time" and config.planning.batch_rows is None
             return with_states(config, len(cluster.devices), under, may_compare=compares)
@@ -84,7 +88,14 @@ def decide(
 
 
 def _searched(
-    graph: ModelGraph, cluster: Cluster, config: Config, rows: int | None, runner_up: int | None, tell: Callable[[str], None] | None
+    graph: ModelGraph,
+    cluster: Cluster,
+    config: Config,
+    rows: int | None,
+    runner_up: int | None,
+    tell: Callable[[str], None] | None,
+    *,
+    with_rule: bool,
 ) -> tuple[Plan, StepEstimate]:
     if len(cluster.devices) == 1 and _asked(config, runner_up) is None:
         with contextlib.suppress(MemoryShortage):  # there is something to look for only where it does not fit as it is
@@ -92,7 +103,7 @@ def _searched(
     if config.planning.batch_rows is not None:
         best = _best_batch(graph, cluster, config, rows, tell)
         return (best.plan, best.step) if runner_up is None else best.runner_up(runner_up)
-    rule = _rule(graph, cluster, config, rows)
+    rule = _rule(graph, cluster, config, rows) if with_rule else None
     try:
         found = search(graph, cluster, config, rows=rows, tell=tell)
     except KeyboardInterrupt:
@@ -161,7 +172,7 @@ def with_states(
     Args:
         config: settings; ``memory.zero`` and ``memory.offload`` may be ``auto``.
         num_devices: of the cluster.
-        planned: makes the plan of settings that leave neither open.
+        planned: makes the plan of settings that leave neither open; with less effort where it is only compared with one that fits.
         may_compare: whether a plan that fits may give way to a faster one that shards more.
 
     Raises:
@@ -181,6 +192,8 @@ def with_states(
             if found is not None and level == "3":
                 break
             own = config.with_values({"memory.zero": level, "memory.offload": home, "memory.offload_as_needed": as_needed})
+            if found is not None:
+                own = own.with_values({"planning.effort": max(1, round(COMPARED * config.planning.effort))})
             try:
                 other = planned(own)
             except OutOfMemory as fault:

@@ -11,6 +11,8 @@ from tests.unit.planning.graphs import Graph, cluster, device
 from whale.config import Config
 from whale.errors import ConfigError, OutOfMemory, PlanError
 from whale.estimate import Costs, StepEstimate, estimate
+from whale.estimate.prices.prices import Prices
+from whale.estimate.step.program import gather
 from whale.ir.cluster import Cluster, Host, Link
 from whale.ir.graph import ModelGraph
 from whale.ir.plan import Plan
@@ -214,6 +216,27 @@ def test_a_faster_plan_that_shares_out_is_taken_where_memory_makes_something_be_
     found, _ = with_states(Config({"recompute.policy": policy}), 2, with_zero, may_compare=True)
     assert found.cluster == expected
     assert with_states(Config({"recompute.policy": policy}), 2, with_zero, may_compare=False)[0].cluster == "0"
+
+
+def test_a_state_that_is_only_compared_gets_a_tenth_of_the_effort() -> None:
+    plan, step = planned(of_memories(9, 9))
+    again = replace(plan.replicas[0], pipeline=replace(plan.replicas[0].pipeline, recomputed_stages=(0,)))
+    efforts = dict[str, int]()
+
+    def with_zero(config: Config) -> tuple[Plan, StepEstimate]:
+        efforts[str(config.memory.zero)] = config.planning.effort
+        return replace(plan, replicas=(again, *plan.replicas[1:])), step
+
+    with_states(Config({"planning.effort": 50}), 2, with_zero, may_compare=True)
+    assert efforts == {"0": 50, "2": 5}
+
+
+def test_equal_devices_are_priced_once_whatever_they_keep() -> None:
+    on = of_memories(*(9.0,) * NUM_LAYERS)
+    plan, _ = planned(on, memory__zero=2, pipeline__num_micro_batch=2)
+    gathered = gather(plan, Prices(layers(), on, Costs.of(Config({"memory.zero": 2}))))
+    assert len(plan.replicas) == NUM_LAYERS, "each keeps another layer"
+    assert len({id(worker) for worker in gathered.workers}) == 1
 
 
 def test_the_cpu_of_a_host_steps_for_all_its_devices_whatever_the_costs_say() -> None:

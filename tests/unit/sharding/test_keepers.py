@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -58,6 +59,23 @@ def test_what_a_split_group_holds_in_parts_is_kept_by_one_group() -> None:
     whole = SharedOut("b", 1, 400, ({0: 4}, {1: 4}, {4: 4}))
     keeping = deal([halves, whole], (1, 1, 1, 1, 3))
     assert keeping["b"].devices == (4,) and keeping["w"].devices == (2, 3)
+
+
+class CountedWays(tuple[dict[int, int], ...]):
+    """Counts how often all ways are gone through."""
+
+    num_passes = 0
+
+    def __iter__(self) -> Iterator[dict[int, int]]:
+        self.num_passes += 1
+        return super().__iter__()
+
+
+@pytest.mark.parametrize("num_owners", [4, 40])
+def test_ways_are_gone_through_once_for_all_layers_and_not_for_each_owner(num_owners: int) -> None:
+    ways = CountedWays({device: 4} for device in range(num_owners))
+    keeping = deal([SharedOut(f"p{number}", 4 * num_owners, 64 * num_owners, ways) for number in range(2 * num_owners)], (1,) * num_owners)
+    assert len(keeping) == 2 * num_owners and ways.num_passes <= 4
 
 
 @pytest.mark.parametrize(("num_layers", "shares", "num_cut"), [(6, (1, 2, 3), 0), (2, (1, 1, 1), 2), (2, (1, 1, 400), 0)])
