@@ -186,7 +186,7 @@ class Runtime:
         """Writes the buffer updates of a mode's last run, on a global batch of `num_rows` rows. A collective of the world."""
         worker = self._workers[mode]
         with self.status.reporting():
-            self._buffers.settle(worker.model, worker.written, worker.made, num_rows)
+            self._buffers.settle(worker.model, worker.copied, worker.made, num_rows)
 
     def forget_lost(self) -> None:
         """Drops the rounding errors of gradients on this rank: their steps do not count, or the weights were replaced."""
