@@ -15,6 +15,7 @@ from torch import Tensor, fx, nn
 from tests.examples import at_most
 from whale.capture import capture
 from whale.capture.program import CapturedProgram
+from whale.ir.precision import Precision
 
 aten = torch.ops.aten
 LENGTH = 5
@@ -230,6 +231,21 @@ def test_heads_are_repeated_only_where_the_kernel_takes_no_groups(model: Grouped
     assert isinstance(node.args[1], fx.Node)
     assert (node.args[1].meta["val"].shape[1] == 2) is groups
     check_equal(model, program, *(torch.randn(rows, LENGTH, 4) for rows in (4, 2, 7)))
+
+
+@pytest.mark.parametrize("name", ["a bias where all holds", "a bias where it is causal"])
+def test_casts_of_autocast_do_not_hide_a_mask(name: str) -> None:
+    _, program = capture(Attention(name), torch.randn(4, LENGTH, 4), precision=Precision("bfloat16"), device="cpu")
+    mask = attention_of(program).args[3]
+    assert isinstance(mask, fx.Node)
+    assert mask.meta["val"].shape == (1, 1, LENGTH, LENGTH)
+
+
+def test_casts_of_autocast_do_not_hide_repeated_heads() -> None:
+    _, program = capture(Grouped(), torch.randn(4, LENGTH, 4), precision=Precision("bfloat16"), device="cpu")
+    node = attention_of(program)
+    assert node.kwargs["enable_gqa"]
+    assert all(isinstance(each, fx.Node) and each.meta["val"].dtype is torch.bfloat16 for each in node.args[:3])
 
 
 def test_attention_of_other_keys_keeps_its_mask() -> None:
