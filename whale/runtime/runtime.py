@@ -35,7 +35,7 @@ from whale.runtime.state.gradient_sync import GradientSync
 from whale.runtime.state.holdings import Holdings, RankLinks, discover_if_sharded
 from whale.runtime.state.host_copies import HostCopies
 from whale.runtime.state.publishing import Publishing
-from whale.runtime.state.scaling import Clipping
+from whale.runtime.state.scaling import Clipping, unscale
 from whale.runtime.state.updates import KeptBuffers, SharedBuffers, merge_buffers
 from whale.runtime.weights.gathering import lend_tensors
 from whale.schedules import alike_schedules
@@ -88,7 +88,7 @@ class Runtime:
         self.losses = LossWatch(roster.world)
         self.clipping: Clipping | None = None
         self._by_hand: Clipping | None = None
-        if config.gradient.clip_norm is not None or self.leaves_out_steps(state):
+        if config.gradient.clip_norm is not None or config.gradient.skip_nonfinite:
             self.clipping = self._make_clipping(state, config.gradient.clip_norm)
 
     def prepare(self, mode: str, captured: Captured, plan: Plan, schedules: Sequence[Schedule]) -> None:
@@ -191,12 +191,18 @@ class Runtime:
         """Writes the buffer updates of a mode's last run, on a global batch of `num_rows` rows. A collective of the world."""
         worker = self._workers[mode]
         with self.status.reporting():
-            self._buffers.settle(worker.model, worker.written, worker.made, num_rows)
+            self._buffers.settle(worker.model, worker.copied, worker.made, num_rows)
 
     def forget_lost(self) -> None:
         """Drops the rounding errors of gradients on this rank: their steps do not count, or the weights were replaced."""
         if self._sync is not None:
             self._sync.forget_lost()
+
+    def unscale(self, state: EngineState, factor: torch.Tensor) -> torch.Tensor:
+        """Multiplies the gradients by a power of two; above 0 if some gradient of any rank is not finite: 0-dim, equal on all ranks."""
+        found = unscale(factor, state.kept.values(), self.roster.world.device)
+        self._connections.world_sums.add(found, "looking for gradients that are not finite")
+        return found
 
     def clip(self, state: EngineState, limit: float | None) -> torch.Tensor:
         """Clips the gradients to a norm, whatever is set, and returns the norm before; None only computes it."""

@@ -29,6 +29,8 @@ class Accumulated:
     num_batches: int
     num_rows: int  # of the last global batch
     metrics: Mapping[str, torch.Tensor]  # of the last global batch
+    # above 0 if some gradient is not finite, where the pass that took the loss scale back has looked and no other gradients were added
+    non_finite: torch.Tensor | None = None
 
 
 def train_step(
@@ -74,8 +76,14 @@ def forward_backward(
             1.0 if state.loss_scale is None else state.loss_scale.value,
             call,
         )
+        non_finite = None
         if step.account.needs_correction:
-            scale(step.account.correction(runtime.totals(step)), state.kept.values())
+            correction = step.account.correction(runtime.totals(step))
+            if step.account.is_scaled_alone and call == "step" and before is None and runtime.clipping is None:
+                with runtime.status.reporting():
+                    non_finite = runtime.unscale(state, correction)
+            else:
+                scale(correction, state.kept.values())
         loss, metrics = step.account.loss(runtime.totals(step)), step.account.metrics(runtime.totals(step))
         if not runtime.leaves_out_steps(state):
             with runtime.status.reporting():
@@ -91,7 +99,7 @@ def forward_backward(
     state.add_gradients(earlier)
     state.has_moved_statistics = True
     if before is None:
-        return loss, Accumulated(loss, step.account, buffers, 1, batch.num_rows, metrics)
+        return loss, Accumulated(loss, step.account, buffers, 1, batch.num_rows, metrics, non_finite)
     return loss, Accumulated(before.loss + loss, step.account, before.buffers, before.num_batches + 1, batch.num_rows, metrics)
 
 
@@ -136,13 +144,17 @@ def update(runtime: Runtime, state: EngineState, accumulated: Accumulated, facto
 
 def _is_fit(runtime: Runtime, state: EngineState, accumulated: Accumulated, norm: torch.Tensor | None) -> bool:
     """Whether an update is applied, equal on all ranks; adapts the loss scale."""
-    assert norm is not None, "the norm is worked out where steps may be left out"
+    if norm is None and accumulated.non_finite is None:
+        norm = runtime.clip(state, None)
+    seen = accumulated.non_finite if norm is None else norm
+    assert seen is not None
     number, loss_scale = state.step_number, state.loss_scale
-    found, size = torch.stack([accumulated.loss, norm]).tolist()
-    is_finite = math.isfinite(found) and math.isfinite(size)
+    found, size = torch.stack([accumulated.loss, seen]).tolist()
+    is_finite = math.isfinite(found) and (size == 0 if norm is None else math.isfinite(size))
     ranks = "" if is_finite or math.isfinite(found) else f" {runtime.losses.ranks_of(accumulated.account)}"
     if loss_scale is not None:
         if not is_finite and loss_scale.value <= 1 and not runtime.config.gradient.skip_nonfinite:
+            size = size if norm is not None else float(runtime.clip(state, None))
             runtime.forget_lost()
             raise RuntimeFault(
                 f"loss or gradients are not finite at step {number + 1} with a loss scale of {loss_scale.value:g}: loss {found:g}{ranks}, "

@@ -1,4 +1,4 @@
-"""Masks that are the same whatever the batch are told to attention as kernels want them; all others stay. Both graphs give the same."""
+"""Masks that no batch decides are told to attention as kernels want them, all others stay; the model and its graph give the same."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from torch import Tensor, fx, nn
 from tests.examples import at_most
 from whale.capture import capture
 from whale.capture.program import CapturedProgram
+from whale.ir.precision import Precision
 
 aten = torch.ops.aten
 LENGTH = 5
@@ -31,6 +32,10 @@ def _causal(x: Tensor) -> Tensor:
 
 def _ones(*sizes: int) -> Tensor:
     return torch.ones(*sizes, dtype=torch.bool)
+
+
+def _biased(condition: Tensor, bias: Tensor) -> Tensor:
+    return torch.where(condition, bias, -9.0)
 
 
 def _packed(x: Tensor) -> Tensor:
@@ -64,10 +69,7 @@ MASKS: dict[str, tuple[Told, Callable[[Attention, Tensor], Tensor]]] = {
     "all of each row": ("none", lambda model, x: (_positions(x) >= 0)[None, None, :, None].expand(x.shape[0], -1, -1, x.shape[1])),
     "all that is not left out": ("none", lambda model, x: ~torch.zeros(x.shape[0], 1, 1, x.shape[1], dtype=torch.bool)),
     "zeros": ("none", lambda model, x: torch.zeros(x.shape[1], x.shape[1])),
-    "zeros where all holds": (
-        "none",
-        lambda model, x: torch.where(_ones(x.shape[0], 1, x.shape[1], x.shape[1]), torch.zeros(1, 1, 5, 5), -9.0),
-    ),
+    "zeros where all holds": ("none", lambda model, x: _biased(_ones(x.shape[0], 1, 1, 5), torch.zeros(1, 1, 5, 5))),
     "of each row": ("mask", lambda model, x: _causal(x) & (torch.arange(x.shape[0]) < 90)[:, None, None, None]),
     "of the number of rows": ("mask", lambda model, x: _causal(x) & torch.full((), x.shape[0] < 90)),
     "all, by the row": ("mask", lambda model, x: (torch.arange(x.shape[0]) < 6)[:, None, None, None]),
@@ -88,13 +90,10 @@ MASKS: dict[str, tuple[Told, Callable[[Attention, Tensor], Tensor]]] = {
     "written": ("mask", lambda model, x: _written(x)),
     "written through a view": ("mask", lambda model, x: _written_first(x)),
     "a bias": ("mask", lambda model, x: model.bias),
-    "a bias where all holds": ("mask", lambda model, x: torch.where(_ones(x.shape[0], 1, 1, x.shape[1]), model.bias, -9.0).contiguous()),
-    "a bias where it is causal": ("mask", lambda model, x: torch.where(_causal(x).expand(x.shape[0], 1, -1, -1), model.bias, -9.0)),
-    "a bias where the batch says": ("mask", lambda model, x: torch.where((x.sum(-1) > 0)[:, None, None], model.bias, -9.0)),
-    "a bias that is read otherwise": (
-        "mask",
-        lambda model, x: model.noted(torch.where(_ones(x.shape[0], 1, 1, x.shape[1]), model.bias, -9.0)),
-    ),
+    "a bias where all holds": ("mask", lambda model, x: _biased(_ones(x.shape[0], 1, 1, 5), model.bias).contiguous()),
+    "a bias where it is causal": ("mask", lambda model, x: _biased(_causal(x).expand(x.shape[0], 1, -1, -1), model.bias)),
+    "a bias where the batch says": ("mask", lambda model, x: _biased((x.sum(-1) > 0)[:, None, None], model.bias)),
+    "a bias that is read otherwise": ("mask", lambda model, x: model.noted(_biased(_ones(x.shape[0], 1, 1, 5), model.bias))),
 }  # fmt: skip
 
 
@@ -232,6 +231,21 @@ def test_heads_are_repeated_only_where_the_kernel_takes_no_groups(model: Grouped
     assert isinstance(node.args[1], fx.Node)
     assert (node.args[1].meta["val"].shape[1] == 2) is groups
     check_equal(model, program, *(torch.randn(rows, LENGTH, 4) for rows in (4, 2, 7)))
+
+
+@pytest.mark.parametrize("name", ["a bias where all holds", "a bias where it is causal"])
+def test_casts_of_autocast_do_not_hide_a_mask(name: str) -> None:
+    _, program = capture(Attention(name), torch.randn(4, LENGTH, 4), precision=Precision("bfloat16"), device="cpu")
+    mask = attention_of(program).args[3]
+    assert isinstance(mask, fx.Node)
+    assert mask.meta["val"].shape == (1, 1, LENGTH, LENGTH)
+
+
+def test_casts_of_autocast_do_not_hide_repeated_heads() -> None:
+    _, program = capture(Grouped(), torch.randn(4, LENGTH, 4), precision=Precision("bfloat16"), device="cpu")
+    node = attention_of(program)
+    assert node.kwargs["enable_gqa"]
+    assert all(isinstance(each, fx.Node) and each.meta["val"].dtype is torch.bfloat16 for each in node.args[:3])
 
 
 def test_attention_of_other_keys_keeps_its_mask() -> None:

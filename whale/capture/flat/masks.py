@@ -215,6 +215,11 @@ def _without_rows(mask: fx.Node, known: _Known) -> fx.Node:
         assert isinstance(source, fx.Node)
         inner = _without_rows(source, known)
         return mask if inner is source else _call(mask, aten.contiguous.default, inner)
+    if _is_cast(mask):
+        source = mask.args[0]
+        assert isinstance(source, fx.Node)
+        inner = _without_rows(source, known)
+        return mask if inner is source else _call(mask, aten.to.dtype, inner, mask.args[1])
     if mask.target not in _WHERE or known.is_written(mask):
         return mask
     condition, bias = mask.args[:2]
@@ -260,8 +265,16 @@ def _group_heads(node: fx.Node, known: _Known) -> None:
         node.kwargs = {**node.kwargs, "enable_gqa": True}
 
 
+def _is_cast(node: fx.Node) -> bool:
+    """Whether an op is a cast as autocast makes it."""
+    return node.target is aten.to.dtype and len(node.args) == 2 and not node.kwargs
+
+
 def _before_repetition(heads: Any, known: _Known) -> fx.Node | None:
-    """``k`` of ``k[:, :, None].expand(b, h, n, t, d).reshape(b, h * n, t, d)``."""
+    """``k`` of ``k[:, :, None].expand(b, h, n, t, d).reshape(b, h * n, t, d)``, cast where that is."""
+    if isinstance(heads, fx.Node) and _is_cast(heads):
+        source = _before_repetition(heads.args[0], known)
+        return None if source is None else _call(heads, aten.to.dtype, source, heads.args[1])
     chain = [heads]
     for packets in (_RESHAPES, {aten.expand}, {aten.unsqueeze}):
         last = chain[-1]

@@ -236,6 +236,11 @@ class LossAccount:
         """Whether gradients are scaled, or some weight is known only after the forward pass."""
         return self._scale != 1.0 or self._late is not None
 
+    @property
+    def is_scaled_alone(self) -> bool:
+        """Whether gradients need the scale taken back, a power of two, and nothing else."""
+        return self._scale != 1.0 and self._late is None
+
     def correction(self, totals: Totals) -> torch.Tensor:
         """The factor on the gradients: 0-dim float64."""
         if self._late is None:

@@ -53,7 +53,7 @@ def make_stages(
     rank_place: RankPlace,
     actions: Sequence[Action],
     captured: Captured,
-    updates: Mapping[str, Update],  # of the buffers that the model writes
+    updates: Mapping[str, Update],  # of the buffers that passes write into copies
     known: Collection[int],  # loss terms whose weights are known in advance
     tensors: Mapping[str, torch.Tensor],  # what this rank owns, and the constants
     axes: Axes | None,  # of the model; None where no stage is cut
@@ -91,7 +91,7 @@ def make_stages(
         )
         group = connections.split_group(stage, rank_place.position)
         written = written_buffers(captured.graph, frozenset(stage.ops))
-        buffers = StepBuffers(tensors, {name: updates[name] for name in written if updates[name].kind != "statistics"})
+        buffers = StepBuffers(tensors, {name: updates[name] for name in written if name in updates})
         own = {**tensors, **{name: lent[name] for name in lacks}}
         keeping = partial(offload_saved, watch=connections.watch) if stage.offloads else None
         runners[index] = StageRunner(source, own, device, buffers, rank_place.position // stage.split, group, weights, publishing, keeping)

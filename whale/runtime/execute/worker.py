@@ -36,7 +36,8 @@ class Worker:
     """Runs steps of one mode on this rank.
 
     Attributes:
-        written: the buffers that the model writes, and how.
+        written: the buffers that the model writes.
+        copied: those that passes write into copies, and how.
         peak_in_flight: see `Executor`.
     """
 
@@ -61,7 +62,9 @@ class Worker:
         place = roster.rank_place
         is_idle = place is None or not plan.replicas[place.replica].pipeline.num_micro_batch
         self.plan, self.model, self._rank_place = plan, captured.graph, None if is_idle else place
-        self.written = buffer_updates(captured.graph)
+        updates = buffer_updates(captured.graph)
+        self.written = tuple(updates)
+        self.copied = {name: update for name, update in updates.items() if update.kind != "statistics"}
         self._device, self._world_sums = roster.world.device, connections.world_sums
         self._weights = weight_program(captured.graph, captured.graph_for(captured.graph.num_rows), self._device)
         self._executor: Executor | None = None
@@ -72,13 +75,15 @@ class Worker:
         if self._rank_place is not None:
             replica, schedule = plan.replicas[self._rank_place.replica], schedules[self._rank_place.replica]
             order = ActionOrder(schedule.ranks[self._rank_place.pipeline_rank])
+            if captured.graph.mode == "train" and len(plan.devices) == 1 and replica.pipeline.num_micro_batch == 1 and not order.recomputed:
+                self.copied = {}  # one pass has all rows, and a training keeps what was there before
             known = {*self._weights.by_rows, *self._weights.measured}
             stages = make_stages(
                 replica,
                 self._rank_place,
                 order.actions,
                 captured,
-                self.written,
+                self.copied,
                 known,
                 tensors,
                 axes,

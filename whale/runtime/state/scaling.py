@@ -50,6 +50,23 @@ def gradients_of(parameters: Iterable[torch.nn.Parameter]) -> list[list[torch.Te
     return [own for (own,) in by_type((dense_part(gradient),) for gradient in found)]
 
 
+def unscale(factor: torch.Tensor, parameters: Iterable[torch.nn.Parameter], device: torch.device) -> torch.Tensor:
+    """`scale` by a power of two, which also finds whether all gradients are finite, as `torch.amp.GradScaler` does in one pass.
+
+    Returns:
+        1 where some gradient is not, else 0: 0-dim, float32, on `device`.
+    """
+    found = torch.zeros((), dtype=torch.float32, device=device)
+    for (gradients,) in by_type((as_real(dense_part(parameter.grad)),) for parameter in parameters if parameter.grad is not None):
+        own, place = found, gradients[0].device
+        if place != device:
+            own = torch.zeros((), dtype=torch.float32, device=place)
+        torch._amp_foreach_non_finite_check_and_unscale_(gradients, own, factor.to(place, torch.float32))
+        if own is not found:
+            found = torch.maximum(found, own.to(device))
+    return found
+
+
 def by_type(rows: Iterable[tuple[torch.Tensor, ...]]) -> list[tuple[list[torch.Tensor], ...]]:
     """Rows of tensors as columns, grouped by device and type of the first."""
     found: dict[tuple[torch.device, torch.dtype], list[tuple[torch.Tensor, ...]]] = {}

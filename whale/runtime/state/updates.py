@@ -106,7 +106,7 @@ class KeptBuffers:
     """Copies of buffers that forward writes, made before each step: its batch may still be refused."""
 
     def __init__(self, buffers: Iterable[torch.Tensor]) -> None:
-        self._buffers = [buffer.detach() for buffer in buffers]
+        self._buffers = [_as_words(buffer.detach()) for buffer in buffers]
         self._pairs = in_types([(torch.empty_like(buffer), buffer) for buffer in self._buffers])
 
     def another(self) -> KeptBuffers:
@@ -140,6 +140,12 @@ def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -
         torch._foreach_copy_(column, others)
 
 
+def _as_words(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor as integers of 32 bits in the same memory, so that one kernel copies a list of any types; some tensors as they are."""
+    is_plain = not tensor.is_complex() and tensor.is_contiguous() and tensor.element_size() % 4 == 0
+    return tensor.view(-1).view(torch.int32) if is_plain else tensor
+
+
 def _clones(sources: list[torch.Tensor]) -> list[torch.Tensor]:
     copies = [torch.empty_like(source) for source in sources]
     copy_all(copies, sources)
@@ -151,11 +157,11 @@ ADDED: tuple[UpdateKind, ...] = ("mean", "sum")
 
 
 class StepBuffers:
-    """The buffers that the forward passes of one stage write.
+    """The buffers that the forward passes of one stage write, each pass into a copy; until `SharedBuffers.settle` they stay as they were.
 
     Args:
         tensors: what this rank holds.
-        updates: of the buffers that the stage writes, by name, without running statistics.
+        updates: of the buffers, by name, without those that passes write themselves (running statistics).
 
     Attributes:
         made: of the step so far: the new value; of a mean or a sum, this device's term of it.
@@ -163,13 +169,11 @@ class StepBuffers:
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], updates: Mapping[str, Update]) -> None:
         self._tensors, self._updates = tensors, updates
-        self._before: dict[str, torch.Tensor] = {}
         self._fresh: dict[str, torch.Tensor] = {}
         self.made: dict[str, torch.Tensor] = {}
 
     def begin(self) -> None:
         self.made, self._fresh = {}, {}
-        self._before = dict(zip(self._updates, _clones([self._tensors[name].detach() for name in self._updates]), strict=True))
 
     def __contains__(self, name: str) -> bool:
         return name in self._updates
@@ -177,7 +181,7 @@ class StepBuffers:
     def fresh(self, name: str) -> torch.Tensor:
         """A buffer with its value before the step, to be written by one forward pass."""
         if name not in self._fresh:  # a new micro-batch: copy all buffers at once
-            self._fresh = dict(zip(self._before, _clones([*self._before.values()]), strict=True))
+            self._fresh = dict(zip(self._updates, _clones([self._tensors[name].detach() for name in self._updates]), strict=True))
         return self._fresh.pop(name)
 
     def add(self, name: str, written: torch.Tensor, num_rows: int) -> None:
@@ -187,7 +191,7 @@ class StepBuffers:
             self.made.setdefault(name, written.detach())
             return
         addend = widened(written.detach())
-        addend = addend * num_rows if update.kind == "mean" else addend - _scaled(self._before[name], update)
+        addend = addend * num_rows if update.kind == "mean" else addend - _scaled(self._tensors[name].detach(), update)
         self.made[name] = addend if made is None else made + addend
 
 
