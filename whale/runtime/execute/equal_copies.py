@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import is_
 from typing import Any, NoReturn, cast
 
 import torch
@@ -66,6 +67,8 @@ class EqualCopies:
         self._weights: dict[str, int] = {}
         self._compared: dict[str, Tensor] = {}
         self._names = {id(parameter): name for name, parameter in state.kept.items()}
+        self._members: list[tuple[list[Tensor], list[str], int]] = []  # of each group: its parameters, their names, sum of their weights
+        self._digested: tuple[list[dict[str, object]], tuple[int, ...]] = [], ()  # settings, and the digest of each group
         for name in state.parameters if self._world.can_compare else ():
             assert roster.rank is not None, "an idle rank owns nothing"
             pieces, held = holdings.pieces(name), holdings.held(name, roster.rank)
@@ -86,11 +89,14 @@ class EqualCopies:
         if not self._world.can_compare:
             return (0.0,) * NUM_REPORTED
         settings, noted = self._state.settings, self._state.noted_settings
-        total = sum(_digest(group) * sum(self._weights[name] for name in members) for group, members in self._groups(settings))
+        if settings != self._digested[0]:
+            self._digested = settings, tuple(map(_digest, settings))
+        total = sum(digest * weight for digest, (_, weight) in zip(self._digested[1], self._groups(), strict=True))
         if self._state.num_advanced & (self._state.num_advanced - 1) == 0:
             sums = self._checksums()
             total += sum(self._factor(copy.owners) * _digest((key, sums[key])) for key, copy in self._copies.items())
-        positions = [_digest(each) & ((1 << BITS) - 1) for each in (noted, settings)] if settings else [0, 0]
+        now = _position(settings)
+        positions = [now if noted == settings or not settings else _position(noted), now]
         return total % _MODULUS, bool(settings), positions[0], positions[0] ** 2, positions[1], positions[1] ** 2
 
     @staticmethod
@@ -106,17 +112,20 @@ class EqualCopies:
         """
         named: dict[str, Mapping[str, object]] = {name: {} for name in self._state.kept}
         settings = self._state.settings
-        named |= {name: group for group, members in self._groups(settings) for name in members}
+        named |= {name: group for group, (members, _) in zip(settings, self._groups(), strict=True) for name in members}
         reports = cast(list[Any], self._world.gather_objects((named, self._state.noted_settings, settings)))
         self._check_settings([each for each, _, _ in reports])
         self._check_positions([noted for _, noted, _ in reports], [now for _, _, now in reports])
         self._check_weights()
 
-    def _groups(self, settings: Sequence[Mapping[str, object]]) -> Iterator[tuple[Mapping[str, object], list[str]]]:
-        """The settings of each group of the optimizer, and its parameters."""
-        groups = () if self._state.optimizer is None else self._state.optimizer.param_groups
-        for own, group in zip(settings, groups, strict=True):
-            yield own, [self._names[id(each)] for each in group["params"] if id(each) in self._names]
+    def _groups(self) -> list[tuple[list[str], int]]:
+        """Of each group of the optimizer, the names of its parameters, and the sum of their weights."""
+        groups = [] if self._state.optimizer is None else [group["params"] for group in self._state.optimizer.param_groups]
+        if not (len(groups) == len(self._members) and all(map(_are_same, groups, (known for known, _, _ in self._members)))):
+            names = [[self._names[id(each)] for each in params if id(each) in self._names] for params in groups]
+            sums = [sum(map(self._weights.__getitem__, members)) for members in names]
+            self._members = list(zip(map(list, groups), names, sums, strict=True))
+        return [(members, weight) for _, members, weight in self._members]
 
     def _factor(self, owners: Sequence[int]) -> int:
         return len(owners) - 1 if self._world.rank == owners[0] else -1
@@ -185,6 +194,15 @@ def checksum(value: Tensor) -> Tensor:
     places = torch.arange(min(_CHUNK, flat.numel()), device=value.device) * 2 * _ODD + _ODD
     sums = [(chunk * places[: len(chunk)]).sum() for chunk in torch.split(flat, _CHUNK)]
     return sums[0] if len(sums) == 1 else checksum(torch.stack(sums))
+
+
+def _are_same(params: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
+    return len(params) == len(others) and all(map(is_, params, others))
+
+
+def _position(groups: Sequence[Mapping[str, object]]) -> int:
+    """A digest of the settings of all groups, in order."""
+    return _digest(list(groups)) & ((1 << BITS) - 1) if groups else 0
 
 
 def _digest(value: object) -> int:

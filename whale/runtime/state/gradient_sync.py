@@ -91,6 +91,7 @@ class _Bucket:
     stages: frozenset[int]
     device: torch.device
     number: int
+    stays: bool = False  # whether it has memory from step to step
     flat: torch.Tensor | None = None
     sent: torch.Tensor | None = None
     lost: torch.Tensor | None = None
@@ -134,9 +135,10 @@ class _Bucket:
         return tuple({slot.parameter: None for slot in self.slots})
 
     @cached_property
-    def in_place(self) -> tuple[_Slot, ...]:
-        """Slots in which gradients are accumulated."""
-        return tuple(slot for slot in self.slots if slot.accumulates)
+    def views(self) -> tuple[tuple[torch.nn.Parameter, torch.Tensor], ...]:
+        """Of a bucket that stays: the parameters whose gradients are accumulated in it, and their places."""
+        assert self.flat is not None, "gradients are accumulated where they stay"
+        return tuple((slot.parameter, slot.view(self.flat)) for slot in self.slots if slot.accumulates)
 
     @cached_property
     def copied(self) -> tuple[_Slot, ...]:
@@ -220,9 +222,9 @@ class GradientSync:
             bucket.is_armed = bucket.is_ready = bucket.is_started = bucket.is_taken = False
             if bucket.flat is not None:
                 bucket.flat.zero_()
-            for slot in bucket.in_place:
-                assert bucket.flat is not None, "gradients are accumulated where they stay"
-                slot.parameter.grad = slot.view(bucket.flat)
+            if bucket.stays:
+                for parameter, place in bucket.views:
+                    parameter.grad = place
 
     def arm(self, stage: int) -> None:
         """The next backward is this stage's last of the step: what it accumulates is final."""
@@ -326,9 +328,14 @@ class GradientSync:
     def _watcher(self, buckets: Sequence[_Bucket]) -> Callable[[torch.Tensor], None]:
         """A hook on every gradient of a parameter with slots in some buckets; kept cheap."""
         first = buckets[0]  # all are of the same stage
+        num, is_alone = len(first.parameters), len(buckets) == 1
 
         def on_gradient(_: torch.Tensor) -> None:
-            if first.is_armed:
+            if first.is_armed and is_alone:  # nearly always
+                first.num_final += 1
+                if first.num_final == num:
+                    self._settled(first)
+            elif first.is_armed:
                 self._count(buckets)
 
         return on_gradient
@@ -346,8 +353,11 @@ class GradientSync:
         for bucket in buckets:
             bucket.num_final += 1
             if bucket.num_final == len(bucket.parameters):
-                bucket.is_ready = True
-                self._start_ready()
+                self._settled(bucket)
+
+    def _settled(self, bucket: _Bucket) -> None:
+        bucket.is_ready = True
+        self._start_ready()
 
     def _start_ready(self) -> None:
         for bucket in self._buckets:
@@ -403,5 +413,5 @@ def _make_bucket(
     if plan.form.is_sparse:
         made.rows = RowSum(slots[0].parameter, slots[0].adds, ranks)
         return made
-    made.flat = made.room() if stays else None
+    made.stays, made.flat = stays, made.room() if stays else None
     return made
