@@ -29,6 +29,7 @@ class Accumulated:
     num_batches: int
     num_rows: int  # of the last global batch
     metrics: Mapping[str, torch.Tensor]  # of the last global batch
+    clipped_for: float | None = None  # the scale of the update that the gradients were clipped for; None if they were not since
 
 
 def train_step(
