@@ -185,3 +185,53 @@ def test_an_optimizer_whose_state_has_no_groups(tmp_path: Path) -> None:
         with pytest.raises(CheckpointError, match=r"state_dict.. of Wrapper has inner"):
             call()
     engine.step((BATCH[0].double(),))
+
+
+RATES = (0.1, 0.03, 0.3)
+
+
+def by_layer(named: Any, *, leaves_out: bool = False) -> torch.optim.Optimizer:
+    """A group for each layer, each with its own rate; of some there are no parameters on a rank."""
+    groups = [
+        {"params": [own for name, own in named if name.startswith(f"{layer}.")], "lr": rate}
+        for layer, rate in zip((0, 2, 4), RATES, strict=True)
+    ]
+    return torch.optim.SGD([group for group in groups if group["params"] or not leaves_out], lr=0.1)
+
+
+CYCLE = partial(torch.optim.lr_scheduler.OneCycleLR, max_lr=list(RATES), total_steps=8, cycle_momentum=False)
+STAGES = {"pipeline.num_stages": 2, "pipeline.num_micro_batch": 2}
+
+
+def train_by_layer(rank: int, num_ranks: int, folder: str) -> tuple[list[float], dict[str, Tensor] | None]:
+    batch = (BATCH[0].double(),)
+    with pytest.raises(ConfigError, match="scheduler= failed on the optimizer of this rank, which has") as caught:
+        parallelize(num_ranks, STAGES, optimizer=partial(by_layer, leaves_out=True), scheduler=CYCLE)
+    assert "make all groups on each rank; torch's optimizers take groups that are empty" in str(caught.value)
+    engine = parallelize(num_ranks, STAGES, optimizer=by_layer, scheduler=CYCLE)
+    losses = [float(engine.step(batch)) for _ in range(3)]
+    engine.save(Path(folder) / "c")
+    engine.close()
+    engine = parallelize(num_ranks, {}, optimizer=by_layer, scheduler=CYCLE)
+    engine.load(Path(folder) / "c")
+    losses += [float(engine.step(batch)) for _ in range(3)]
+    found = losses, engine.state_dict()
+    engine.close()
+    return found
+
+
+def test_groups_by_layer_with_a_scheduler_that_has_a_value_for_each(world: World, tmp_path: Path) -> None:
+    model, batch = build(), (BATCH[0].double(),)
+    optimizer = by_layer(list(model.named_parameters()))
+    scheduler, losses = CYCLE(optimizer), []
+    for _ in range(6):
+        optimizer.zero_grad()
+        value = loss(model(batch[0]), batch)
+        value.backward()
+        optimizer.step()
+        scheduler.step()
+        losses.append(float(value.detach()))
+    for found, state in world.run(train_by_layer, str(tmp_path), num_ranks=2):
+        assert found == pytest.approx(losses, rel=1e-10)
+        for name, expected in model.state_dict().items():
+            torch.testing.assert_close((state or {})[name], expected)

@@ -25,7 +25,7 @@ from whale.api.loader import DataPosition, Loader, leave_group, make_loader
 from whale.api.modes import Modes
 from whale.api.opening import CheckedMove, Decided, Opening
 from whale.api.rank_batch import RankBatch
-from whale.api.results import OwnedParameters, give_extra_state, state_keys, step_loss, whole_state
+from whale.api.results import Gradients, OwnedParameters, give_extra_state, state_keys, step_loss, whole_state
 from whale.api.resuming import resume
 from whale.api.step_log import StepLog
 from whale.api.tracing import Tracing
@@ -88,6 +88,8 @@ class Engine:
         self._data = DataPosition(state)
         self._saving, self._has_lost_peers = None, False
         self._accumulated: Accumulated | None = None
+        self._applied: list[tuple[torch.Tensor, int]] = []  # gradients that the script may write too late, and their versions
+        self._has_warned_of_late_writes = False
         self._metrics: Mapping[str, torch.Tensor] = {}
         world, train, trains = runtime.roster.world, modes.train, opening.optimizer is not None
         tensors, is_first = train.program.tensors, world.rank == 0
@@ -170,7 +172,7 @@ class Engine:
             scale: factor on the gradients, before they are clipped.
 
         Raises:
-            ConfigError: there are none, or the scale is not finite.
+            ConfigError: there are none, the scale is not finite, or `clip_grad_norm_` was given another.
             RuntimeFault: as `step`, or scales differ between ranks.
         """
         self.runtime.check_open()
@@ -178,35 +180,50 @@ class Engine:
         if not math.isfinite(scale):
             raise ConfigError(f"engine.update: scale={scale} is not finite")
         accumulated = self._waiting()
+        if accumulated.clipped_for not in (None, scale):
+            raise ConfigError(
+                f"engine.update: scale={scale:g}, but engine.clip_grad_norm_ has clipped the gradients for "
+                f"scale={accumulated.clipped_for:g}",
+                hint=f"give both the same, so that what is applied has the norm: clip_grad_norm_(max_norm, scale={scale:g})",
+            )
         loss = update(self.runtime, self.state, accumulated, scale)
         self._accumulated = None
         self._stepped(loss, accumulated)
         self._rest()
 
     @all_ranks
-    def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
-        """Scales the gradients that wait for `update` so that their 2-norm, with each element once over all ranks, is at most a number.
+    def clip_grad_norm_(self, max_norm: float, *, scale: float = 1.0) -> torch.Tensor:
+        """Scales the gradients that wait for `update` so that it applies some whose 2-norm is at most a number.
+
+        The norm is that of ``gradient.clip_norm``: with each element once over all ranks, and of what is applied.
 
         Args:
             max_norm: the largest norm; ``math.inf`` clips nothing.
+            scale: the factor that `update` will be given: ``1 / 4`` of the mean of four batches.
 
         Returns:
-            The norm before: 0-dim float64, equal on all ranks.
+            The norm before, times `scale`: 0-dim float64, equal on all ranks.
 
         Raises:
-            ConfigError: no gradients wait, or the norm is not above 0.
-            RuntimeFault: a peer died, or norms differ between ranks.
+            ConfigError: no gradients wait, the norm is not above 0, or the scale not above 0 and finite.
+            RuntimeFault: a peer died, or norms or scales differ between ranks.
         """
         self.runtime.check_open()
-        self.runtime.call_together("clip_grad_norm_", max_norm)
+        self.runtime.call_together("clip_grad_norm_", max_norm / scale if scale else 0.0)
         if not max_norm > 0:
             raise ConfigError(f"engine.clip_grad_norm_: max_norm={max_norm} is not above 0")
-        self._waiting()
-        return self.runtime.clip(self.state, None if math.isinf(max_norm) else max_norm)
+        if not 0 < scale < math.inf:
+            raise ConfigError(f"engine.clip_grad_norm_: scale={scale} is not above 0 and finite")
+        waiting = self._waiting()
+        if not math.isinf(max_norm):
+            self._accumulated = replace(waiting, clipped_for=scale)
+        return self.runtime.clip(self.state, None if math.isinf(max_norm) else max_norm / scale) * scale
 
     def _begin(self, batch: Any, call: Literal["step", "forward_backward"]) -> torch.Tensor:
         self.runtime.check_open()
         self._end_if_preempted()
+        if self._applied:
+            self._warn_of_late_writes()
         if self._warns_of_no_optimizer:
             self._warns_of_no_optimizer = False
             warn("no weights are updated: parallelize was given no optimizer=, so step computes gradients only")
@@ -404,14 +421,15 @@ class Engine:
 
     # ---- state -----------------------------------------------------------------------------------------------
 
-    def gradients(self) -> dict[str, torch.Tensor]:
+    def gradients(self) -> Gradients:
         """The gradients that this rank's optimizer has, by parameter name: summed over ranks, and corrected.
 
         After `step` they are those that were applied, clipped; after `forward_backward` those that `update` applies, changes included.
 
-        They are views of the buckets in which gradients are summed: the next step overwrites them. Clone what is to be kept.
+        They are views of the buckets in which gradients are summed: the next step overwrites them. Clone what is to be kept. Write into
+        the tensors (``gradients[name].mul_(mask)``); others cannot be put in their place.
         """
-        return self.state.gradients()
+        return Gradients(self.state.gradients())
 
     @all_ranks
     def state_dict(self, rank: int | None = None, *, averaged: bool = False) -> dict[str, Any] | None:
@@ -757,7 +775,7 @@ class Engine:
         Warns:
             UserWarning: the script goes through them, some are parts, and a norm of each (for a max-norm, say) would be that of the part.
         """
-        return OwnedParameters(self.state.kept, self._warn_of_parts)
+        return OwnedParameters(self.state.kept, self._look_at_parameters)
 
     @property
     def model_graph(self) -> ModelGraph:
@@ -816,6 +834,23 @@ class Engine:
             raise ConfigError(
                 "there are no averaged weights: engine.average was not called",
                 hint="call engine.average(decay=0.999) before the steps to average over",
+            )
+
+    def _look_at_parameters(self) -> None:
+        """Notes what applied gradients are when the script goes through parameters, and may clip them too late."""
+        self._warn_of_parts()
+        if self._accumulated is None:
+            applied = (own.grad for own in self.state.kept.values())
+            self._applied = [(gradient, gradient._version) for gradient in applied if gradient is not None]
+
+    def _warn_of_late_writes(self) -> None:
+        applied, self._applied = self._applied, []
+        if not self._has_warned_of_late_writes and any(gradient._version != version for gradient, version in applied):
+            self._has_warned_of_late_writes = True
+            warn(
+                "gradients were written after engine.step had applied them, which has no effect (torch.nn.utils.clip_grad_norm_ of "
+                "engine.parameters(), say): set gradient.clip_norm, or call engine.forward_backward(batch), "
+                "engine.clip_grad_norm_(max_norm) and engine.update()"
             )
 
     def _warn_of_parts(self) -> None:

@@ -25,6 +25,7 @@ from whale.runtime.state.holdings import Holdings
 from whale.runtime.state.joint import JointOptimizer, JointScheduler, Pattern, check_elementwise, divided, members_of
 from whale.runtime.state.publishing import home, in_forms
 from whale.runtime.weights.initialize import initial_tensors
+from whale.units import counted
 
 MakeOne = Callable[[list[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
 MakeOptimizer = MakeOne | Mapping[Pattern, MakeOne]
@@ -173,15 +174,25 @@ def make_scheduler(make: MakeScheduler | None, optimizer: torch.optim.Optimizer 
         if make is None or optimizer is None:
             return None
         if not isinstance(make, Mapping):
-            return _scheduled(make, optimizer)
+            return _scheduled(make, optimizer, world)
         members = members_of(optimizer)
-        return JointScheduler({pattern: _scheduled(own, members[pattern]) for pattern, own in make.items() if pattern in members})
+        return JointScheduler({pattern: _scheduled(own, members[pattern], world) for pattern, own in make.items() if pattern in members})
 
     return together(world, made)
 
 
-def _scheduled(make: Callable[[torch.optim.Optimizer], Any], optimizer: torch.optim.Optimizer) -> Any:
-    found = make(optimizer)
+def _scheduled(make: Callable[[torch.optim.Optimizer], Any], optimizer: torch.optim.Optimizer, world: World) -> Any:
+    try:
+        found = make(optimizer)
+    except Exception as error:
+        if world.is_alone or isinstance(error, WhaleError):
+            raise
+        raise ConfigError(
+            f"scheduler= failed on the optimizer of this rank, which has {counted(len(optimizer.param_groups), 'parameter group')}: "
+            f"{type(error).__name__}: {error}",
+            hint="each rank has some of the parameters: for a scheduler with a value for each group, make all groups on each rank; torch's "
+            "optimizers take groups that are empty",
+        ) from error
     _check_returned("scheduler", found)
     return found
 
@@ -216,7 +227,8 @@ def _made(make: MakeOne | None, owned: Mapping[str, nn.Parameter], lacks_some: b
             raise
         raise ConfigError(
             f"optimizer= failed on the parameters of this rank ({first_few(list(owned))}): {type(error).__name__}: {error}",
-            hint="each rank has some of the parameters: leave out groups that are empty, [group for group in groups if group['params']]",
+            hint="each rank has some of the parameters, and groups may be empty: torch's optimizers take these, and a scheduler with a "
+            "value for each group needs them; others, [group for group in groups if group['params']]",
         ) from error
     _check_returned("optimizer", found)
     _check_own(found, owned)

@@ -13,7 +13,7 @@ from torch import Tensor, fx, nn
 from whale.api.rank_batch import RankBatch
 from whale.axes import batch_axes, discover
 from whale.capture import AS_LARGE_AS_THE_BATCH, BatchDims, BatchStructure, CapturedProgram, capture
-from whale.capture.comparing import are_same, difference
+from whale.capture.comparing import are_same, difference, reader
 from whale.errors import BatchError, CaptureError, warn
 from whale.ir.graph import LossTerm, ModelGraph
 from whale.ir.plan import BatchAxis
@@ -161,7 +161,7 @@ class CapturedMode:
             if not are_same(ours, other.tensors[name]):
                 raise CaptureError(
                     f"the constant tensor %{name} that the model's code makes differs for {self.graph.num_rows} and {num_rows} rows",
-                    where=self.graph.by_name[name].where,
+                    where=self.graph.by_name[name].where or reader(self.graph, name),
                     hint="make it from the tensors of the batch: x.new_full((), x.shape[0])",
                 )
 

@@ -32,6 +32,7 @@ from whale.hardware import compute_type
 from whale.ir.cluster import Cluster
 from whale.ir.plan import Plan
 from whale.ir.profile import read_profile
+from whale.planning.explain.choices import other_stages
 from whale.progress import progress
 from whale.runtime.state.scaling import LossScale
 
@@ -106,7 +107,8 @@ def parallelize(
         opening = Opening(world, modes, attachment, settings, optimizer, scheduler, plan)
         decided, begun = opening.decide(), time.perf_counter()
         roster, holdings = opening.prepare(decided.plan)
-        for text in modes.train.program.warnings if world.rank == 0 else ():
+        texts = (*modes.train.program.warnings, other_stages(settings.pipeline.num_stages, decided.plan))
+        for text in filter(None, texts if world.rank == 0 else ()):
             warn(text)
         with progress("creating weights and process groups", on_first=world.rank == 0):
             state = initial_state(modes, roster, holdings, settings.runtime.seed, initialize, optimizer, scheduler)

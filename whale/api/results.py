@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, ItemsView, Iterator, Mapping, ValuesView
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -30,6 +30,32 @@ class OwnedParameters(dict[str, nn.Parameter]):
     def items(self) -> ItemsView[str, nn.Parameter]:  # type: ignore[override]
         self._asked()
         return super().items()
+
+
+class Gradients(dict[str, torch.Tensor]):
+    """Gradients by name. Their tensors may be written; the mapping is a copy, so what is put into it would be lost, and is refused."""
+
+    def __setitem__(self, name: str, value: torch.Tensor) -> None:
+        if value is not self.get(name):  # after gradients[name] *= mask it is
+            raise _read_only(name)
+
+    def __delitem__(self, name: str) -> None:
+        raise _read_only(name)
+
+    def __ior__(self, other: Any) -> NoReturn:  # type: ignore[override,misc]
+        raise _read_only(next(iter(self), "name"))
+
+    def _refused(self, *_: Any, **__: Any) -> NoReturn:
+        raise _read_only(next(iter(self), "name"))
+
+    update = pop = popitem = clear = setdefault = _refused  # type: ignore[assignment]
+
+
+def _read_only(name: str) -> ConfigError:
+    return ConfigError(
+        f"engine.gradients() is a copy of the mapping: what is put in for {name!r} would not be applied",
+        hint=f"write into the tensor: engine.gradients()[{name!r}].mul_(mask), or .copy_(other)",
+    )
 
 
 _EXTRA = nn.modules.module._EXTRA_STATE_KEY_SUFFIX

@@ -17,7 +17,9 @@ from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import Any, TypeGuard
 
+import torch
 from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensor
 
 from whale.capture.exporting.functions import FunctionCall
 from whale.capture.flat.flatten import Flat
@@ -52,7 +54,7 @@ def _of_ops(then: tuple[ModelGraph, CapturedProgram], now: tuple[ModelGraph, Cap
         elif _form(op) != _form(other):
             yield Difference(_described(op, other), other.where)
         elif op.kind == "constant" and not are_same(program.tensors[op.name], other_program.tensors[other.name]):
-            yield Difference(f"%{op.name} is another tensor", other.where or _reader(other_graph, op.name))
+            yield Difference(f"%{op.name} is another tensor", other.where or reader(other_graph, op.name))
         elif functions.get(op.name) != other_functions.get(other.name):
             what = f"{other_functions.get(other.name)}, captured: {functions.get(op.name)}"
             yield Difference(f"%{op.name}: {what}", other.where)
@@ -88,7 +90,8 @@ def _constants(argument: Argument) -> Iterator[Argument]:
         yield argument
 
 
-def _reader(graph: ModelGraph, name: str) -> SourceLine | None:
+def reader(graph: ModelGraph, name: str) -> SourceLine | None:
+    """The user's line of the first op that reads another."""
     return next((op.where for op in graph.ops if name in op.inputs), None)
 
 
@@ -125,13 +128,24 @@ def write_rows(flat: Flat, double: Flat) -> bool:
         return False
     mine, theirs = RowNumbers(flat), RowNumbers(double)
     for node, other in zip(list(flat.graph.nodes), list(double.graph.nodes), strict=True):
-        if not are_same(flat.constants.get(node.name), double.constants.get(other.name)):
+        is_same = are_same(flat.constants.get(node.name), double.constants.get(other.name))
+        if not is_same and not _write_constant(node, other, mine, theirs):
             node.meta[READS_ROWS] = other.meta[READS_ROWS] = True
         if node.op == "call_function":
             args = _paired(node.args, other.args, mine, theirs)
             kwargs = _paired(node.kwargs, other.kwargs, mine, theirs)
             (node.args, other.args), (node.kwargs, other.kwargs) = args, kwargs
     flat.results, double.results = _paired(flat.results, double.results, mine, theirs)
+    return True
+
+
+def _write_constant(node: fx.Node, other: fx.Node, mine: RowNumbers, theirs: RowNumbers) -> bool:
+    """Makes a constant tensor of one number, ``torch.tensor(float(n))``, from the rows, where it follows from them; False elsewhere."""
+    values = [numbers.constant(each) for numbers, each in ((mine, node), (theirs, other))]
+    if not all(map(_is_number, values)) or (write := _growth(values[0], values[1], mine.rows)) is None:  # type: ignore[arg-type]
+        return False
+    for numbers, each in ((mine, node), (theirs, other)):
+        each.replace_all_uses_with(numbers.tensor(write(numbers), each.meta["val"]))
     return True
 
 
@@ -167,6 +181,20 @@ class RowNumbers:
     def alone(self, number: _Number) -> fx.Node:
         """A number that depends on the rows in an unknown way, and so holds for this number of rows alone."""
         return self._call(operator.pos, number)
+
+    def constant(self, node: fx.Node) -> _Number | None:
+        """The number in a constant tensor of no dimensions; None for any other node."""
+        value = self._flat.constants.get(node.name)
+        is_known = value is not None and value.dim() == 0 and not isinstance(value, FakeTensor) and not value.is_complex()
+        return value.item() if value is not None and is_known else None
+
+    def tensor(self, number: fx.Node, like: Tensor) -> fx.Node:
+        """A tensor of no dimensions with a number."""
+        with self._flat.graph.inserting_after(self._last):
+            node = self._flat.graph.call_function(torch.ops.aten.scalar_tensor.default, (number,), {"dtype": like.dtype})
+        node.meta["val"] = like
+        self._last = node
+        return node
 
     def _call(self, function: Callable[..., _Number], *operands: Any) -> fx.Node:
         values = [item.meta["val"] if isinstance(item, fx.Node) else item for item in operands]

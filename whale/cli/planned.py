@@ -18,6 +18,7 @@ from whale.hardware import compute_type
 from whale.ir.cluster import Cluster
 from whale.ir.graph import ModelGraph
 from whale.ir.plan import Plan, describe_degrees, describe_order, describe_shape
+from whale.planning.explain.choices import other_stages
 from whale.progress import progress
 from whale.report import report_html, trace_json
 from whale.search import decide
@@ -99,7 +100,8 @@ def planned(
 
 def _finished(arguments: argparse.Namespace, found: Planned) -> Planned:
     """What was planned, with its picture and a warning where they are due."""
-    _warn_of_stages(found.config, found.plan)
+    if text := other_stages(found.config.pipeline.num_stages, found.plan):
+        print(f"warning: {text}", file=sys.stderr)
     write_report(arguments.report, found.plan, found.graph, found.cluster, found.step)
     return found
 
@@ -127,18 +129,6 @@ def planned_largest(arguments: argparse.Namespace) -> tuple[tuple[Largest, ...],
     sizes = deepest(graph, config, cluster, arguments.rows)
     last = sizes[-1]
     return sizes, _finished(arguments, Planned(last.graph, config, cluster, last.plan, last.step))
-
-
-def _warn_of_stages(config: Config, plan: Plan) -> None:
-    """Says on standard error where a plan has not the stages that are set."""
-    asked = config.pipeline.num_stages
-    made = {len(replica.stages) // replica.pipeline.num_chunks for replica in plan.replicas}
-    if asked is not None and asked not in made:
-        print(
-            f"warning: pipeline.num_stages is {asked}, but the plan has {', '.join(map(str, sorted(made)))}: "
-            "stages share devices where there are fewer, and a given plan keeps its own",
-            file=sys.stderr,
-        )
 
 
 _SUFFIXES = (".html", ".json")

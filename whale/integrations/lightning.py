@@ -254,7 +254,7 @@ class EnginePrecision(Precision):  # type: ignore[misc]
     def clip_grad_by_norm(self, optimizer: Any, clip_val: float) -> None:
         engine = self._strategy.engine
         assert engine is not None, "there are gradients"
-        engine.clip_grad_norm_(clip_val * self._strategy.num_means)
+        engine.clip_grad_norm_(clip_val, scale=1 / self._strategy.num_means)
 
     def clip_grad_by_value(self, optimizer: Any, clip_val: float) -> NoReturn:
         raise ConfigError('WhaleStrategy does not support gradient_clip_algorithm="value"', hint='leave it out, or set it to "norm"')

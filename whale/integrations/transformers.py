@@ -206,7 +206,7 @@ class WhaleTrainer(Trainer):  # type: ignore[misc]
         return self._norm(float("inf")) if grad_norm is None else grad_norm
 
     def _norm(self, largest: float) -> Tensor:
-        return self._at_work.clip_grad_norm_(largest * self._num_means) / self._num_means
+        return self._at_work.clip_grad_norm_(largest, scale=1 / self._num_means)
 
     def _finalize_training(self, *arguments: Any) -> Any:
         self._bring_back()

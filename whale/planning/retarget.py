@@ -12,6 +12,7 @@ axis may have another name where the loss is missing.
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 
@@ -23,6 +24,7 @@ from whale.estimate import Line, spec_line
 from whale.ir.graph import ModelGraph, Op
 from whale.ir.plan import BATCH, Edge, Plan, Replica, Shard, Stage, TaskGraph, program_of
 from whale.ir.writes import MemoryWrites, reached_parameters, written_buffers
+from whale.planning.pipeline.segments import find_ground
 from whale.planning.replicas.joining import cut_rows
 from whale.planning.shard.write import OpCuts, carried, with_work
 from whale.planning.structure.stages import Assignment, Late, Wish, assign, crossing_faults, find_batch_axes
@@ -212,9 +214,41 @@ def carry_plan(plan: Plan, graph: ModelGraph, other: ModelGraph) -> Plan:
         except PlanError:
             if recomputes:
                 raise
-    elif recomputes:
-        raise PlanError("the model runs other ops at this size of the batch, and the plan recomputes parts of it")
-    return retarget_plan(plan, graph, other)
+    carried = retarget_plan(plan, graph, other)
+    return _with_recomputation(carried, plan, graph, other) if recomputes else carried
+
+
+def _with_recomputation(carried: Plan, plan: Plan, graph: ModelGraph, other: ModelGraph) -> Plan:
+    """Recomputes the runs of ops of the plan that are there in the other capture, with what lies between them now.
+
+    Ops are the same if they have the same module and operator, and the same number among such.
+    """
+    own, theirs = _numbered(graph), {number: name for name, number in _numbered(other).items()}
+    replicas = []
+    for before, replica in zip(plan.replicas, carried.replicas, strict=True):
+        stages = []
+        for then, stage in zip(before.stages, replica.stages, strict=True):
+            position, ground = {name: index for index, name in enumerate(stage.ops)}, find_ground(other, stage.ops)
+            runs, start = list[tuple[str, str]](), 0
+            for run in then.recomputed:
+                places = [position[name] for each in run if (name := theirs.get(own[each], "")) in position]
+                first, last = max(start, min(places, default=start)), max(places, default=-1)
+                if first <= last and ground.obstacle(first, last + 1) is None:
+                    runs.append((stage.ops[first], stage.ops[last]))
+                    start = last + 1
+            stages.append(replace(stage, program=program_of(stage.ops, runs, offload=stage.offloads)))
+        replicas.append(replace(replica, stages=tuple(stages)))
+    return replace(carried, replicas=tuple(replicas))
+
+
+def _numbered(graph: ModelGraph) -> dict[str, tuple[str, str, int]]:
+    """Per op its module, its operator, and its number among the ops with both."""
+    counts = Counter[tuple[str, str]]()
+    found = {}
+    for op in graph.ops:
+        found[op.name] = (op.module, op.target, counts[op.module, op.target])
+        counts[op.module, op.target] += 1
+    return found
 
 
 def _as_it_is(plan: Plan, graph: ModelGraph, other: ModelGraph) -> Plan:

@@ -31,6 +31,7 @@ class Accumulated:
     metrics: Mapping[str, torch.Tensor]  # of the last global batch
     # above 0 if some gradient is not finite, where the pass that took the loss scale back has looked and no other gradients were added
     non_finite: torch.Tensor | None = None
+    clipped_for: float | None = None  # the scale of the update that the gradients were clipped for; None if they were not since
 
 
 def train_step(

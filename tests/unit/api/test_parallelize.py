@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -155,6 +156,60 @@ class Moving(nn.Module):
 
     def forward(self, input: Tensor) -> Tensor:
         return self.linear(self.drop(self.norm(input)))
+
+
+@pytest.mark.parametrize("by_key", [False, True])
+def test_the_norm_that_is_clipped_is_that_of_what_is_applied(by_key: bool) -> None:
+    torch.manual_seed(0)
+    config = {"gradient.clip_norm": 0.05} if by_key else {}
+    engine, plain = parallelize(model := nn.Linear(4, 1), config=config), nn.Linear(4, 1)
+    plain.load_state_dict(model.state_dict())
+    batches = [{"input": torch.randn(8, 4), "target": torch.randn(8, 1)} for _ in range(4)]
+    for batch in batches:
+        engine.forward_backward(batch)
+        (loss(plain(batch["input"]), batch) / 4).backward()
+    expected = nn.utils.clip_grad_norm_(plain.parameters(), 0.05)
+    if not by_key:
+        norm = engine.clip_grad_norm_(0.05, scale=1 / 4)
+        torch.testing.assert_close(norm.float(), expected)
+        with pytest.raises(ConfigError, match=r"scale=1, but engine.clip_grad_norm_ has clipped the gradients for scale=0.25"):
+            engine.update()
+    engine.update(scale=1 / 4)
+    for name, own in plain.named_parameters():
+        torch.testing.assert_close(engine.gradients()[name], own.grad)
+
+
+def test_stages_that_cannot_be_had_are_told() -> None:
+    with pytest.warns(UserWarning, match="pipeline.num_stages is 4, but the plan has 1"):
+        parallelize(nn.Sequential(*(nn.Linear(4, 4) for _ in range(6)), nn.Linear(4, 1)), config={"pipeline.num_stages": 4})
+
+
+def test_gradients_that_are_clipped_too_late_are_told() -> None:
+    engine = parallelize(nn.Linear(4, 1))
+    batch = {"input": torch.randn(8, 4), "target": torch.randn(8, 1)}
+    engine.step(batch)
+    assert sum(own.numel() for own in engine.parameters()) == 5
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        engine.step(batch)
+    nn.utils.clip_grad_norm_(engine.parameters(), 1.0)
+    with pytest.warns(UserWarning, match="gradients were written after engine.step had applied them, which has no effect"):
+        engine.step(batch)
+
+
+def test_gradients_are_written_in_place_only() -> None:
+    engine = parallelize(nn.Linear(4, 1))
+    engine.forward_backward({"input": torch.randn(8, 4), "target": torch.randn(8, 1)})
+    gradients = engine.gradients()
+    with pytest.raises(ConfigError, match="what is put in for 'weight' would not be applied") as caught:
+        gradients["weight"] = gradients["weight"] * 0
+    assert "engine.gradients()['weight'].mul_(mask)" in str(caught.value)
+    with pytest.raises(ConfigError):
+        gradients.update(weight=torch.zeros(1, 4))
+    gradients["weight"] *= 0
+    before = (engine.state_dict() or {})["weight"]
+    engine.update()
+    torch.testing.assert_close((engine.state_dict() or {})["weight"], before)
 
 
 def test_gradients_of_batches_wait_for_an_update(tmp_path: Path) -> None:

@@ -290,3 +290,42 @@ def test_the_engines_weights_may_be_written_to_the_users_model() -> None:
             engine.step(BATCH)
             model.load_state_dict(engine.state_dict() or {})
         engine.step(BATCH)
+
+
+class Blocks(nn.Module):
+    """Equal blocks; an attribute adds ops inside each, or after them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)) for _ in range(3))
+        self.last, self.inside, self.after = nn.Linear(4, 1), False, False
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            h = x + block(x)
+            x = h.sin() + h if self.inside else h
+        return self.last(x.cos() if self.after else x)
+
+
+@pytest.mark.parametrize("num_micro_batch", [1, 2])
+def test_blocks_are_recomputed_where_other_ops_run(num_micro_batch: int) -> None:
+    torch.manual_seed(0)
+    model, reference = Blocks().double(), Blocks().double()
+    reference.load_state_dict(model.state_dict())
+    config = {"recompute.policy": "blocks", "pipeline.num_micro_batch": num_micro_batch}
+    engine = whale.parallelize(model, loss=plain, optimizer=SGD, batch=BATCH, config=config)
+    assert engine.plan.replicas[0].stages[0].recomputed
+    optimizer = SGD(reference.parameters())
+    for inside, after in ((False, False), (True, False), (False, True), (True, True), (False, False)):
+        for each in (model, reference):
+            each.inside, each.after = inside, after
+        optimizer.zero_grad()
+        expected = plain(reference(BATCH["x"]), BATCH)
+        expected.backward()
+        optimizer.step()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            assert float(engine.step(BATCH)) == pytest.approx(expected.item(), rel=1e-12)
+    other = engine.runtime.plan_of("train 1: ")
+    assert other is not None and len(other.replicas[0].stages[0].recomputed) == len(engine.plan.replicas[0].stages[0].recomputed)
+    engine.close()

@@ -129,10 +129,42 @@ def by_length(output: Tensor, batch: Batch) -> Tensor:
     return (output - batch["target"]).abs().sum() / batch["x"].shape[0] / batch["x"].shape[1]
 
 
+def by_tensor(output: Tensor, batch: Batch) -> Tensor:
+    return (output - batch["target"]).square().sum() / torch.tensor(float(len(output)), dtype=output.dtype)
+
+
+def by_filled(output: Tensor, batch: Batch) -> Tensor:
+    return ((output - batch["target"]).square() * torch.full((len(output),), 0.5, dtype=output.dtype)).sum() / (
+        2 * torch.tensor(len(output))
+    )
+
+
 def make_batch(rows: int, length: int, seed: int) -> Batch:
     random = torch.Generator().manual_seed(seed)
     x, target = torch.randn(rows, length, WIDTH, generator=random), torch.randn(rows, generator=random)
     return {"x": x.double(), "target": target.double()}
+
+
+@pytest.mark.parametrize("criterion", [by_tensor, by_filled])
+def test_a_number_of_rows_in_a_tensor(criterion: Callable[..., Tensor]) -> None:
+    plain, batches = Sized(("placed",)), [make_batch(rows, 3, rows) for rows in (8, 8, 5)]
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        engine = whale.parallelize(
+            Sized(("placed",)),
+            loss=criterion,
+            optimizer=partial(torch.optim.SGD, lr=0.1),
+            batch=batches[0],
+            config={"pipeline.num_micro_batch": 2},
+        )
+        for batch in batches:
+            optimizer.zero_grad()
+            expected = criterion(plain(batch["x"]), batch)
+            expected.backward()
+            optimizer.step()
+            assert float(engine.step(batch)) == pytest.approx(expected.item(), rel=1e-12)
+    engine.close()
 
 
 @pytest.mark.parametrize("name", ["masked_once", "turned", "shifted"])
@@ -157,7 +189,7 @@ def test_tables_that_forward_registers(name: str) -> None:
 @pytest.mark.slow
 @given(
     names=st.lists(st.sampled_from(sorted(STEPS)), min_size=1, max_size=3).map(tuple),
-    criterion=st.sampled_from([mean, by_length]),
+    criterion=st.sampled_from([mean, by_length, by_tensor, by_filled]),
     sizes=st.lists(st.tuples(st.integers(2, 7), st.integers(1, LONGEST)), min_size=2, max_size=3),
     num_micro_batch=st.integers(1, 2),
 )

@@ -8,7 +8,7 @@ from itertools import pairwise
 
 from whale.estimate import StepEstimate
 from whale.ir.division import divide_evenly
-from whale.ir.plan import Choice, Pipeline, Replica, Stage, describe_shards
+from whale.ir.plan import Choice, Pipeline, Plan, Replica, Stage, describe_shards
 from whale.planning.annotations.taskgraphs import Annotations
 from whale.planning.pipeline.placement import SEARCHED
 from whale.planning.pipeline.scheduling import explain_schedule
@@ -20,6 +20,18 @@ from whale.planning.shard.sharding import StageSharding
 from whale.planning.shard.stage_price import make_scene
 from whale.sharding.bridges import GATHERED, Bridge, bridge_bytes
 from whale.units import counted, each_counted, format_bytes, format_seconds
+
+
+def other_stages(asked: int | None, plan: Plan) -> str:
+    """What to say of a plan that has not the stages that are set; "" where it has, or none are set."""
+    made = {len(replica.stages) // replica.pipeline.num_chunks for replica in plan.replicas}
+    if asked is None or asked in made:
+        return ""
+    return (
+        f"pipeline.num_stages is {asked}, but the plan has {', '.join(map(str, sorted(made)))}: "
+        "stages share devices where there are fewer, and a given plan keeps its own"
+    )
+
 
 _CLOSED_FORM = "a closed form without sums of gradients and the optimizer"
 
