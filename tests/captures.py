@@ -20,10 +20,22 @@ from weakref import WeakKeyDictionary
 from torch import nn
 
 import whale.api.mode
+from tests.counts import count
 from whale.capture import BatchStructure, CapturedProgram, capture
 from whale.capture.flat.sizes import holdings
 from whale.ir.graph import ModelGraph
 from whale.ir.precision import Precision
+
+
+def counted(*arguments: Any, **more: Any) -> tuple[ModelGraph, CapturedProgram]:
+    """A capture, which is counted (`tests.counts`)."""
+    count("captures")
+    return capture(*arguments, **more)
+
+
+def count_all() -> None:
+    """From now on the captures of `whale.parallelize` in this process are counted, and in those forked from it."""
+    whale.api.mode.capture = counted
 
 
 class Captured:
@@ -45,7 +57,7 @@ class Captured:
         structure = batch if isinstance(batch, BatchStructure) else BatchStructure.of(batch, 1 if static else 2)
         key = mode, static, structure, precision
         if key not in self._made:
-            self._made[key] = capture(
+            self._made[key] = counted(
                 self.model,
                 structure,
                 self.loss,
@@ -89,7 +101,7 @@ def at_hand() -> Iterator[None]:
     ) -> tuple[ModelGraph, CapturedProgram]:
         made = _FOUND.get(model)
         if made is None or loss is not made.loss or batch_dims:
-            return capture(model, batch, loss, mode=mode, static=static, batch_dims=batch_dims, **compute)
+            return counted(model, batch, loss, mode=mode, static=static, batch_dims=batch_dims, **compute)
         graph, program = made.capture(mode, batch, static, compute.get("precision"))
         return graph, program if model is made.model else replace(program, tensors={**program.tensors, **holdings(model).tensors})
 

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 import whale
+from tests import counts
 from tests.examples import PROFILES
 
 for name, count in PROFILES.items():
@@ -27,6 +28,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
     Hypothesis draws constants of the modules that are loaded: with a seed all of them are, so that examples do not depend on earlier tests.
     """
+    if counts.VARIABLE in os.environ:
+        from tests import captures
+
+        captures.count_all()
     if config.getoption("markexpr") == "not slow" and config.getoption("hypothesis_profile") is None:
         settings.load_profile("quick")
     if config.getoption("hypothesis_seed") is not None:

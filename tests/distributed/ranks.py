@@ -1,21 +1,18 @@
-"""The processes of `tests.distributed.world`: a source that imports once, and the ranks of each run, forked from it.
-
-The source starts no thread and sees no GPU: what is forked after either could not train.
-"""
+"""The processes of `tests.distributed.world`: a source, which has what tests prepare, and the ranks of each run, forked from it."""
 
 from __future__ import annotations
 
 import contextlib
 import faulthandler
 import gc
-import io
+import importlib
 import os
 import pickle
 import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import Pipe
@@ -29,8 +26,6 @@ GRACE_SECONDS = 5.0
 """How long what has been ended may take to be gone, or to say where it stood."""
 PEERS_SECONDS = 60.0
 """How long the other ranks may still take after one of them has failed: what they say of it is looked at."""
-PRELOADED = ("torch", "torch.distributed", "torch.export", "scipy.optimize", "tests.captures", "tests.models")
-"""Modules that the source has, and so all ranks."""
 
 
 @dataclass(frozen=True)
@@ -72,12 +67,7 @@ class Outcome:
 
 def serve(pipe: Connection) -> None:
     """The life of a source: does the jobs that arrive, and answers each with a list of pickled outcomes, by rank."""
-    import torch
-
     os.setsid()  # ends together with its ranks
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    torch.set_num_threads(1)
-    _warm_up()
     pipe.send_bytes(b"ready")
     while True:
         try:
@@ -85,16 +75,6 @@ def serve(pipe: Connection) -> None:
         except EOFError:
             return
         pipe.send(_answer(payload))
-
-
-def _warm_up() -> None:
-    """Imports and computes what only a first capture and a first plan do, a second or more, for all ranks to come."""
-    import torch
-
-    import whale
-
-    with contextlib.redirect_stderr(io.StringIO()):
-        whale.parallelize(torch.nn.Linear(2, 2), loss=lambda output, batch: output.mean(), batch=torch.ones(2, 2)).close()
 
 
 def _answer(payload: bytes) -> list[bytes]:
@@ -160,8 +140,17 @@ def _run_ranks(job: Job) -> list[bytes]:
     when = f"after {job.timeout:g} s" if is_slow else f"{job.peers:g} s after another rank failed"
     texts = {rank.number: f"not done {when}, at\n{rank.stack_text()}" for rank in ranks if rank.number not in replies}
     codes = {rank.number: rank.end() for rank in ranks}
+    _import({name: None for reply in replies.values() if reply is not None for name in reply.imported})
     texts |= {number: f"died with exit code {codes[number]}" for number, reply in replies.items() if reply is None}
     return [reply.payload if (reply := replies.get(number)) else pickle.dumps(Outcome(text=texts[number])) for number in codes]
+
+
+def _import(names: Iterable[str]) -> None:
+    """Has the source import what ranks imported, so that each import is paid for once; but for what starts processes of its own."""
+    for name in names:
+        if not name.startswith("torch._inductor"):
+            with contextlib.suppress(Exception):  # of a folder that only the rank looked into
+                importlib.import_module(name)
 
 
 def _fork(job: Job, number: int) -> Rank:
@@ -183,10 +172,11 @@ def _fork(job: Job, number: int) -> Rank:
 
 @dataclass(frozen=True)
 class Reply:
-    """What a rank sends: its pickled outcome, and whether that is a success."""
+    """What a rank sends: its pickled outcome, whether that is a success, and the modules that it had to import."""
 
     is_success: bool
     payload: bytes
+    imported: list[str]
 
 
 def _collect(ranks: list[Rank], limit: float, peers: float) -> dict[int, Reply | None]:
@@ -212,8 +202,9 @@ def outcome_of_rank(number: int, job: Job) -> Outcome:
 
 
 def _be_rank(job: Job, number: int, pipe: Connection) -> None:
+    before = {*sys.modules}
     outcome = outcome_of_rank(number, job)
-    pipe.send(Reply(not outcome.text, _pickled(outcome)))
+    pipe.send(Reply(not outcome.text, _pickled(outcome), [name for name in sys.modules if name not in before]))
     sys.stdout.flush()
     sys.stderr.flush()
 

@@ -14,7 +14,6 @@ import os
 import re
 import runpy
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +21,7 @@ from typing import Any
 
 import pytest
 
+from tests.distributed.launched import python
 from tests.distributed.test_probe import measure_little
 from tests.distributed.world import World
 from tests.examples import slow
@@ -58,8 +58,7 @@ def test_the_gpt_trains_as_two_pipelines_and_goes_on_alone(world: World, tmp_pat
     losses = [float(loss) for loss in re.findall(r"held-out loss ([\d.]+)", first)]
     assert len(losses) == 2 and losses[1] < losses[0] < 6, "it learns"
     shutil.rmtree(tmp_path / "step_4")
-    words = (sys.executable, *script, "--resume", "--steps", "4", "--evaluate-every", "4")
-    result = subprocess.run(words, capture_output=True, text=True, timeout=600, cwd=ROOT)
+    result = python(*script, "--resume", "--steps", "4", "--evaluate-every", "4", cwd=ROOT)
     assert result.returncode == 0, result.stderr
     second = result.stdout
     assert "step 1: loss" in first and "step 1: loss" not in second, "it goes on after step 2"

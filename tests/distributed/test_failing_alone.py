@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import time
 from functools import partial
 from pathlib import Path
@@ -14,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import whale
+from tests.distributed.launched import python
 from tests.distributed.test_bad_batches import captured_scopes, loss, make_batch
 from tests.distributed.training import make_cluster
 from tests.distributed.world import RankFailure, World
@@ -269,9 +268,7 @@ for rows in engine.loader(Data(), global_batch_size=8):
 def test_a_script_that_ends_in_the_users_own_error(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    done = subprocess.run(
-        [sys.executable, "-m", "whale", "run", "--ranks", "2", str(script)], capture_output=True, text=True, timeout=300, check=False
-    )
+    done = python("-m", "whale", "run", "--ranks", "2", str(script))
     assert done.returncode == 1
     assert "KeyError: 'no label of sample 13'" in done.stderr
     assert "rank 1 did not complete: rank 1 has failed: KeyError: 'no label of sample 13'" in done.stderr, done.stderr

@@ -6,30 +6,27 @@ import os
 import re
 import signal
 import subprocess
-import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from tests.distributed.launched import PATIENCE_SECONDS, interpreter, python, start, wait_until
 from tests.examples import slow
 
 SCRIPT = Path(__file__).parent / "death_script.py"
-PATIENCE_SECONDS = 600
-"""Of a machine that is busy; a run that takes so long does not end."""
 NEVER = str(10 * PATIENCE_SECONDS)
 
 
 def whale_run(*words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", "whale", "run", *words], capture_output=True, text=True, timeout=PATIENCE_SECONDS)
+    return python("-m", "whale", "run", *words)
 
 
 @pytest.mark.parametrize(
     ("how", "said"), [("kill", r"rank 1 \(pid \d+\) was killed by SIGKILL"), ("raise", r"rank 1 \(pid \d+\) exited with code 1")]
 )
 def test_a_rank_that_dies_is_named_with_its_action_and_its_peers(how: str, said: str) -> None:
-    result = whale_run("--ranks", "3", "--timeout", NEVER, str(SCRIPT), how)
+    run = interpreter if how == "kill" else python
+    result = run("-m", "whale", "run", "--ranks", "3", "--timeout", NEVER, str(SCRIPT), how)
     assert result.returncode == 1
     assert re.search(rf"whale run: {said}; last running in 1F3", result.stderr), result.stderr
     for rank, action in ((0, "0RECV_B3"), (2, "2RECV_F3")):
@@ -53,7 +50,7 @@ def test_a_script_gets_its_own_words_and_the_recipe(tmp_path: Path) -> None:
         "found = sys.argv[1:], os.environ['WHALE_RECIPE'], os.environ['OMP_NUM_THREADS']\n"
         "open(f'{os.path.dirname(__file__)}/{os.environ[\"RANK\"]}.txt', 'w').write(repr(found))\n"
     )
-    result = whale_run("--nproc-per-node", "2", "--recipe", str(recipe), str(script), "--ranks", "7", "--recipe=x")
+    result = interpreter("-m", "whale", "run", "--nproc-per-node", "2", "--recipe", str(recipe), str(script), "--ranks", "7", "--recipe=x")
     assert result.returncode == 0 and "whale run:" not in result.stderr, result.stderr
     for rank in range(2):
         assert (tmp_path / f"{rank}.txt").read_text() == repr((["--ranks", "7", "--recipe=x"], str(recipe), "1"))
@@ -73,7 +70,7 @@ def test_a_faulty_recipe_starts_no_rank(tmp_path: Path) -> None:
     [
         ("KILL", NEVER, "was killed by SIGKILL; last running in STEP"),
         slow("TERM", NEVER, "was killed by SIGTERM; last running in STEP", id="TERM"),
-        ("STOP", "30", r"was paused \(SIGSTOP or a debugger\), then killed; last running in STEP"),
+        ("STOP", "10", r"was paused \(SIGSTOP or a debugger\), then killed; last running in STEP"),
         # torchrun may stop it while it ends, as rank 0 ends at the same time
         ("WARN", NEVER, "(exited with code 1|was stopped by SIGTERM); last failed in STEP: the end"),
     ],
@@ -103,9 +100,9 @@ def test_ranks_end_with_a_launcher_that_is_killed_or_interrupted(tmp_path: Path,
         "os.rename(file.name, file.name.removesuffix('.part'))\n"
         "signal.pause()\n"
     )
-    launcher = subprocess.Popen([sys.executable, "-m", "whale", "run", "--ranks", "2", str(script), str(tmp_path)])
+    launcher = start("-m", "whale", "run", "--ranks", "2", str(script), str(tmp_path))
     said = [tmp_path / "0", tmp_path / "1"]
-    wait_until(lambda: all(path.exists() for path in said), "the ranks have begun")
+    wait_until(lambda: all(path.exists() for path in said), "the ranks have begun", launcher)
     launcher.send_signal(how)
     assert launcher.wait(PATIENCE_SECONDS) == (130 if how is signal.SIGINT else -how)
     pids, directories = zip(*(path.read_text().split() for path in said), strict=True)
@@ -114,13 +111,6 @@ def test_ranks_end_with_a_launcher_that_is_killed_or_interrupted(tmp_path: Path,
         (empty := tmp_path / "empty.py").touch()
         assert whale_run("--ranks", "1", str(empty)).returncode == 0
     assert not Path(directories[0]).exists()
-
-
-def wait_until(is_so: Callable[[], bool], what: str) -> None:
-    until = time.monotonic() + PATIENCE_SECONDS
-    while not is_so():
-        assert time.monotonic() < until, f"not in {PATIENCE_SECONDS} s: {what}"
-        time.sleep(0.02)
 
 
 def is_alive(pid: str) -> bool:
@@ -184,7 +174,7 @@ def test_no_thread_of_a_process_group_outlives_the_script(tmp_path: Path) -> Non
     """One that lets go of a tensor while the interpreter ends aborts the process: a run that went well would fail, now and then."""
     script = tmp_path / "script.py"
     script.write_text(KEPT_ENGINES)
-    result = whale_run("--ranks", "2", str(script))
+    result = interpreter("-m", "whale", "run", "--ranks", "2", str(script))
     assert result.returncode == 0, result.stderr
     assert "runloop" not in result.stdout and "python" in result.stdout, result.stdout
 
@@ -193,8 +183,8 @@ def test_a_run_that_is_told_to_end_saves_and_goes_on_as_if_undisturbed(tmp_path:
     """By its launcher, where of several signals the first counts; then by one rank."""
     words = ["--ranks", "2", str(SCRIPT.with_name("preempted_script.py")), str(tmp_path)]
     for number in range(2):
-        launcher = subprocess.Popen([sys.executable, "-m", "whale", "run", *words], stderr=subprocess.PIPE, text=True)
-        wait_until(lambda run=number: len(list(tmp_path.glob(f"{run}_*"))) == 2, "the ranks have begun")
+        launcher = start("-m", "whale", "run", *words)
+        wait_until(lambda run=number: len(list(tmp_path.glob(f"{run}_*"))) == 2, "the ranks have begun", launcher)
         if number == 0:
             launcher.send_signal(signal.SIGTERM)
             launcher.send_signal(signal.SIGTERM)

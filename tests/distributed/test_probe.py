@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections import Counter
 from datetime import timedelta
 from pathlib import Path
 
 import torch
 
+from tests.distributed.launched import python
 from tests.distributed.ranks import PATIENCE_SECONDS
 from tests.distributed.world import World as Ranks
 from whale.comm import World
@@ -70,8 +69,7 @@ def test_ranks_of_several_hosts_measure_what_is_between_them(world: Ranks) -> No
 
 def test_the_verb_starts_ranks_and_writes_what_they_measured(tmp_path: Path) -> None:
     path = tmp_path / "two.yaml"
-    words = [sys.executable, "-m", "whale", "probe", "--ranks", "2", "--rounds", "1", "--output", str(path)]
-    result = subprocess.run(words, capture_output=True, text=True, timeout=2 * PATIENCE_SECONDS)
+    result = python("-m", "whale", "probe", "--ranks", "2", "--rounds", "1", "--output", str(path))
     assert result.returncode == 0, result.stderr
     assert "messages inside" in result.stderr and "written to" in result.stdout
     cluster = load_cluster(path)
@@ -92,9 +90,7 @@ def test_the_verb_profiles_on_as_many_ranks_as_the_cluster_has(tmp_path: Path) -
     (tmp_path / "profiled.py").write_text(SCRIPT)
     (tmp_path / "two.yaml").write_text(CLUSTER)
     words = ["profile", "profiled.py:build", "--cluster", "two.yaml", "--rounds", "1", "--output", "p.json"]
-    result = subprocess.run(
-        [sys.executable, "-m", "whale", *words], cwd=tmp_path, capture_output=True, text=True, timeout=2 * PATIENCE_SECONDS
-    )
+    result = python("-m", "whale", *words, cwd=tmp_path, ranks=2)
     assert result.returncode == 0, result.stderr
     (kind,) = read_profile(tmp_path / "p.json").kinds
     assert kind.device == load_cluster(tmp_path / "two.yaml").devices[0].kind

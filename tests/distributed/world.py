@@ -12,7 +12,6 @@ the capture of a model, all later ranks have.
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import pickle
 import signal
@@ -24,7 +23,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from tests.distributed.ranks import GRACE_SECONDS, PATIENCE_SECONDS, PEERS_SECONDS, PRELOADED, Job, Outcome, serve
+from tests.counts import count
+from tests.distributed.launched import forkserver
+from tests.distributed.ranks import GRACE_SECONDS, PATIENCE_SECONDS, PEERS_SECONDS, Job, Outcome, serve
 
 
 class RankFailure(Exception):
@@ -74,6 +75,8 @@ class World:
             RankFailure: a rank raised, died, or was not done in time.
         """
         size = self.num_ranks if num_ranks is None else num_ranks
+        count("worlds")
+        count("ranks", size)
         return [outcome.value for outcome in self._ask(size, function, arguments, timeout)]
 
     def prepare(self, function: Callable[..., Any], *arguments: Any, timeout: float | None = None) -> Any:
@@ -132,8 +135,7 @@ class World:
         raise RankFailure({0: None}, {0: text})
 
     def _start(self) -> None:
-        context = multiprocessing.get_context("forkserver")  # so that another source starts as fast as a rank
-        context.set_forkserver_preload(["tests.distributed.ranks", *PRELOADED])
+        context = forkserver()  # so that another source starts as fast as a rank
         self._pipe, there = context.Pipe()
         self._source = context.Process(target=serve, args=(there,), daemon=True)
         self._source.start()

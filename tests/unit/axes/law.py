@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import product
 from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -83,7 +84,7 @@ class Law:
         self.tensors: list[Tensor] = []
         args = tuple(self._argument(a) for a in case.args)
         kwargs = tuple((key, self._argument(value)) for key, value in case.kwargs.items())
-        self.call = operator(case.target)
+        self.call: Any = operator(case.target)
         self.whole = results(self.call(*self._with(self.tensors)[0], **self._with(self.tensors)[1]))
         specs = tuple(_spec(t) for t in self.whole)
         sources = [Op(f"t{i}", "input", f"t{i}", outputs=(_spec(t),)) for i, t in enumerate(self.tensors)]

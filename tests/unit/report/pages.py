@@ -33,7 +33,7 @@ class Page(HTMLParser):
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         known = dict(attrs)
-        self.ids += [known["id"]] if known.get("id") else []
+        self.ids += [name] if (name := known.get("id")) else []
         self.references += [value for name, value in attrs if name in ("src", "href", "srcset", "action", "data", "poster") and value]
         if tag not in VOID:
             self._open.append((tag, known.get("id")))

@@ -44,7 +44,7 @@ def shardings(draw: st.DrawFn, *, terms: Literal["none", "groups", "any"] = "any
     regions = [region for group in parts for region in group]
     mesh = draw(st.permutations(range(len(regions) + 2)))[: len(regions)]
     by_group = [number for number, group in enumerate(parts) for _ in group]
-    known = {"none": [()], "groups": [(), by_group], "any": [(), by_group, range(len(regions))]}
+    known: dict[str, list[Sequence[int]]] = {"none": [()], "groups": [(), by_group], "any": [(), by_group, range(len(regions))]}
     return Sharding(tuple(mesh), tuple(regions), tuple(draw(st.sampled_from(known[terms]))))
 
 

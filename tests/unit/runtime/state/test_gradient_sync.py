@@ -149,7 +149,8 @@ def test_what_keepers_have_taken_is_let_go_two_buckets_later() -> None:
 
 def test_what_another_rank_answers_for_adds_nothing() -> None:
     sync, owners, parameters = make(["a"], [0], contributors=(1,))
-    assert parameters["a"].grad is None
+    assert all(parameter.grad is None for parameter in parameters.values())
     sync.arm(0)
     (parameters["a"] * 2).sum().backward()
-    assert not owners.started[0].any() and not parameters["a"].grad.any()
+    gradient = parameters["a"].grad
+    assert gradient is not None and not owners.started[0].any() and not gradient.any()
