@@ -556,8 +556,8 @@ class Engine:
     def resume(self, folder: str | Path) -> Any:
         """Goes on from the newest state, if there is one, so that one script both starts and goes on.
 
-        That is the checkpoint of a folder that was completed last; under ``whale run --elastic`` the step before the fault, where the
-        present hosts have all pieces of it in memory. What was lost is printed on standard error.
+        That is the checkpoint of the highest step in a folder, and the one before where it is damaged; under ``whale run --elastic``
+        the step before the fault, where the present hosts have all pieces of it in memory. What was lost is printed on standard error.
 
         Args:
             folder: in which checkpoints are saved; rank 0 reads it.

@@ -119,6 +119,18 @@ def open_checkpoint(path: Path) -> Contents:
         raise CheckpointError(f"{path / INDEX} cannot be read: {error}") from error
 
 
+def damage(path: Path) -> str | None:
+    """Reads all of a checkpoint; what is wrong with it, whoever loads it."""
+    try:
+        contents = open_checkpoint(path)
+        for stored in contents.tensors.values():
+            for piece in stored.pieces:
+                contents.read(stored, piece)
+    except CheckpointError as error:
+        return error.message
+    return None
+
+
 def _rest(contents: Contents, tensors: Mapping[str, Tensor], rank: int, shares: Mapping[str, Share]) -> tuple[OptimizerState, Extras]:
     """What a rank reads besides its tensors."""
     state: dict[str, dict[str, Any]] = {}

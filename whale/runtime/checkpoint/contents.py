@@ -25,6 +25,7 @@ from torch import Tensor
 
 from whale.errors import CheckpointError
 from whale.runtime.checkpoint.boxes import Box
+from whale.runtime.checkpoint.files import STEP_KEY
 from whale.runtime.checkpoint.plain_data import from_plain
 
 
@@ -76,6 +77,12 @@ class Index:
         whole = [StoredTensor(key, one.dtype, one.shape, tuple(pieces[key])) for key, one in tensors.items()]
         assert all(sum(prod(piece.box.shape) for piece in tensor.pieces) == prod(tensor.shape) for tensor in whole)
         return Index(parts[0].save_id, tuple(whole), plain)
+
+    @property
+    def step(self) -> int | None:
+        """How many steps are done; None for weights alone."""
+        step = self.plain.get(STEP_KEY)
+        return step if type(step) is int else None
 
     @property
     def files(self) -> set[str]:

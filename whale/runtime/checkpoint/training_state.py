@@ -23,7 +23,7 @@ from whale.ir.serialization import to_json
 from whale.runtime.checkpoint.boxes import find_shares
 from whale.runtime.checkpoint.checkpoint import READ_AS, Extras, load, open_checkpoint
 from whale.runtime.checkpoint.contents import Piece
-from whale.runtime.checkpoint.files import newest_complete
+from whale.runtime.checkpoint.files import STEP_KEY, by_age, torn
 from whale.runtime.checkpoint.saving import Saving, save, snapshot
 from whale.runtime.checkpoint.surviving import DEVICES, SurvivingState
 from whale.runtime.execute.roster import Roster
@@ -51,7 +51,7 @@ def set_random_state(state: Mapping[str, Any]) -> None:
 
 SCHEDULER, KIND = "scheduler.", "kind."
 """Begin the keys under which each rank's scheduler is kept, and what kind of optimizer and scheduler there was."""
-STEP, USERS, LEFT_OUT = "step", "user", "non_persistent"
+STEP, USERS, LEFT_OUT = STEP_KEY.removeprefix("extra."), "user", "non_persistent"
 """The keys of the steps done, of the user's own data, and of the buffers that no ``state_dict`` has."""
 
 
@@ -128,10 +128,32 @@ def held_state(
     return snapshot(tensors, state.read_kept(), Extras(shared, {"random": random}), dict.fromkeys(tensors, rank), rank, shares)
 
 
-def newest_step(folder: Path) -> tuple[Path | None, int | None]:
-    """The checkpoint in a folder that was completed last, and the steps done in it; None for one of weights alone."""
-    path = newest_complete(folder)
-    return path, None if path is None else open_checkpoint(path).value(f"extra.{STEP}")
+def newest_step(folder: Path, damaged: Mapping[Path, CheckpointError]) -> tuple[Path | None, int | None]:
+    """The checkpoint in a folder of the highest step that can be read, and the steps done in it; None for one of weights alone.
+
+    Args:
+        folder: of checkpoints; it may not exist.
+        damaged: those that were tried, and what was found. It warns of others that are passed over.
+
+    Raises:
+        CheckpointError: there are checkpoints, and all are damaged.
+    """
+    found = dict(damaged)
+    for path in by_age(folder):
+        if path not in found:
+            try:
+                step = open_checkpoint(path).value(STEP_KEY)
+            except CheckpointError as error:
+                found[path] = error
+                warn(f"{path} is passed over: {error.message}")
+                continue
+            for other, its_step in torn(folder).items():
+                if (its_step or 0) > (step or 0):
+                    warn(f"{other}, of step {its_step}, is passed over: it is not complete any more")
+            return path, step
+    if found:
+        raise next(iter(found.values()))
+    return None, None
 
 
 def _shared(state: EngineState, roster: Roster, model: ModelGraph, module: nn.Module) -> dict[str, Any]:
