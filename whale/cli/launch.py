@@ -327,7 +327,8 @@ def _make_locked(parent: Path) -> tuple[str, int]:
 
 def _locked(directory: Path) -> int:
     """A descriptor that holds the lock of a folder until it is closed; an OSError where another process holds it."""
-    descriptor = os.open(directory, os.O_RDONLY)
+    # in a folder that all users share anything may have such a name: a pipe would be waited for, a link followed
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
