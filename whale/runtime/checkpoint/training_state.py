@@ -19,7 +19,7 @@ from torch import nn
 from whale.comm import together
 from whale.errors import CheckpointError, warn
 from whale.ir.graph import ModelGraph
-from whale.ir.serialization import to_json
+from whale.ir.serialization import decode, to_json
 from whale.runtime.checkpoint.boxes import find_shares
 from whale.runtime.checkpoint.checkpoint import READ_AS, Extras, load, open_checkpoint
 from whale.runtime.checkpoint.contents import Piece
@@ -203,6 +203,7 @@ def load_state(
     def check(kept: OptimizerState, extras: Extras) -> None:
         if STEP not in extras.shared:
             return
+        _check_forms(extras)
         _check_kinds(state, extras)
         check_optimizer(state.optimizer, state.kept, without_averages(kept))
         _schedule(state, extras)
@@ -239,6 +240,25 @@ def load_state(
     if "random" in extras.own:
         set_random_state(extras.own["random"])
     return extras.shared.get(USERS)
+
+
+def _check_forms(extras: Extras) -> None:
+    """Raises ValueError, TypeError or KeyError where what is restored last could fail, when tensors are filled already."""
+    position = extras.shared.get("position")
+    if position is not None and not (isinstance(position, Mapping) and all(type(each) is int for each in position.values())):
+        raise ValueError(f"the position of the data is {position!r}")
+    if not isinstance(extras.shared.get("decay", 0.0), (int, float)):
+        raise ValueError(f"the decay of averages is {extras.shared['decay']!r}")
+    if "loss_scale" in extras.shared:
+        decode(LossScale, extras.shared["loss_scale"])
+    for device, own in extras.own.get("random", {}).items():
+        if not (isinstance(own, torch.Tensor) and own.dtype == torch.uint8):
+            raise ValueError(f"the state of the {device} generator is a {type(own).__name__}")
+    if "random" in extras.own:
+        try:
+            torch.Generator().set_state(extras.own["random"]["cpu"])
+        except RuntimeError as error:
+            raise ValueError(str(error)) from error
 
 
 def _left_out(module: nn.Module, model: ModelGraph) -> list[str]:

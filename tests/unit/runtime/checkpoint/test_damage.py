@@ -149,7 +149,7 @@ def test_what_is_kept_survives_to_the_bit(tmp_path: Path, monkeypatch: pytest.Mo
     own = {**TENSORS, "tied": TENSORS["columns"], "part": TENSORS["columns"][1:3]}
     state = {name: {"moment": value.roll(1), "step": torch.tensor(2.0)} for name, value in TENSORS.items()}
     optimizer = OptimizerState({**state, "tied": PLAIN}, dict.fromkeys(own, PLAIN))
-    write(tmp_path / "c", optimizer=optimizer, extras=Extras(PLAIN, {"random": PLAIN}), tensors=own)
+    write(tmp_path / "c", optimizer=optimizer, extras=Extras({**PLAIN, "step": 1}, {"random": PLAIN}), tensors=own)
 
     def unpickle(*_: Any, **__: Any) -> None:
         raise AssertionError("something is unpickled")
@@ -163,7 +163,7 @@ def test_what_is_kept_survives_to_the_bit(tmp_path: Path, monkeypatch: pytest.Mo
         optimizer.state, True
     )
     assert equal(dict(kept.options), optimizer.options)
-    assert equal(dict(extras.shared), PLAIN) and equal(extras.own["random"], PLAIN)
+    assert equal(dict(extras.shared), {**PLAIN, "step": 1}) and equal(extras.own["random"], PLAIN)
 
 
 @pytest.mark.parametrize("thing", [print, {"deep": [object()]}, torch.zeros(2).to_sparse(), torch.float32])
