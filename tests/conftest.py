@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import importlib
+import os
 import pkgutil
 from collections.abc import Callable, Generator
 from pathlib import Path

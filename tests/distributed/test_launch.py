@@ -121,7 +121,8 @@ def is_alive(pid: str) -> bool:
         return False
 
 
-def test_on_one_host_nothing_listens_to_others(tmp_path: Path) -> None:
+@pytest.mark.parametrize("words", [(), ("--elastic", "1")], ids=["plain", "elastic"])
+def test_on_one_host_nothing_listens_to_others(tmp_path: Path, words: tuple[str, ...]) -> None:
     script = tmp_path / "script.py"
     script.write_text(
         "import contextlib, os, torch.distributed as dist, whale.comm\n"
@@ -141,7 +142,7 @@ def test_on_one_host_nothing_listens_to_others(tmp_path: Path) -> None:
         "print(' '.join((*places, '\\n')), end='')\n"
         "world.barrier()\n"
     )
-    result = whale_run("--ranks", "2", str(script))
+    result = whale_run(*words, "--ranks", "2", str(script))
     assert result.returncode == 0, result.stderr
     places = re.findall("[0-9A-F]{8,}", result.stdout)
     assert len(places) >= 4 and set(places) == {"0100007F"}, f"a store and a rank each, at 127.0.0.1: {result.stdout}"

@@ -72,6 +72,8 @@ def train(
     trainer.train(resume_from_checkpoint=resume)
     wanted = re.compile(r"loss|grad_norm|learning_rate|eval_mean|eval_rows|train_loss|step$")
     logs = [{key: value for key, value in each.items() if wanted.search(key)} for each in trainer.state.log_history]
+    if trainer.is_world_process_zero():  # as scripts do
+        trainer.save_model(f"{folder}/final")
     if config is not None:
         trainer.engine.close()
     return logs, {name: value.clone() for name, value in model.state_dict().items()}
@@ -101,6 +103,8 @@ def test_logs_and_weights_are_those_of_the_plain_trainer(
             torch.testing.assert_close(state[name], value, rtol=1e-4, atol=1e-5)
     saved = "adapter_model.safetensors" if lora else "model.safetensors"
     theirs, ours = (load_file(tmp_path / each / "checkpoint-2" / saved) for each in ("plain", "whale"))
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+    theirs, ours = (load_file(tmp_path / each / "final" / saved) for each in ("plain", "whale"))
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
     if config is PIPELINE:
         [(logs, state)] = world.run(train, folder, options, {}, f"{folder}/checkpoint-2", lora, num_ranks=1)

@@ -239,8 +239,11 @@ class Engine:
 
         While gradients wait for an update it goes on: a checkpoint does not have them.
         """
+        if not self._hears_sigterm:
+            return
+        self.runtime.roster.world.notice.check()
         folder, number = self.opening.settings.runtime.save_on_sigterm, self.runtime.num_noticed
-        if not number or not self._hears_sigterm or self._accumulated is not None:
+        if not number or self._accumulated is not None:
             return
         world, step_number = self.runtime.roster.world, self.state.step_number
         if folder is None:
@@ -463,11 +466,12 @@ class Engine:
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
         """Loads the weights of a ``model.state_dict()``, whatever trained them; all ranks call it with the same one.
 
-        Keys are those of the model, also of its ``torch.compile`` wrapper. The optimizer keeps its state, as torch's do; `load` reads
-        whole checkpoints.
+        Keys are those of the model, also of its ``torch.compile`` wrapper; of a tied weight one name is enough. The optimizer keeps its
+        state, as torch's do; `load` reads whole checkpoints.
 
         Raises:
-            CheckpointError: keys are missing or unknown, shapes differ, or ranks were given different ones. Nothing has changed.
+            CheckpointError: keys are missing or unknown, shapes differ, two names of a tied weight have different values, or ranks were
+                given different ones. Nothing has changed.
         """
         self.runtime.call_together("load_state_dict")
         self._guards.exchange()
@@ -571,8 +575,8 @@ class Engine:
     def resume(self, folder: str | Path) -> Any:
         """Goes on from the newest state, if there is one, so that one script both starts and goes on.
 
-        That is the checkpoint of a folder that was completed last; under ``whale run --elastic`` the step before the fault, where the
-        present hosts have all pieces of it in memory. What was lost is printed on standard error.
+        That is the checkpoint of the highest step in a folder, and the one before where it is damaged; under ``whale run --elastic``
+        the step before the fault, where the present hosts have all pieces of it in memory. What was lost is printed on standard error.
 
         Args:
             folder: in which checkpoints are saved; rank 0 reads it.

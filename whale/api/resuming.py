@@ -9,12 +9,14 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from whale.api.keeping import FaultKeeper, devices_of
 from whale.comm import World, on_first_rank
-from whale.errors import CheckpointError
+from whale.errors import CheckpointError, warn
+from whale.runtime.checkpoint.checkpoint import damage
 from whale.runtime.checkpoint.surviving import DEVICES, SurvivingState, find_kept, forget_kept
 from whale.runtime.checkpoint.training_state import newest_step
 from whale.runtime.execute.status import FALL
@@ -56,7 +58,7 @@ def resume(folder: Path, keeper: FaultKeeper, load: Callable[[Path, SurvivingSta
         What the script saved as ``extra``.
 
     Raises:
-        CheckpointError: the checkpoint cannot be read.
+        CheckpointError: the checkpoint does not fit, or all of the folder are damaged; of one that is damaged it warns.
     """
     roster = keeper.runtime.roster
     world, purpose, devices = roster.world, str(folder), devices_of(keeper.opening.attachment.cluster)
@@ -65,20 +67,37 @@ def resume(folder: Path, keeper: FaultKeeper, load: Callable[[Path, SurvivingSta
         names = [each.name for each in keeper.opening.modes.train.graph.parameters if each.name in roster.plan.owners]
         kept, reason = find_kept(keeper.folder, purpose, names, world)
         fall = Fall.of(keeper.folder, world)
-    path, saved_step = on_first_rank(world, lambda: newest_step(folder))
-    before = [] if kept is None else kept.value(f"extra.{DEVICES}")
-    if kept is not None and saved_step is not None and saved_step >= kept.step:
-        kept, reason = None, ""  # of the same step the checkpoint has the script's own data, too
-    keeper.purpose = purpose  # no sooner: a rank that loses its peers before this has no step to go on from
-    extra, source = None, "the start"
-    if kept is not None:
+    extra, source, before, damaged = None, "the start", list[str](), dict[Path, CheckpointError]()
+    while True:
         try:
-            load(folder, kept)
-            source = f"memory of {counted(kept.num_parts, 'rank')}"
+            path, saved_step = on_first_rank(world, partial(newest_step, folder, damaged))
+        except CheckpointError:
+            if kept is None:
+                raise
+            path, saved_step = None, None
+        if kept is not None and saved_step is not None and saved_step >= kept.step:
+            held, why = None, ""  # of the same step the checkpoint has the script's own data, too
+        else:
+            held, why = kept, reason
+        keeper.purpose = purpose  # no sooner: a rank that loses its peers before this has no step to go on from
+        try:
+            if held is not None:
+                load(folder, held)
+                source, before = f"memory of {counted(held.num_parts, 'rank')}", held.value(f"extra.{DEVICES}")
+            elif path is not None:
+                extra, source = load(path, None), str(path)
+            break
         except CheckpointError as error:
-            kept, reason = None, f"the state kept in memory cannot be read: {error.message}"
-    if kept is None and path is not None:
-        extra, source = load(path, None), str(path)
+            if held is not None:
+                kept, reason = None, f"the state kept in memory cannot be read: {error.message}"
+                continue
+            assert path is not None
+            if (found := on_first_rank(world, partial(damage, path))) is None:
+                raise  # it is as it was written, and does not fit: an older one would hide that
+            if world.rank == 0:
+                warn(f"{path} is passed over: {found}")
+            damaged[path] = error
+    kept, reason = held, why
     if world.rank == 0 and (path is not None or kept is not None or fall is not None or reason):
         say_resumed(keeper.state.step_number, source, fall, before, devices, reason)
     if keeper.folder is not None:

@@ -15,6 +15,8 @@ from whale.errors import ConfigError
 
 PARTIAL, KEEP = "WHALE_CLUSTER_PARTIAL", "WHALE_RUNTIME_KEEP_ON_FAULT"
 
+LOOPBACK = "127.0.0.1"
+
 MEETING = "whale-c10d"
 """What torchrun knows the rendezvous as that launchers meet at (`whale.cli.meeting`)."""
 
@@ -57,7 +59,9 @@ def be_elastic(arguments: argparse.Namespace) -> dict[str, str]:
                 f"--elastic {arguments.elastic} needs --rdzv-endpoint HOST:PORT, the same for all launchers",
                 hint="name the host that is least likely to leave: the run ends with its first launcher",
             )
-        arguments.rdzv_endpoint, arguments.local_addr = "localhost:0", arguments.local_addr or "localhost"
+        arguments.rdzv_endpoint = "localhost:0"
+    if is_local(arguments.rdzv_endpoint):
+        arguments.local_addr = arguments.local_addr or "localhost"
     beat_seconds = 1 + most // 64
     beats = max(LEAST_BEATS, ceil(SILENT_SECONDS / beat_seconds))
     own = f"last_call_timeout={LAST_CALL_SECONDS},keep_alive_interval={beat_seconds},keep_alive_max_attempt={beats}"
@@ -66,6 +70,11 @@ def be_elastic(arguments: argparse.Namespace) -> dict[str, str]:
     # torchrun would let ranks meet at the store of the first launcher, which may be gone, by a number of restarts that launchers differ in
     shutdown = os.environ.get(SHUTDOWN, str(SHUTDOWN_SECONDS))
     return {SHUTDOWN: shutdown, PARTIAL: "true", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+
+
+def is_local(endpoint: str) -> bool:
+    """Whether an endpoint is an address of this host that no other can reach."""
+    return endpoint.partition(":")[0] in (LOOPBACK, "localhost")
 
 
 def _bounds(text: str) -> tuple[int, int]:

@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 
 from whale.cli import rank_start
 from whale.cli.deaths import Deaths, describe_failure, rank_processes, watching
-from whale.cli.elastic import KEEP, KEPT, be_elastic
+from whale.cli.elastic import KEEP, KEPT, LOOPBACK, be_elastic, is_local
 from whale.cli.inputs import refuse_unknown
 from whale.config import RECIPE_VARIABLE, load_config
 from whale.errors import PREEMPTED_CODE, ConfigError
@@ -30,7 +30,6 @@ TRACE = "WHALE_TRACE_DIRECTORY"
 PROGRESS = "WHALE_RUNTIME_PROGRESS"
 LOG = "WHALE_RUNTIME_LOG_FILE"
 
-LOOPBACK = "127.0.0.1"
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 """Environment variables that say at which network interface a backend listens."""
 
@@ -183,7 +182,7 @@ def _variables(arguments: argparse.Namespace) -> dict[str, str]:
     if str(arguments.nproc_per_node) != "1" and "OMP_NUM_THREADS" not in os.environ:
         variables["OMP_NUM_THREADS"] = "1"  # torchrun's default, without its banner
     loopback = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
-    if _is_one_host(arguments) and loopback is not None:
+    if (_is_one_host(arguments) or is_local(arguments.rdzv_endpoint)) and loopback is not None:
         variables |= {name: loopback for name in INTERFACES if name not in os.environ}
     if arguments.recipe is not None:
         recipe = Path(arguments.recipe).resolve()
@@ -218,7 +217,7 @@ def _meeting_on_loopback(arguments: argparse.Namespace) -> Iterator[None]:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     is_ours = arguments.standalone or (arguments.rdzv_backend == "static" and not arguments.rdzv_endpoint)
-    if not (is_ours and _is_one_host(arguments) and arguments.max_restarts == 0 and arguments.master_addr in (LOOPBACK, "localhost")):
+    if not (is_ours and _is_one_host(arguments) and arguments.max_restarts == 0 and is_local(arguments.master_addr)):
         yield
         return
     try:
@@ -327,7 +326,8 @@ def _make_locked(parent: Path) -> tuple[str, int]:
 
 def _locked(directory: Path) -> int:
     """A descriptor that holds the lock of a folder until it is closed; an OSError where another process holds it."""
-    descriptor = os.open(directory, os.O_RDONLY)
+    # in a folder that all users share anything may have such a name: a pipe would be waited for, a link followed
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:

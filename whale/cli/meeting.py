@@ -6,19 +6,24 @@ of another: these would wait for it as long as they may. The rendezvous knows by
 
 from __future__ import annotations
 
+import errno
 import math
 import os
+import socket
 import sys
 import time
 from contextlib import suppress
 from datetime import timedelta
+from ipaddress import ip_address
 from pathlib import Path
 
-from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousParameters, rendezvous_handler_registry
-from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend
+from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousParameters, RendezvousStoreInfo, rendezvous_handler_registry
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend, create_backend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, RendezvousTimeout
+from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
-from whale.cli.elastic import KEEP, MEETING, SILENT_SECONDS
+from whale.cli.elastic import KEEP, LOOPBACK, MEETING, SILENT_SECONDS, is_local
 from whale.runtime.execute.status import LOST
 
 TIMEOUTS = ("join", "last_call", "close", "heartbeat")
@@ -34,6 +39,12 @@ class Meeting(DynamicRendezvousHandler):
     _met: frozenset[object] = frozenset()
     _silent_since = math.inf
     _is_told = False
+    port: int | None = None
+    """Of the store, where one launcher is alone on this host: its ranks meet there too, and open no other."""
+
+    @property
+    def use_agent_store(self) -> bool:
+        return self.port is not None
 
     def get_backend(self) -> str:
         return MEETING
@@ -45,7 +56,9 @@ class Meeting(DynamicRendezvousHandler):
         found = super().next_rendezvous()
         with self._heartbeat_lock:
             self._met = frozenset(self._state_holder.state.participants)
-        return found
+        if self.port is None:
+            return found
+        return RendezvousInfo(found.store, found.rank, found.world_size, RendezvousStoreInfo(LOOPBACK, self.port))
 
     def num_nodes_waiting(self) -> int:
         """For how many launchers all restart: those that wait, and those that are silent."""
@@ -83,7 +96,7 @@ def register() -> None:
 
 
 def _meeting(parameters: RendezvousParameters) -> Meeting:
-    backend, store = create_backend(parameters)
+    backend, store, port = _open(parameters)
     seconds = {name: parameters.get_as_int(f"{name}_timeout") for name in TIMEOUTS}
     found: Meeting = Meeting.from_backend(
         parameters.run_id,
@@ -96,4 +109,43 @@ def _meeting(parameters: RendezvousParameters) -> Meeting:
         keep_alive_interval=parameters.get_as_int("keep_alive_interval") or 1,
         keep_alive_max_attempt=parameters.get_as_int("keep_alive_max_attempt") or SILENT_SECONDS,
     )
+    found.port = port if parameters.max_nodes == 1 else None
     return found
+
+
+DEFAULT_PORT, READ_SECONDS = 29400, 60
+"""Of torchrun's rendezvous."""
+
+
+def _open(parameters: RendezvousParameters) -> tuple[C10dRendezvousBackend, Store, int | None]:
+    """The store that launchers meet at, and its port if it is on the loopback interface.
+
+    What launchers leave there, others unpickle: the store listens at the address that was named, where torchrun's listens at all.
+    """
+    host, port = parse_rendezvous_endpoint(parameters.endpoint, default_port=DEFAULT_PORT)
+    may_hold = parameters.get("store_type", "tcp") == "tcp" and parameters.get_as_bool("is_host") is not False
+    try:
+        listener = _listener(host, port) if may_hold else None
+    except OSError as error:
+        listener = None
+        if error.errno == errno.EADDRINUSE:  # another launcher of this host holds it
+            parameters.config["is_host"] = "false"
+    if listener is None:
+        return *create_backend(parameters), None
+    address, port = listener.getsockname()[:2]
+    timeout = timedelta(seconds=parameters.get_as_int("read_timeout", READ_SECONDS) or READ_SECONDS)
+    descriptor = listener.detach()
+    store = TCPStore(address, port, is_master=True, wait_for_workers=False, multi_tenant=True, master_listen_fd=descriptor, timeout=timeout)
+    return C10dRendezvousBackend(store, parameters.run_id), store, port if address == LOOPBACK else None
+
+
+def _listener(host: str, port: int) -> socket.socket | None:
+    """A socket at the address that a name stands for; None where a host has its own name for the loopback interface: others do not.
+
+    Raises:
+        OSError: it is no address of this host, or in use.
+    """
+    if is_local(host):
+        return socket.create_server((LOOPBACK, port))
+    family, *_, (address, *_) = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    return None if ip_address(address).is_loopback else socket.create_server((address, port), family=family)

@@ -18,6 +18,7 @@ class Notice:
 
     has_come: bool = False  # whether the signal has come since `listen`
     _listens: bool = False
+    _has_told: bool = False
     _before: Any = field(default=signal.SIG_DFL, repr=False)
 
     def listen(self) -> None:
@@ -35,6 +36,21 @@ class Notice:
         self._before = signal.signal(signal.SIGTERM, self._hear)
         signal.siginterrupt(signal.SIGTERM, False)  # system calls in progress, also those of libraries, go on
         self._listens = True
+
+    def check(self) -> None:
+        """Warns, once, where the script has set a handler of its own since `listen`: the signal may not come here any more."""
+        heard_by = signal.getsignal(signal.SIGTERM)
+        if not self._listens or self._has_told or heard_by == self._hear:
+            return
+        behind = _behind(heard_by)
+        while behind is not None and behind is not self:
+            behind = _behind(behind._before)
+        if behind is None:
+            self._has_told = True
+            warn(
+                f"SIGTERM is handled by {getattr(heard_by, '__qualname__', heard_by)}, set after whale.parallelize: nothing is saved when "
+                "it comes, unless that calls the handler that signal.signal returned; set it before whale.parallelize, or leave it out"
+            )
 
     def leave(self) -> None:
         """Removes the handler and restores the one before it, unless that has left too."""

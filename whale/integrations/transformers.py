@@ -80,6 +80,7 @@ class WhaleTrainer(Trainer):  # type: ignore[misc]
         settings = load_config(config, environment={}, base=load_config(asked, environment={}))
         self._sources: dict[str, Any] = {"config": settings, "cluster": cluster, "plan": plan}
         self.engine: Engine | None = None
+        self._brought: Any = None
         super().__init__(model, args, *others, **options)
         if self.optimizer is not None or self.lr_scheduler is not None:
             raise ConfigError(
@@ -217,6 +218,12 @@ class WhaleTrainer(Trainer):  # type: ignore[misc]
         state = self._at_work.state_dict()
         assert state is not None, "gathered on every rank"
         self.model.load_state_dict(state)
+        self._brought = self._version()
+
+    def _version(self) -> Any:
+        """Another one after each change to the weights of the engine."""
+        engine = self._at_work
+        return engine, engine.step_number, {name: (id(each), each._version) for name, each in engine.state.lasting.items()}
 
     # ---- evaluation ------------------------------------------------------------------------------------------
 
@@ -255,7 +262,8 @@ class WhaleTrainer(Trainer):  # type: ignore[misc]
         if self.engine is None:
             super().save_model(output_dir, _internal_call)
             return
-        state = self.engine.state_dict(0)
+        # once the model has the weights on every rank, one alone may save it
+        state = self.model.state_dict() if self._brought == self._version() else self.engine.state_dict(0)
         if self.args.should_save:
             self._save(output_dir, state_dict=state)
         if self.args.push_to_hub and not _internal_call:

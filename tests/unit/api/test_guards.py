@@ -595,6 +595,44 @@ def test_a_state_dict_is_loaded_as_a_module_does() -> None:
     said = str(caught.value)
     assert "lacks 2.bias" in said and "has x, which" in said and "0.weight of the state dict has shape [4, 3], [3, 4] in the model" in said
     assert same(other.state_dict(), weights(engine))
+    sound = other.state_dict()
+    for added in ("module.", "module._orig_mod."):
+        with pytest.raises(CheckpointError, match=f"4 keys of the state dict have '{added}' in them") as caught:
+            engine.load_state_dict({added + key: value for key, value in sound.items()})
+        assert caught.value.hint is not None and f"key.replace('{added}', '', 1)" in caught.value.hint
+    with pytest.raises(CheckpointError, match=r"2 keys of the state dict have '_orig_mod\.' in them"):
+        engine.load_state_dict({key.replace("2.", "2._orig_mod."): value for key, value in sound.items()})
+    with pytest.raises(CheckpointError, match=r"0\.weight of the state dict is a numpy\.ndarray, not a tensor\n.*torch\.from_numpy"):
+        engine.load_state_dict({**sound, "0.weight": sound["0.weight"].numpy()})
+    assert same(sound, weights(engine))
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.second.weight = self.first.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.second(self.first(x).tanh())
+        return out
+
+
+@pytest.mark.parametrize("left_out", ["first.weight", "second.weight"])
+def test_of_a_tied_weight_one_name_is_enough_and_two_must_agree(left_out: str) -> None:
+    engine = whale.parallelize(Tied(), loss=lambda output, _: output.sum(), optimizer=partial(SGD, lr=0.1), batch=torch.zeros(2, 4))
+    state, before = Tied().state_dict(), engine.state_dict()
+    with pytest.raises(CheckpointError, match=r"first\.weight and second\.weight are one tensor .* \(0\.25 and 0\.5 at \[1, 2\]\)"):
+        state["first.weight"][1, 2] = 0.25
+        wrong = state["first.weight"].clone()
+        wrong[1, 2] = 0.5
+        engine.load_state_dict({**state, "second.weight": wrong})
+    assert same(before or {}, engine.state_dict() or {})
+    engine.load_state_dict({key: value for key, value in state.items() if key != left_out})
+    assert same(state, engine.state_dict() or {})
+    engine.load_state_dict({**state, "second.weight": state["second.weight"].clone()})
+    with pytest.raises(CheckpointError, match=r"lacks first\.weight"):
+        engine.load_state_dict({key: value for key, value in state.items() if "weight" not in key})
 
 
 class Words(nn.Module):

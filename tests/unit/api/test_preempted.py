@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from functools import partial
 from pathlib import Path
 from typing import ClassVar
 
@@ -54,6 +55,45 @@ def test_a_script_goes_on_from_the_newest_complete_checkpoint_of_a_folder(tmp_pa
     another = parallelize()
     assert another.resume(tmp_path) == {"step": 2} and another.step_number == 2
     assert f"whale: resumes after step 2, from {tmp_path / 'step_2'}" in capsys.readouterr().err
+
+
+def flip(file: Path) -> None:
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+
+
+def test_what_is_damaged_is_passed_over_with_a_warning(tmp_path: Path) -> None:
+    engine = parallelize()
+    for step in (1, 2, 3, 4):
+        engine.step(BATCH)
+        engine.save(tmp_path / f"step_{step}", extra=step)
+    engine.close()
+    flip(tmp_path / "step_3" / "rank_0.safetensors")
+    (tmp_path / "step_4" / "rank_0.safetensors").write_bytes(b"torn")
+    another = parallelize()
+    with pytest.warns(UserWarning) as said:
+        assert another.resume(tmp_path) == 2 and another.step_number == 2
+    texts = " ".join(str(each.message) for each in said)
+    assert "step_3 is passed over: " in texts and "is damaged" in texts and "step_4, of step 4, is passed over" in texts
+    for step in (1, 2):
+        flip(tmp_path / f"step_{step}" / "rank_0.safetensors")
+    with pytest.raises(whale.CheckpointError, match=r"step_3/rank_0.safetensors is damaged"), pytest.warns(UserWarning):
+        another.resume(tmp_path)
+
+
+def test_what_does_not_fit_is_an_error_although_an_older_one_would(tmp_path: Path) -> None:
+    engine = parallelize()
+    engine.save(tmp_path / "step_0")
+    engine.close()
+    other = whale.parallelize(
+        torch.nn.Linear(3, 3), loss=lambda output, _: output.sum(), optimizer=partial(torch.optim.SGD, lr=0.1), batch=torch.zeros(2, 3)
+    )
+    other.step(torch.zeros(2, 3))
+    other.save(tmp_path / "step_1")
+    other.close()
+    with pytest.raises(whale.CheckpointError, match="step_1 is a checkpoint of another model"):
+        parallelize().resume(tmp_path)
 
 
 class Signalled(torch.utils.data.Dataset[dict[str, torch.Tensor]]):

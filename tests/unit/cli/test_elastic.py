@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import re
 import signal
+import socket
+from contextlib import closing, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,7 +20,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _NodeDesc
 from whale.cli import deaths, launch
 from whale.cli.deaths import MOST_IN_VAIN, Deaths
 from whale.cli.elastic import KEEP, MEETING, MOST_RESTARTS, be_elastic
-from whale.cli.meeting import Meeting, _meeting
+from whale.cli.meeting import Meeting, _listener, _meeting
 from whale.comm import Launched, World
 from whale.errors import ConfigError
 from whale.runtime.execute.call_check import WorldSums
@@ -55,6 +57,24 @@ def test_torchruns_rendezvous_is_set_and_the_users_words_win() -> None:
 def test_bad_numbers_of_launchers_start_nothing(words: list[str], said: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(said)):
         launch.run([*words, "train.py"])
+
+
+def test_the_store_of_launchers_listens_at_the_named_address_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def found(host: str) -> Any:
+        with closing(listener) if (listener := _listener(host, 0)) is not None else nullcontext():
+            return None if listener is None else listener.getsockname()[0]
+
+    def lookup(host: str, *_: object, **__: object) -> list[Any]:
+        addresses = {"first": "127.0.1.1", "ours": "127.0.0.5", "theirs": "192.0.2.7"}
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (addresses[host], 0))]
+
+    assert found("localhost") == found("127.0.0.1") == "127.0.0.1"
+    monkeypatch.setattr(socket, "getaddrinfo", lookup)
+    assert found("first") is None, "its own name, which stands for another address elsewhere"
+    with pytest.raises(OSError, match="Cannot assign requested address"):
+        found("theirs")
+    monkeypatch.setattr("whale.cli.meeting.ip_address", lambda _: SimpleNamespace(is_loopback=False))
+    assert found("ours") == "127.0.0.5"
 
 
 OTHERS = {_NodeDesc("other", 1, 0), _NodeDesc("other", 2, 0)}

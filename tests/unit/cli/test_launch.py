@@ -201,6 +201,16 @@ def test_folders_of_runs_that_are_killed_are_removed_and_others_are_not() -> Non
             assert not left.exists(), "nobody held its lock"
 
 
+def test_what_is_no_folder_of_a_run_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(pipe := tmp_path / "whale_run_pipe")
+    (link := tmp_path / "whale_run_link").symlink_to(tmp_path)
+    writer = os.open(pipe, os.O_RDWR)  # else what waits for a writer would wait forever
+    for path in (pipe, link):
+        with pytest.raises(NotADirectoryError):
+            launch._locked(path)
+    os.close(writer)
+
+
 def test_the_environment_is_left_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WHALE_RECIPE", "before")
     monkeypatch.delenv("WHALE_RUN_DIR", raising=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import warnings
 from collections.abc import Iterator
 from itertools import permutations
 from threading import Thread
@@ -30,6 +31,24 @@ def test_all_listeners_hear_until_they_leave(order: tuple[int, ...]) -> None:
     for number in order:
         notices[number].leave()
         notices[number].leave()
+
+
+def test_a_handler_of_the_scripts_own_is_told_once() -> None:
+    first, last = Notice(), Notice()
+    first.listen()
+    last.listen()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        first.check()
+        last.check()
+    listening = signal.signal(signal.SIGTERM, lambda *_: None)
+    with pytest.warns(UserWarning, match=r"SIGTERM is handled by .*lambda.*, set after whale\.parallelize: nothing is saved") as said:
+        last.check()
+        last.check()
+    assert len(said) == 1
+    signal.signal(signal.SIGTERM, listening)
+    last.leave()
+    first.leave()
 
 
 def test_another_thread_is_warned() -> None:

@@ -22,12 +22,12 @@ import torch
 from torch import Tensor
 
 from whale.comm import World, together
-from whale.errors import CheckpointError
+from whale.errors import CheckpointError, first_few
 from whale.ir.graph import TensorSpec
 from whale.ir.serialization import read_value
 from whale.runtime.checkpoint.boxes import Box, Share, boxes
-from whale.runtime.checkpoint.contents import Contents, Index, StoredTensor, open_contents
-from whale.runtime.checkpoint.files import INDEX, check_complete, standing
+from whale.runtime.checkpoint.contents import Contents, Index, StoredTensor, index_faults, open_contents
+from whale.runtime.checkpoint.files import INDEX, check_complete, sizes_of, standing
 from whale.runtime.state.optimizer_state import OptimizerState
 from whale.units import counted
 
@@ -86,10 +86,13 @@ def load(
 
     def read_rest() -> tuple[Contents, OptimizerState, Extras]:
         contents = _under_first_names(path, opened or open_checkpoint(path), ties or {})
-        _check_model(path, contents, specs, () if contents.plain else may_lack)
-        kept, extras = _rest(contents, tensors, world.rank, shares)
-        if check is not None:
-            check(kept, extras)
+        try:
+            _check_model(path, contents, specs, () if contents.plain else may_lack)
+            kept, extras = _rest(contents, tensors, world.rank, shares)
+            if check is not None:
+                check(kept, extras)
+        except (TypeError, ValueError, LookupError, AttributeError) as error:
+            raise CheckpointError(f"{path} has data of another form than a save writes ({type(error).__name__}: {error})") from error
         for name in tensors:
             for _ in _overlaps(contents, f"{MODEL}{name}", shares.get(name)):
                 pass
@@ -109,14 +112,32 @@ def open_checkpoint(path: Path) -> Contents:
     """Opens a complete checkpoint.
 
     Raises:
-        CheckpointError: it is not complete.
+        CheckpointError: it is not complete, or its index is not as it was written.
     """
     path = standing(path)
     check_complete(path)
     try:
-        return open_contents(path, read_value(Index, path / INDEX))
+        index, sizes = read_value(Index, path / INDEX), sizes_of(path)
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path / INDEX} cannot be read: {error}") from error
+    if found := index_faults(index, sizes):
+        raise CheckpointError(
+            f"{path / INDEX} is not as a save wrote it ({counted(len(found), 'fault')}): {first_few(found, MOST_DIFFERENCES)}",
+            hint="it was changed after it was written: take a copy of it, or another checkpoint",
+        )
+    return open_contents(path, index)
+
+
+def damage(path: Path) -> str | None:
+    """Reads all of a checkpoint; what is wrong with it, whoever loads it."""
+    try:
+        contents = open_checkpoint(path)
+        for stored in contents.tensors.values():
+            for piece in stored.pieces:
+                contents.read(stored, piece)
+    except CheckpointError as error:
+        return error.message
+    return None
 
 
 def _rest(contents: Contents, tensors: Mapping[str, Tensor], rank: int, shares: Mapping[str, Share]) -> tuple[OptimizerState, Extras]:

@@ -12,9 +12,11 @@ from __future__ import annotations
 import json
 import os
 import zlib
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import zip_longest
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -25,6 +27,7 @@ from torch import Tensor
 
 from whale.errors import CheckpointError
 from whale.runtime.checkpoint.boxes import Box
+from whale.runtime.checkpoint.files import STEP_KEY
 from whale.runtime.checkpoint.plain_data import from_plain
 
 
@@ -78,9 +81,96 @@ class Index:
         return Index(parts[0].save_id, tuple(whole), plain)
 
     @property
+    def step(self) -> int | None:
+        """How many steps are done; None for weights alone."""
+        step = self.plain.get(STEP_KEY)
+        return step if type(step) is int else None
+
+    @property
     def files(self) -> set[str]:
         """Those that its tensors lie in."""
         return {piece.file for tensor in self.tensors for piece in tensor.pieces}
+
+
+def index_faults(index: Index, sizes: Mapping[str, int]) -> list[str]:
+    """What cannot be in an index that a save wrote: nothing is allocated or read by one that has been checked.
+
+    Args:
+        index: whose fields have the right types.
+        sizes: of the checkpoint's files, by name.
+    """
+    found, counts = [], Counter(tensor.key for tensor in index.tensors)
+    found += [f"{key} is there {number} times" for key, number in counts.items() if number > 1]
+    room = dict(sizes)
+    places: set[tuple[str, str]] = set()
+    for tensor in index.tensors:
+        dtype = getattr(torch, tensor.dtype, None)
+        if not isinstance(dtype, torch.dtype):
+            found.append(f"{tensor.key} has the unknown type {tensor.dtype!r}")
+            continue
+        if wrong := _misplaced(tensor):
+            found.append(f"{tensor.key}{list(tensor.shape)}: {wrong}")
+            continue
+        for piece in tensor.pieces:
+            if piece.name != (name := _name(tensor.key, tensor.shape, piece.box)):
+                found.append(f"a piece of {tensor.key} is called {piece.name}, not {name}")
+            elif piece.file not in sizes:
+                found.append(f"{piece.name} lies in {piece.file!r}, which is not a file of the checkpoint")
+            elif (piece.file, piece.name) in places:
+                found.append(f"{piece.name} is there twice in {piece.file}")
+            elif (left := room[piece.file] - prod(piece.box.shape) * dtype.itemsize) < 0:
+                found.append(f"{piece.name} has more bytes than {piece.file} ({sizes[piece.file]})")
+            else:
+                room[piece.file] = left
+                places.add((piece.file, piece.name))
+    whole = {tensor.key for tensor in index.tensors if len(tensor.pieces) == 1}
+
+    def probe(key: str, _: bool) -> Tensor:
+        if key not in whole:
+            raise ValueError(f"there is no tensor {key!r} of one piece")
+        return torch.empty(0)
+
+    for key, value in index.plain.items():
+        try:
+            from_plain(value, probe)
+        except ValueError as error:
+            found.append(f"{key}: {error}")
+    if index.plain and (type(step := index.plain.get(STEP_KEY)) is not int or step < 0):
+        found.append(f"{STEP_KEY} is {step!r}, not a number of steps")
+    return found
+
+
+def _misplaced(tensor: StoredTensor) -> str | None:
+    """Why the pieces of a tensor are not each of its elements once; None if they are."""
+    if min(tensor.shape, default=0) < 0:
+        return "a size is below zero"
+    for piece in tensor.pieces:
+        bounds = list(zip_longest(piece.start, piece.stop, tensor.shape))
+        if any(None in each or not 0 <= each[0] <= each[1] <= each[2] for each in bounds):
+            return f"{list(piece.start)} to {list(piece.stop)} is no part of it"
+    if not _are_tiles([piece.box for piece in tensor.pieces if prod(piece.box.shape)], tensor.shape):
+        return "its pieces are not each element once"
+    return None
+
+
+def _are_tiles(boxes: Sequence[Box], shape: Sequence[int], dim: int = 0) -> bool:
+    """Whether rectangles cover all, and none overlap; they are compared slab by slab, between two bounds of a dimension."""
+    if prod(shape[dim:]) == 0:
+        return True
+    if dim == len(shape):
+        return len(boxes) == 1
+    bounds = sorted({0, shape[dim], *(box.start[dim] for box in boxes), *(box.stop[dim] for box in boxes)})
+    begin, end = defaultdict(list), defaultdict(set)
+    for number, box in enumerate(boxes):
+        begin[box.start[dim]].append(number)
+        end[box.stop[dim]].add(number)
+    there: dict[int, Box] = {}
+    for bound in bounds[:-1]:
+        there = {number: box for number, box in there.items() if number not in end[bound]}
+        there |= {number: boxes[number] for number in begin[bound]}
+        if not _are_tiles(list(there.values()), shape, dim + 1):
+            return False
+    return True
 
 
 ReadPiece = Callable[[StoredTensor, StoredPiece], Tensor]
@@ -165,8 +255,9 @@ def open_contents(path: Path, index: Index, fetch: ReadPiece | None = None) -> C
             raise _damage(path, piece, f"its checksum is {checksum:08x}, not {piece.crc32:08x}")
         return found if found.dtype == dtype else found.clone().view(dtype).reshape(piece.box.shape)
 
-    def whole(key: str) -> Tensor:
-        return read(tensors[key], tensors[key].pieces[0])
+    def whole(key: str, is_cuda: bool) -> Tensor:
+        found = read(tensors[key], tensors[key].pieces[0])
+        return found.cuda() if is_cuda and torch.cuda.is_available() else found
 
     return Contents(index.save_id, tensors, tuple(index.plain), lambda key: from_plain(index.plain.get(key), whole), read)
 

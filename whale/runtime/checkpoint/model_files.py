@@ -24,7 +24,7 @@ from whale.errors import CheckpointError
 from whale.ir.serialization import read_json
 from whale.runtime.checkpoint.checkpoint import MODEL, Extras, model_tensors, open_checkpoint, read_tensor
 from whale.runtime.checkpoint.contents import StoredTensor
-from whale.runtime.checkpoint.files import WRITING, aside, write_text, writing_aside
+from whale.runtime.checkpoint.files import WRITING, aside, real, write_text, writing_aside
 from whale.runtime.checkpoint.saving import save, writing
 from whale.runtime.checkpoint.training_state import LEFT_OUT
 from whale.runtime.state.optimizer_state import OptimizerState
@@ -56,21 +56,22 @@ def export_weights(path: Path, out: Path, shard_bytes: float) -> list[str]:
         raise CheckpointError(f"{out} exists already; weights are written to a new folder")
 
     def write() -> list[str]:
-        with writing_aside(out):
+        with writing_aside(out) as save_id:
+            folder = aside(out, save_id)
             shards = list(_shards(tensors, shard_bytes))
             files = [_file(number, len(shards)) for number in range(len(shards))]
             for names, file in zip(shards, files, strict=True):
                 try:
-                    save_file({name: read_tensor(contents, f"{MODEL}{name}") for name in names}, aside(out) / file, {"format": "pt"})
+                    save_file({name: read_tensor(contents, f"{MODEL}{name}") for name in names}, folder / file, {"format": "pt"})
                 except SafetensorError as error:
                     raise CheckpointError(f"{out / file} cannot be written: {error}") from error
             if len(files) > 1:
                 places = {name: file for names, file in zip(shards, files, strict=True) for name in names}
                 index = {"metadata": {"total_size": sum(map(num_bytes, tensors.values()))}, "weight_map": places}
                 files.append(f"{NAME}{INDEX_ENDING}")
-                write_text(aside(out) / files[-1], json.dumps(index, indent=2))
-            (aside(out) / WRITING).unlink()
-            aside(out).rename(out)
+                write_text(folder / files[-1], json.dumps(index, indent=2))
+            (folder / WRITING).unlink()
+            folder.rename(real(out))
         return files
 
     return writing(out, write)

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from whale.errors import CheckpointError
+from whale.errors import CheckpointError, first_few
 from whale.ir import serialization
 
 MOST_DEPTH = (serialization.MOST_DEPTH - 3) // 3
@@ -32,6 +32,10 @@ _CONTAINERS: dict[str, tuple[type, Callable[[list[Any]], Any]]] = {
     "counter": (Counter, lambda pairs: Counter(dict(pairs))),
 }
 """By the word that stands for it, a kind of container and how it is made of its items."""
+
+
+NUMPY_KINDS = "biufU"
+"""Of scalars that JSON has the value of."""
 
 
 def is_plain_tensor(value: object) -> bool:
@@ -80,21 +84,43 @@ def _items(values: Any, place: str, keep: Callable[[str, Tensor], str], depth: i
     return [to_plain(each, f"{place}[{number}]", keep, depth) for number, each in enumerate(values)]
 
 
-def from_plain(data: Any, tensor: Callable[[str], Tensor]) -> Any:
-    """The inverse of `to_plain`; ``tensor`` gives the tensor of a key."""
+def from_plain(data: Any, tensor: Callable[[str, bool], Tensor]) -> Any:
+    """The inverse of `to_plain`; ``tensor`` gives the tensor of a key, on a GPU if it was on one.
+
+    Raises:
+        ValueError: it is nothing that `to_plain` gives.
+    """
+    try:
+        return _value(data, tensor)
+    except (TypeError, KeyError, OverflowError, StopIteration) as error:
+        raise ValueError(f"{type(error).__name__}: {error}") from None
+
+
+def _value(data: Any, tensor: Callable[[str, bool], Tensor]) -> Any:
     if isinstance(data, list):
-        return [from_plain(each, tensor) for each in data]
+        return [_value(each, tensor) for each in data]
     if not isinstance(data, Mapping):
         return data
-    word = next(iter(data))
-    if word == "tensor":
-        found = tensor(data[word])
-        return found.cuda() if data["is_cuda"] and torch.cuda.is_available() else found
+    if {*data} == {"tensor", "is_cuda"} and type(data["tensor"]) is str and type(data["is_cuda"]) is bool:
+        return tensor(data["tensor"], data["is_cuda"])
+    if len(data) != 1:
+        raise ValueError(f"{first_few(sorted(data))} stand for no kind of value")
+    [(word, inner)] = data.items()
+    if not isinstance(inner, list):
+        raise ValueError(f"{word} has no list")
     if word == "complex":
-        return complex(*data[word])
+        return complex(*inner)
     if word == "numpy":
-        kind, value = data[word]
-        return np.dtype(kind).type(value)
-    items = from_plain(data[word], tensor)
+        code, value = inner
+        if not (type(code) is str and (found := np.dtype(code)).kind in NUMPY_KINDS and isinstance(value, (bool, int, float, str))):
+            raise ValueError(f"{code!r} is no type of a number")
+        return found.type(value)
     kind, make = _CONTAINERS[word]
-    return make(list(map(tuple, items)) if issubclass(kind, dict) else items)
+    items = _value(inner, tensor)
+    if not issubclass(kind, dict):
+        if kind is torch.Size and not all(type(each) is int for each in items):
+            raise ValueError("sizes are whole numbers")
+        return make(items)
+    if not all(isinstance(each, list) and len(each) == 2 for each in items):
+        raise ValueError(f"{word} has other items than pairs")
+    return make([tuple(each) for each in items])

@@ -21,7 +21,6 @@ from math import isfinite
 from pathlib import Path
 from time import monotonic
 from typing import Any, TypeVar
-from uuid import uuid4
 
 import torch
 from torch import Tensor
@@ -90,13 +89,8 @@ def save(
 
     pieces, plain = together(world, prepare)
     with ExitStack() as folder:  # on rank 0
-
-        def begin() -> str:
-            folder.enter_context(writing_aside(path))
-            return uuid4().hex
-
-        save_id = on_first_rank(world, lambda: writing(path, begin))
-        saving = Saving(path, world, folder.pop_all())
+        save_id = on_first_rank(world, lambda: writing(path, lambda: folder.enter_context(writing_aside(path))))
+        saving = Saving(path, save_id, world, folder.pop_all())
     part = Index(save_id, (), plain)
     ends = [lambda: saving.write(pieces, part)]
     if world.rank == 0:
@@ -112,6 +106,7 @@ def save(
 @dataclass(eq=False)
 class Saving:
     path: Path
+    save_id: str  # in the name of what is written aside: no other save writes there
     world: World
     folder: ExitStack  # closing it removes what is left aside; empty on ranks other than 0
     _given_up: threading.Event = field(default_factory=threading.Event)
@@ -152,7 +147,7 @@ class Saving:
 
     def write(self, pieces: Sequence[Piece], part: Index) -> None:
         """Writes a rank's part; its index comes last."""
-        name = aside(self.path) / f"rank_{self.world.rank}"
+        name = aside(self.path, self.save_id) / f"rank_{self.world.rank}"
         if not name.parent.is_dir():
             raise CheckpointError(
                 f"rank {self.world.rank} does not see {name.parent}, which rank 0 made",
@@ -172,19 +167,22 @@ class Saving:
         """On rank 0: makes a checkpoint of the parts, and removes older ones."""
         with self.folder:
             self._done[0].result()
-            files = [aside(self.path) / f"rank_{rank}.json" for rank in range(self.world.size)]
+            files = [aside(self.path, self.save_id) / f"rank_{rank}.json" for rank in range(self.world.size)]
             self._wait_for(files)
-            index = Index.of([read_value(Index, file) for file in files])
+            parts = [read_value(Index, file) for file in files]
+            assert all(part.save_id == self.save_id for part in parts), "the folder is this save's own"
+            index = Index.of(parts)
             for file in files:
                 file.unlink()
-            complete(self.path, index.files, {INDEX: to_json(index), **({} if plan is None else {PLAN: plan})}, score)
+            texts = {INDEX: to_json(index), **({} if plan is None else {PLAN: plan})}
+            complete(self.path, self.save_id, index.files, texts, score=score, step=index.step)
         if keep is not None:
             keep_newest(self.path, keep)
 
     def _wait_for(self, files: Sequence[Path]) -> None:
         limit = monotonic() + self.world.timeout.total_seconds()
         while True:
-            there = set(os.listdir(aside(self.path)))  # a network's file system may answer `exists` from what it knew
+            there = set(os.listdir(aside(self.path, self.save_id)))  # a network's file system may answer `exists` from what it knew
             missing = [rank for rank, file in enumerate(files) if file.name not in there]
             if not missing:
                 return

@@ -19,11 +19,11 @@ from torch import nn
 from whale.comm import together
 from whale.errors import CheckpointError, warn
 from whale.ir.graph import ModelGraph
-from whale.ir.serialization import to_json
+from whale.ir.serialization import decode, to_json
 from whale.runtime.checkpoint.boxes import find_shares
 from whale.runtime.checkpoint.checkpoint import READ_AS, Extras, load, open_checkpoint
 from whale.runtime.checkpoint.contents import Piece
-from whale.runtime.checkpoint.files import newest_complete
+from whale.runtime.checkpoint.files import STEP_KEY, by_age, torn
 from whale.runtime.checkpoint.saving import Saving, save, snapshot
 from whale.runtime.checkpoint.surviving import DEVICES, SurvivingState
 from whale.runtime.execute.roster import Roster
@@ -51,7 +51,7 @@ def set_random_state(state: Mapping[str, Any]) -> None:
 
 SCHEDULER, KIND = "scheduler.", "kind."
 """Begin the keys under which each rank's scheduler is kept, and what kind of optimizer and scheduler there was."""
-STEP, USERS, LEFT_OUT = "step", "user", "non_persistent"
+STEP, USERS, LEFT_OUT = STEP_KEY.removeprefix("extra."), "user", "non_persistent"
 """The keys of the steps done, of the user's own data, and of the buffers that no ``state_dict`` has."""
 
 
@@ -128,12 +128,34 @@ def held_state(
     return snapshot(tensors, state.read_kept(), Extras(shared, {"random": random}), dict.fromkeys(tensors, rank), rank, shares)
 
 
-def newest_step(folder: Path) -> tuple[Path | None, int | None]:
-    """The checkpoint in a folder that was completed last, and the steps done in it; None for one of weights alone."""
+def newest_step(folder: Path, damaged: Mapping[Path, CheckpointError]) -> tuple[Path | None, int | None]:
+    """The checkpoint in a folder of the highest step that can be read, and the steps done in it; None for one of weights alone.
+
+    Args:
+        folder: of checkpoints; it may not exist.
+        damaged: those that were tried, and what was found. It warns of others that are passed over.
+
+    Raises:
+        CheckpointError: there are checkpoints, and all are damaged.
+    """
     if "\0" in str(folder):  # else it would only seem to be empty
         raise CheckpointError(f"{str(folder)!r} cannot be read: a path has no NUL character")
-    path = newest_complete(folder)
-    return path, None if path is None else open_checkpoint(path).value(f"extra.{STEP}")
+    found = dict(damaged)
+    for path in by_age(folder):
+        if path not in found:
+            try:
+                step = open_checkpoint(path).value(STEP_KEY)
+            except CheckpointError as error:
+                found[path] = error
+                warn(f"{path} is passed over: {error.message}")
+                continue
+            for other, its_step in torn(folder).items():
+                if (its_step or 0) > (step or 0):
+                    warn(f"{other}, of step {its_step}, is passed over: it is not complete any more")
+            return path, step
+    if found:
+        raise next(iter(found.values()))
+    return None, None
 
 
 def _shared(state: EngineState, roster: Roster, model: ModelGraph, module: nn.Module) -> dict[str, Any]:
@@ -183,6 +205,7 @@ def load_state(
     def check(kept: OptimizerState, extras: Extras) -> None:
         if STEP not in extras.shared:
             return
+        _check_forms(extras)
         _check_kinds(state, extras)
         check_optimizer(state.optimizer, state.kept, without_averages(kept))
         _schedule(state, extras)
@@ -219,6 +242,25 @@ def load_state(
     if "random" in extras.own:
         set_random_state(extras.own["random"])
     return extras.shared.get(USERS)
+
+
+def _check_forms(extras: Extras) -> None:
+    """Raises ValueError, TypeError or KeyError where what is restored last could fail, when tensors are filled already."""
+    position = extras.shared.get("position")
+    if position is not None and not (isinstance(position, Mapping) and all(type(each) is int for each in position.values())):
+        raise ValueError(f"the position of the data is {position!r}")
+    if not isinstance(extras.shared.get("decay", 0.0), (int, float)):
+        raise ValueError(f"the decay of averages is {extras.shared['decay']!r}")
+    if "loss_scale" in extras.shared:
+        decode(LossScale, extras.shared["loss_scale"])
+    for device, own in extras.own.get("random", {}).items():
+        if not (isinstance(own, torch.Tensor) and own.dtype == torch.uint8):
+            raise ValueError(f"the state of the {device} generator is a {type(own).__name__}")
+    if "random" in extras.own:
+        try:
+            torch.Generator().set_state(extras.own["random"]["cpu"])
+        except RuntimeError as error:
+            raise ValueError(str(error)) from error
 
 
 def _left_out(module: nn.Module, model: ModelGraph) -> list[str]:

@@ -235,17 +235,17 @@ def fill_tensors(
     world: World,
 ) -> None:
     """Copies a state dict into the tensors of this rank; on an error nothing has changed.
-    Raises CheckpointError if keys are missing or unknown, shapes differ, or ranks have different state dicts.
+    Raises CheckpointError if keys are missing or unknown, shapes or tied values differ, or ranks have different state dicts.
     """
     together(world, lambda: _check(model, given, keys))
-    odd = _unlike_rank_0(combined(digests({key: given[key] for key in sorted(keys)})), world)
+    odd = _unlike_rank_0(combined(digests({key: given[key] for key in sorted(given)})), world)
     if odd:
         raise CheckpointError(
             f"ranks load different state dicts ({listed('rank', odd)} differs from rank 0)",
             hint="read the same file on every rank, or send it from rank 0",
         )
     with torch.no_grad():
-        for key, name in keys.items():
+        for name, key in {keys[key]: key for key in given}.items():
             if rank is not None and name in state.tensors:
                 own = holdings.cut_out(name, rank, given[key])
                 if state.tensors[name].untyped_storage().nbytes():  # else it is gathered when ops read it
@@ -256,13 +256,53 @@ def fill_tensors(
 
 
 def _check(model: ModelGraph, given: Mapping[str, torch.Tensor], keys: Mapping[str, str]) -> None:
-    faults: list[WhaleError] = [CheckpointError(f"the state dict lacks {key}") for key in keys if key not in given]
+    first: dict[str, str] = {}  # the key of each tensor that is there; of tied ones one name is enough
+    for key, name in keys.items():
+        if key in given:
+            first.setdefault(name, key)
+    _check_prefix(given, keys)
+    faults: list[WhaleError] = [CheckpointError(f"the state dict lacks {key}") for key, name in keys.items() if name not in first]
     faults += [CheckpointError(f"the state dict has {key}, which the model does not have") for key in given if key not in keys]
     for key, name in keys.items():
-        here = model.parameter_by_name[name].spec.shape
-        if key in given and tuple(given[key].shape) != here:
-            faults.append(CheckpointError(f"{key} of the state dict has shape {list(given[key].shape)}, {list(here)} in the model"))
+        if key not in given:
+            continue
+        value: object
+        here, value, one = model.parameter_by_name[name].spec.shape, given[key], given[first[name]]
+        if not isinstance(value, torch.Tensor):
+            kind = f"{type(value).__module__}.{type(value).__qualname__}"
+            faults.append(
+                CheckpointError(f"{key} of the state dict is a {kind}, not a tensor", hint="torch.from_numpy makes one of an array")
+            )
+        elif tuple(value.shape) != here:
+            faults.append(CheckpointError(f"{key} of the state dict has shape {list(value.shape)}, {list(here)} in the model"))
+        elif isinstance(one, torch.Tensor) and one.shape == value.shape and (at := _difference(one, value)) is not None:
+            both = f"{one[at].item()} and {value[at].item()} at {list(at)}"
+            what = f"{first[name]} and {key} are one tensor in the model, but differ in the state dict ({both})"
+            faults.append(CheckpointError(what, hint="leave out the one that is not meant: one name is enough"))
     raise_faults(faults)
+
+
+def _difference(one: torch.Tensor, other: torch.Tensor) -> tuple[int, ...] | None:
+    """The first position at which two tensors of one shape differ; NaN equals NaN."""
+    if one is other or (one.data_ptr() == other.data_ptr() and one.dtype == other.dtype and one.stride() == other.stride()):
+        return None
+    other = other.to(one.device)
+    found = ((one != other) & ~((one != one) & (other != other))).nonzero()
+    return tuple(found[0].tolist()) if len(found) else None
+
+
+def _check_prefix(given: Mapping[str, torch.Tensor], keys: Mapping[str, str]) -> None:
+    """One error for all keys where a wrapper (``module.``, ``_orig_mod.``) has put something into each that the model does not have."""
+    unknown = [key for key in given if key not in keys]
+    parts = unknown[0].split(".") if unknown else []
+    added = (".".join(parts[first:last]) + "." for first in range(len(parts)) for last in range(first + 1, len(parts)))
+    for text in added:
+        if all(key.replace(text, "", 1) in keys for key in unknown):
+            other = unknown[0].replace(text, "", 1)
+            raise CheckpointError(
+                f"{len(unknown)} keys of the state dict have {text!r} in them, the model's do not ({unknown[0]}; in the model {other})",
+                hint=f"a wrapper adds it: load {{key.replace({text!r}, '', 1): value for key, value in state.items()}}",
+            )
 
 
 def _unlike_rank_0(digest: int, world: World) -> list[int]:

@@ -108,9 +108,9 @@ def test_what_changes_while_it_is_written_is_saved_as_it_was(tmp_path: Path, mon
 
 def test_parts_of_others_are_waited_for_until_the_limit(tmp_path: Path) -> None:
     path, world = tmp_path / "c", replace(ALONE, size=3, timeout=timedelta(seconds=0.2))
-    with writing_aside(path):
-        saving = Saving(path, world, ExitStack())
-        saving.start(lambda: saving.write([], Index("", (), {})), lambda: saving.complete(None, None, None))
+    with writing_aside(path) as save_id:
+        saving = Saving(path, save_id, world, ExitStack())
+        saving.start(lambda: saving.write([], Index(save_id, (), {})), lambda: saving.complete(None, None, None))
         with pytest.raises(CheckpointError, match=r"ranks 1, 2 did not write .* within communication\.timeout_seconds \(0\.2\)"):
             saving._done[-1].result()
 
@@ -166,10 +166,10 @@ def test_a_save_that_fails_keeps_the_previous_one(tmp_path: Path, monkeypatch: p
     with pytest.raises(CheckpointError, match="No space left on device"):
         write(path, 2.0)
     monkeypatch.undo()
-    assert not checkpoint_files.aside(path).exists()
+    assert names(tmp_path) == {"c"}
     assert holds(path, 1.0)
     write(path, 3.0)
-    assert holds(path, 3.0) and not checkpoint_files.aside(path).exists()
+    assert holds(path, 3.0) and names(tmp_path) == {"c"}
 
 
 @pytest.mark.parametrize(
