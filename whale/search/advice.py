@@ -20,7 +20,7 @@ from whale.ir.cluster import Cluster, Device
 from whale.ir.graph import ModelGraph
 from whale.ir.plan import Choice, Plan, Replica
 from whale.search.changes import faster_between, faster_inside, one_more, with_plenty
-from whale.search.deciding import with_states
+from whale.search.deciding import with_states, without_recomputation
 from whale.search.freedom import pin_of
 from whale.search.largest import Largest
 from whale.search.searching import Candidate, SearchResult, search
@@ -127,7 +127,8 @@ class _Adviser:
             return found.plan, found.step
 
         compares = self.config.planning.objective == "step_time"
-        plan, step = with_states(self.config, len(cluster.devices), under, may_compare=compares)
+        least = without_recomputation(self.graph, cluster, self.config)
+        plan, step = with_states(self.config, len(cluster.devices), under, may_compare=compares, least=least)
         return replace(next(each for each in self._by_state if each.step is step), plan=plan)
 
     def groups(self, found: SearchResult) -> Iterator[Advice]:

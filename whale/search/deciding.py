@@ -14,10 +14,10 @@ from pathlib import Path
 from whale.config import Config, read_plan
 from whale.config.keys import choice_text, range_of
 from whale.errors import BatchError, ConfigError, OutOfMemory, PlanError, WhaleError
-from whale.estimate import Costs, StepEstimate
+from whale.estimate import Costs, StepEstimate, estimate
 from whale.ir.cluster import Cluster
 from whale.ir.graph import ModelGraph
-from whale.ir.plan import Choice, Plan, states_of
+from whale.ir.plan import Choice, Plan, Replica, Stage, states_of
 from whale.ir.serialization import decode, read_json
 from whale.planning.explain.choices import explain_step
 from whale.planning.pipeline.balance import MemoryShortage
@@ -32,6 +32,8 @@ from whale.units import counted, format_seconds
 
 Planned = tuple[Plan, StepEstimate]
 
+WORTH = 0.02
+"""Share of a step that not recomputing anything must save, for plans to be looked for that shard more state than fits demands."""
 COMPARED = 0.1
 """Share of the effort that goes to plans which shard more state than fits demands: they rarely gain, and large ones take long."""
 
@@ -77,7 +79,8 @@ def decide(
                 return _searched(graph, cluster, config, rows, runner_up, tell, with_rule=not is_compared)
 
             compares = runner_up is None and config.planning.objective == "step_time" and config.planning.batch_rows is None
-            return with_states(config, len(cluster.devices), under, may_compare=compares)
+            least = without_recomputation(graph, cluster, config)
+            return with_states(config, len(cluster.devices), under, may_compare=compares, least=least)
 
         try:
             return planned(graph, settings)
@@ -160,10 +163,11 @@ def with_states(
     planned: Callable[[Config], Planned],
     *,
     may_compare: bool,
+    least: Callable[[Plan], float],
 ) -> Planned:
     """The plan with as little sharded and offloaded as fits; with more where that is faster because less is recomputed.
 
-        zero 0  -->  nothing fits, or some is recomputed  -->  zero 2  -->  nothing fits  -->  zero 3
+        zero 0  -->  nothing fits, or much is recomputed  -->  zero 2  -->  nothing fits  -->  zero 3
              -->  nothing fits  -->  offload as needed, of the optimizer or of activations, whichever is faster:
                                      zero 0 or, where faster, zero 2, where each host steps a part
                                      -->  nothing fits  -->  zero 3
@@ -174,6 +178,7 @@ def with_states(
         num_devices: of the cluster.
         planned: makes the plan of settings that leave neither open; with less effort where it is only compared with one that fits.
         may_compare: whether a plan that fits may give way to a faster one that shards more.
+        least: seconds of a step of a plan if nothing were recomputed.
 
     Raises:
         OutOfMemory: nothing fits; of the state that needs least.
@@ -183,6 +188,10 @@ def with_states(
     as_needed = is_open or config.memory.offload_as_needed
     levels = ("0", "2", "3") if zero == "auto" and num_devices > 1 else ("0" if zero == "auto" else zero,)
     lacking: OutOfMemory | None = None
+
+    def gains(plan: Plan, step: StepEstimate) -> bool:
+        """Whether a step that recomputes nothing would be enough shorter."""
+        return _computes_again(plan, config) and least(plan) < (1 - WORTH) * step.step_seconds
 
     def at_home(home: str) -> Planned | None:
         """The plan with the level of ``memory.zero`` that is least, or fastest; None where none fits."""
@@ -203,7 +212,7 @@ def with_states(
                 found = other if lacking is None else _because(other, choice_text(level), home, "nothing fits otherwise")
             elif other[1].step_seconds < found[1].step_seconds:
                 found = _because(other, choice_text(level), home, f"{format_seconds(found[1].step_seconds)} where nothing is shared out")
-            if not may_compare or not ((is_open and home == "optimizer") or _computes_again(found[0], config)):
+            if not may_compare or not ((is_open and home == "optimizer") or (level != levels[-1] and gains(*found))):
                 break
         return found
 
@@ -242,6 +251,22 @@ def _computes_again(plan: Plan, config: Config) -> bool:
     return any(pipeline.recomputed_stages for pipeline in plan.pipelines) or any(
         segment.recompute for stage in stages for segment in stage.program
     )
+
+
+def without_recomputation(graph: ModelGraph, cluster: Cluster, config: Config) -> Callable[[Plan], float]:
+    """Seconds of a plan's step if nothing were recomputed, whether that fits or not."""
+
+    def stage(own: Stage) -> Stage:
+        return replace(own, program=tuple(replace(segment, recompute=False) for segment in own.program))
+
+    def replica(own: Replica) -> Replica:
+        return replace(own, stages=tuple(map(stage, own.stages)), pipeline=replace(own.pipeline, recomputed_stages=()))
+
+    def seconds(plan: Plan) -> float:
+        costs = Costs.for_model(config, graph, cluster)
+        return estimate(replace(plan, replicas=tuple(map(replica, plan.replicas))), graph, cluster, costs).step_seconds
+
+    return seconds
 
 
 _WRITES_ONE = "whale plan ... --output FILE writes one"

@@ -35,6 +35,10 @@ SMALL_BUCKETS: dict[str, Any] = {"communication__bucket_bytes": 1}
 """A bucket for each layer: those on their way are beside what a device holds."""
 
 
+def nothing(plan: Plan) -> float:
+    return 0.0
+
+
 def layers() -> ModelGraph:
     graph = Graph()
     value = graph.input("x", WIDTH)
@@ -213,9 +217,23 @@ def test_a_faster_plan_that_shares_out_is_taken_where_memory_makes_something_be_
         own = replace(plan, cluster=config.memory.zero, replicas=(replace(plan.replicas[0], pipeline=pipeline), *plan.replicas[1:]))
         return own, replace(step, step_seconds=1.0 if is_first else 0.5 if faster else 2.0)
 
-    found, _ = with_states(Config({"recompute.policy": policy}), 2, with_zero, may_compare=True)
+    found, _ = with_states(Config({"recompute.policy": policy}), 2, with_zero, may_compare=True, least=nothing)
     assert found.cluster == expected
-    assert with_states(Config({"recompute.policy": policy}), 2, with_zero, may_compare=False)[0].cluster == "0"
+    assert with_states(Config({"recompute.policy": policy}), 2, with_zero, may_compare=False, least=nothing)[0].cluster == "0"
+
+
+@pytest.mark.parametrize(("share", "looked"), [(0.97, ["0", "2"]), (0.99, ["0"])])
+def test_no_state_is_compared_for_less_than_a_fiftieth_of_the_step(share: float, looked: list[str]) -> None:
+    plan, step = planned(of_memories(9, 9))
+    again = replace(plan.replicas[0], pipeline=replace(plan.replicas[0].pipeline, recomputed_stages=(0,)))
+    seen: list[str] = []
+
+    def with_zero(config: Config) -> tuple[Plan, StepEstimate]:
+        seen.append(str(config.memory.zero))
+        return replace(plan, replicas=(again, *plan.replicas[1:])), step
+
+    with_states(Config({}), 2, with_zero, may_compare=True, least=lambda _: share * step.step_seconds)
+    assert seen == looked
 
 
 def test_a_state_that_is_only_compared_gets_a_tenth_of_the_effort() -> None:
@@ -227,7 +245,7 @@ def test_a_state_that_is_only_compared_gets_a_tenth_of_the_effort() -> None:
         efforts[str(config.memory.zero)] = config.planning.effort
         return replace(plan, replicas=(again, *plan.replicas[1:])), step
 
-    with_states(Config({"planning.effort": 50}), 2, with_zero, may_compare=True)
+    with_states(Config({"planning.effort": 50}), 2, with_zero, may_compare=True, least=nothing)
     assert efforts == {"0": 50, "2": 5}
 
 
@@ -265,7 +283,7 @@ def test_weights_are_shared_out_where_nothing_fits_otherwise() -> None:
             raise OutOfMemory("nothing fits")
         return planned(on, memory={"zero": 3})
 
-    plan, step = with_states(Config({}), 2, with_zero, may_compare=True)
+    plan, step = with_states(Config({}), 2, with_zero, may_compare=True, least=nothing)
     assert plan.choices[0].decision == "memory.zero: 3, memory.offload: none" and plan.state_of("layer0.weight").is_gathered
     whole, slow = planned(on, memory={"zero": 2})
     assert not whole.state_of("layer0.weight").is_gathered and slow.step_seconds < step.step_seconds
@@ -280,7 +298,7 @@ def test_other_faults_are_no_lack_of_memory(faulty: str) -> None:
         raise OutOfMemory("nothing fits")
 
     with pytest.raises(PlanError, match="stage 0 of replica 0 has no op"):
-        with_states(Config({}), 2, with_zero, may_compare=True)
+        with_states(Config({}), 2, with_zero, may_compare=True, least=nothing)
 
 
 def test_what_a_search_finds_short_is_lack_of_memory() -> None:
