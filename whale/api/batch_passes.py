@@ -98,7 +98,8 @@ class ForwardPass:
 
 
 def _rows_of(value: torch.Tensor, axis: BatchAxis, rows: torch.Tensor) -> torch.Tensor:
-    return value.unflatten(axis.dim, (axis.outer, -1, axis.inner)).index_select(axis.dim + 1, rows).flatten(axis.dim, axis.dim + 2)
+    parts = value.reshape(*value.shape[: axis.dim], axis.outer, -1, axis.inner, *value.shape[axis.dim + 1 :])
+    return parts.index_select(axis.dim + 1, rows).flatten(axis.dim, axis.dim + 2)
 
 
 class BatchPasses:

@@ -42,13 +42,17 @@ class Gradients(dict[str, torch.Tensor]):
     def __delitem__(self, name: str) -> None:
         raise _read_only(name)
 
-    def __ior__(self, other: Any) -> NoReturn:  # type: ignore[override,misc]
+    def __ior__(self, other: Any) -> NoReturn:  # type: ignore[misc]
         raise _read_only(next(iter(self), "name"))
 
     def _refused(self, *_: Any, **__: Any) -> NoReturn:
         raise _read_only(next(iter(self), "name"))
 
-    update = pop = popitem = clear = setdefault = _refused  # type: ignore[assignment]
+    update = pop = popitem = clear = setdefault = _refused
+
+    def __reduce__(self) -> tuple[type[dict[str, torch.Tensor]], tuple[dict[str, torch.Tensor]]]:
+        """A copy, pickled or not, is a plain dict."""
+        return dict, (dict(self),)
 
 
 def _read_only(name: str) -> ConfigError:
