@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -165,3 +166,17 @@ def test_sparse_gradients_train_as_in_one_process(world: World, tmp_path: Path, 
     for found in world.run(train, case, str(tmp_path), num_ranks=len(case.speeds)):
         for name, value in expected.items():
             torch.testing.assert_close(found[name], value, rtol=1e-9, atol=1e-12, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def warned(rank: int, num_ranks: int, case: Case, folder: str) -> list[str]:
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        train(rank, num_ranks, case, folder)
+    return [str(each.message) for each in told]
+
+
+def test_sums_of_sparse_gradients_warn_of_nothing_that_plain_ones_do_not(world: World, tmp_path: Path) -> None:
+    case = CASES[1]
+    world.prepare(prepare, case.kind)
+    for told in world.run(warned, case, str(tmp_path), num_ranks=len(case.speeds)):
+        assert not [text for text in told if "invariant" in text]

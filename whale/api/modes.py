@@ -258,9 +258,10 @@ class Modes:
         if parts:
             fault = _of_parts(parts)
         if sizes:
-            fault = f"the model cannot be captured for a batch of other sizes ({sizes})"
+            fault = f"the model cannot be captured for a batch of other sizes or constants ({sizes})"
             self._warn(
-                "a batch has other sizes than the example's: the model is captured for each size, which takes as long as the first time"
+                "a batch has other sizes or constants than the example's: the model is captured for each, which takes as long as the first "
+                "time"
             )
         if changed:
             fault = f"the model cannot be captured for plain values that changed ({changed})"

@@ -50,6 +50,10 @@ class Gradients(dict[str, torch.Tensor]):
 
     update = pop = popitem = clear = setdefault = _refused
 
+    def __reduce__(self) -> tuple[type[dict[str, torch.Tensor]], tuple[dict[str, torch.Tensor]]]:
+        """A copy, pickled or not, is a plain dict."""
+        return dict, (dict(self),)
+
 
 def _read_only(name: str) -> ConfigError:
     return ConfigError(

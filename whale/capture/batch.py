@@ -39,6 +39,10 @@ class Leaf:
         """The shape, with ``rows`` for the batch dimension."""
         return ("rows", *self.shape[1:]) if self.has_rows else self.shape
 
+    def with_value(self, constant: object) -> Leaf:
+        """The leaf with another constant of its type: text, a number, a flag."""
+        return replace(self, value=constant) if type(constant) is type(self.value) and constant != self.value else self
+
     def sized_as(self, tensor: Tensor) -> Leaf:
         """The leaf with the sizes of a tensor, except the rows."""
         shape = (*self.shape[:1], *tensor.shape[1:]) if self.has_rows else tuple(tensor.shape)
@@ -83,10 +87,11 @@ class BatchStructure:
         return replace(self, parts=tuple(parts), example_rows=num_rows)
 
     def like(self, batch: object) -> BatchStructure:
-        """The structure with the sizes of `batch`, at the example's number of rows. Raises BatchError if more than sizes differ."""
+        """The structure with the sizes and constants of `batch`, at the example's number of rows. Raises BatchError if more differs."""
         found = self._by_path(batch)
-        raise_faults([fault for part in self.parts if (fault := _mismatch(part, found[part.path])) is not None])
-        parts = tuple(part if part.name is None else part.sized_as(found[part.path]) for part in self.parts)
+        parts = tuple(part.with_value(found[part.path]) if part.name is None else part for part in self.parts)
+        raise_faults([fault for part in parts if (fault := _mismatch(part, found[part.path])) is not None])
+        parts = tuple(part if part.name is None else part.sized_as(found[part.path]) for part in parts)
         return self if parts == self.parts else replace(self, parts=parts)
 
     def has_parts_of(self, batch: object) -> bool:
@@ -104,12 +109,14 @@ class BatchStructure:
         return "; ".join(found)
 
     def other_sizes(self, other: BatchStructure) -> str:
-        """Parts whose sizes differ in another structure, for a message."""
+        """Parts whose sizes or constants differ in another structure, for a message."""
         ours = {part.path: part for part in self.parts}
-        pairs = ((ours[now.path], now) for now in other.parts if now.path in ours)
-        return ", ".join(
+        pairs = [(ours[now.path], now) for now in other.parts if now.path in ours]
+        found = [
             f"batch{part.path} is {_shape(now.sizes)}, the example's {_shape(part.sizes)}" for part, now in pairs if part.sizes != now.sizes
-        )
+        ]
+        found += [f"batch{part.path} is {now.value!r}, the example's {part.value!r}" for part, now in pairs if part.value != now.value]
+        return ", ".join(found)
 
     def leaves(self, batch: object) -> dict[str, Tensor]:
         """The tensors of a batch by the names of their input ops. Raises BatchError if anything but the rows differs from the example."""
@@ -304,7 +311,7 @@ def _describe(path: Any, leaf: object, rows: int, stated: bool | None, names: fx
 def _mismatch(part: Leaf, leaf: object) -> WhaleError | None:
     if part.name is None:
         same = type(leaf) is type(part.value) and leaf == part.value
-        hint = "constants are captured with the model; pass a tensor instead"
+        hint = "a constant may have other values of its type; each is captured"
         return None if same else BatchError(f"batch{part.path} is {leaf!r}, the constant {part.value!r} in the example", hint=hint)
     if not isinstance(leaf, Tensor):
         return BatchError(f"batch{part.path} is {type(leaf).__name__}, a tensor in the example")

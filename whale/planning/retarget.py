@@ -267,7 +267,11 @@ def _check_training(graph: ModelGraph, other: ModelGraph) -> None:
     """What ranks sum in a step, gradients and weights of the loss, must be the same in both."""
     odd = sorted(reached_parameters(graph) ^ reached_parameters(other))
     if odd:
-        raise PlanError(f"parameters are not trained at all sizes of the batch: {', '.join(odd)}")
+        raise PlanError(
+            f"parameters are not trained by all captures (sizes, plain values or constants of the batch): {', '.join(odd)}",
+            hint="add 0 * sum(p.sum() for p in head.parameters()) to the loss: the gradient is then 0, and not None, so weight decay and "
+            "moments of the optimizer still move them",
+        )
     if _loss_of(graph) != _loss_of(other):
         where = other.loss[0].where if other.loss else None
         raise PlanError("the loss has other terms at this size of the batch", where=where)

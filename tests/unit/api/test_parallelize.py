@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Iterator
 from functools import partial
@@ -206,6 +207,7 @@ def test_gradients_are_written_in_place_only() -> None:
     assert "engine.gradients()['weight'].mul_(mask)" in str(caught.value)
     with pytest.raises(ConfigError):
         gradients.update(weight=torch.zeros(1, 4))
+    assert type(copy.deepcopy(gradients)) is dict and copy.deepcopy(gradients).keys() == gradients.keys()
     gradients["weight"] *= 0
     before = (engine.state_dict() or {})["weight"]
     engine.update()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -40,7 +41,7 @@ def test_one_capture_for_each_size_up_to_a_limit() -> None:
         for length in (5, 6, 5, 7, 3):
             engine.step(torch.randn(4, length, 4))
     texts = [str(warning.message) for warning in said if "runtime.num_sizes" in str(warning.message)]
-    assert len(texts) == 2 and "captured for each size" in texts[0] and "the least used batches and values are dropped" in texts[1]
+    assert len(texts) == 2 and "captured for each" in texts[0] and "the least used batches and values are dropped" in texts[1]
     assert all("runtime.num_sizes: 2 are kept" in text for text in texts)
     plans = {length: engine.runtime.plan_of(f"train: batch is [rows, {length}, 4], the example's [rows, 3, 4]") for length in (5, 6, 7)}
     assert plans[6] is None and plans[5] is not None and plans[5].model != engine.plan.model
@@ -97,9 +98,41 @@ def test_parts_that_the_loss_misses_are_named() -> None:
 
 
 def test_what_a_plan_cannot_be_carried_over_to() -> None:
-    with pytest.raises(PlanError, match=r"not trained at all sizes of the batch: extra.bias, extra.weight"):
+    with pytest.raises(PlanError, match=r"not trained by all captures .*: extra.bias, extra.weight"):
         make_engine(2).step(torch.randn(4, 10, 4))
     with pytest.raises(BatchError, match=r"batch is \[rows, 3, 5\], the example's \[rows, 3, 4\]\): the model cannot be captured"):
         make_engine(2).step(torch.randn(4, 3, 5))
     with pytest.raises(BatchError, match=r"batch has dimensions \[4, 3\], not the example's \[rows, 3, 4\]"):
         make_engine(2).step(torch.randn(4, 3))
+
+
+def of_task(output: Tensor, batch: dict[str, Any]) -> Tensor:
+    error = output - batch["y"]
+    return batch["weight"] * (error.square() if batch["task"] == "squares" else error.abs()).mean()
+
+
+@pytest.mark.parametrize("num_micro_batch", [1, 2])
+def test_constants_of_the_batch_may_change(num_micro_batch: int) -> None:
+    torch.manual_seed(0)
+    model, plain = nn.Linear(4, 1).double(), nn.Linear(4, 1).double()
+    plain.load_state_dict(model.state_dict())
+    x, y = torch.randn(8, 4).double(), torch.randn(8, 1).double()
+    batches = [{"input": x, "y": y, "task": task, "weight": weight} for task, weight in CONSTANTS]
+    optimizer, config = torch.optim.SGD(plain.parameters(), lr=0.1), {"pipeline.num_micro_batch": num_micro_batch}
+    engine = whale.parallelize(model, loss=of_task, optimizer=partial(torch.optim.SGD, lr=0.1), batch=batches[0], config=config)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for batch in batches:
+            optimizer.zero_grad()
+            expected = of_task(plain(x), batch)
+            expected.backward()
+            optimizer.step()
+            assert float(engine.step(batch)) == pytest.approx(expected.item(), rel=1e-12)
+    assert sum("captured for each" in str(each.message) for each in told) == 1
+    assert engine.runtime.plan_of("train: batch['task'] is 'norms', the example's 'squares'") is not None
+    with pytest.raises(BatchError, match=r"batch\['task'\] is 3, the constant 'squares' in the example"):
+        engine.step({**batches[0], "task": 3})
+    engine.close()
+
+
+CONSTANTS = (("squares", 1.0), ("norms", 1.0), ("squares", 1.0), ("norms", 0.5), ("norms", 1.0))

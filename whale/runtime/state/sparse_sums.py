@@ -29,7 +29,9 @@ class RowSum:
         gradient, parameter = self.parameter.grad, self.parameter
         if gradient is None or not self.adds:
             nothing = torch.empty(1, 0, dtype=torch.int64, device=parameter.device)
-            gradient = torch.sparse_coo_tensor(nothing, parameter.new_empty(0, *parameter.shape[1:]), parameter.shape)
+            gradient = torch.sparse_coo_tensor(
+                nothing, parameter.new_empty(0, *parameter.shape[1:]), parameter.shape, check_invariants=False
+            )
         self._own, self.parameter.grad = gradient.detach().coalesce(), None
         self.counts = torch.empty(len(self.ranks), dtype=torch.int64, device=parameter.device)
         return groups.all_gather(self.counts, self.counts.new_tensor([self._own._nnz()]), self.ranks)
@@ -48,7 +50,7 @@ class RowSum:
             parts = all_rows.view(len(counts), *filled.shape)
             found.append(torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)]))
         indices, values = found
-        self.parameter.grad = torch.sparse_coo_tensor(indices[None], values, own.shape).coalesce()
+        self.parameter.grad = torch.sparse_coo_tensor(indices[None], values, own.shape, check_invariants=False).coalesce()
 
 
 def dense_part(gradient: torch.Tensor) -> torch.Tensor:
