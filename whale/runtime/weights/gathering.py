@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -232,7 +233,7 @@ def fill_tensors(
                     state.kept[name].copy_(own if index is None else part(own, index))
 
 
-def _check(model: ModelGraph, given: Mapping[str, torch.Tensor], keys: Mapping[str, str]) -> None:
+def _check(model: ModelGraph, given: Mapping[str, Any], keys: Mapping[str, str]) -> None:
     first: dict[str, str] = {}  # the key of each tensor that is there; of tied ones one name is enough
     for key, name in keys.items():
         if key in given:
