@@ -9,7 +9,11 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import stat
+import zlib
+from contextlib import suppress
 from math import ceil
+from pathlib import Path
 
 from whale.errors import ConfigError
 
@@ -22,6 +26,9 @@ MEETING = "whale-c10d"
 
 KEPT = "kept"
 """The folder in the run directory where ranks leave what they hold."""
+
+QUIET = ("TORCH_CPP_LOG_LEVEL", "ERROR")
+"""Of torch: a peer that is gone is a warning with forty lines of frames in each process that it leaves, where we say it in one."""
 
 MOST_RESTARTS = 1 << 20
 """Of torchrun, which counts those of a training of months too; `deaths` ends what restarts in vain."""
@@ -70,6 +77,48 @@ def be_elastic(arguments: argparse.Namespace) -> dict[str, str]:
     # torchrun would let ranks meet at the store of the first launcher, which may be gone, by a number of restarts that launchers differ in
     shutdown = os.environ.get(SHUTDOWN, str(SHUTDOWN_SECONDS))
     return {SHUTDOWN: shutdown, PARTIAL: "true", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+
+
+def left_at(memory: Path, arguments: argparse.Namespace) -> Path:
+    """Where the launchers of a run on this host leave what its ranks kept, if the run ends without its rendezvous; the next start looks.
+
+    Args:
+        memory: of this host, which the folder is in.
+        arguments: torchrun's: the same script and endpoint is the same run.
+    """
+    run = (arguments.training_script, os.getcwd(), arguments.rdzv_endpoint, arguments.rdzv_id)
+    return memory / f"whale_kept_{os.getuid()}_{zlib.crc32(repr(run).encode()):08x}"
+
+
+def leave_kept(kept: Path, place: Path) -> bool:
+    """Moves what ranks kept out of the folder of a run that ends; whether there was anything, and the place is this user's."""
+    from whale.runtime.execute.status import LOST
+
+    if not any(kept.glob("*.json")):
+        return False
+    try:
+        place.mkdir(mode=0o700, exist_ok=True)
+        if not _is_own(place):
+            return False
+        for file in kept.iterdir():
+            if file.name != LOST:
+                file.rename(place / file.name)
+    except OSError:
+        return False
+    return True
+
+
+def take_up_kept(place: Path, kept: Path) -> None:
+    """Gives a run what `leave_kept` has left; of several launchers of this host the first takes it."""
+    with suppress(OSError):
+        if _is_own(place):
+            place.rename(kept)
+
+
+def _is_own(folder: Path) -> bool:
+    """Whether this user alone can have written to it: in a folder that all users share anybody may take a name."""
+    found = folder.lstat()
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o022
 
 
 def is_local(endpoint: str) -> bool:

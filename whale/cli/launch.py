@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 
 from whale.cli import rank_start
 from whale.cli.deaths import Deaths, describe_failure, rank_processes, watching
-from whale.cli.elastic import KEEP, KEPT, LOOPBACK, be_elastic, is_local
+from whale.cli.elastic import KEEP, KEPT, LOOPBACK, QUIET, be_elastic, is_local, leave_kept, left_at, take_up_kept
 from whale.cli.inputs import refuse_unknown
 from whale.config import RECIPE_VARIABLE, load_config
 from whale.errors import PREEMPTED_CODE, ConfigError
@@ -60,6 +60,8 @@ def run(words: Sequence[str]) -> int:
     Raises:
         WhaleError: the recipe is invalid, or no rank can be started.
     """
+    if any(word.partition("=")[0] == "--elastic" for word in words):
+        os.environ.setdefault(*QUIET)  # torch reads it when it is imported
     from torch.distributed import DistError
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -86,6 +88,9 @@ def run(words: Sequence[str]) -> int:
         watching(directory, is_elastic=arguments.elastic is not None) as deaths,
         _passing_on_sigterm(arguments, directory, deaths),
     ):
+        place = left_at(_memory(), arguments)
+        if elastic:
+            take_up_kept(place, Path(directory) / KEPT)
         _bind_ranks(arguments, directory)
         try:
             run_torchrun(arguments)  # type: ignore[no-untyped-call]
@@ -103,12 +108,25 @@ def run(words: Sequence[str]) -> int:
             print(f"whale run: stopped by {error.sigval.name}", file=sys.stderr)
             return 128 + error.sigval
         except (DistError, RendezvousError) as error:
+            if elastic and rank_processes(directory):
+                has_left = leave_kept(Path(directory) / KEPT, place)
+                print(_lost_rendezvous(arguments.rdzv_endpoint, place if has_left else None), file=sys.stderr)
+                return 1
             where = arguments.rdzv_endpoint or f"{arguments.master_addr}:{arguments.master_port}"
             raise ConfigError(f"launchers cannot connect to each other at {where}: {str(error).splitlines()[0]}") from error
         except OSError as error:
             raise ConfigError(f"no rank can be started: {error.strerror or error} ({error.filename})") from error
     _tell_recorded(variables.get(TRACE), begun)
     return 0
+
+
+def _lost_rendezvous(endpoint: str, place: Path | None) -> str:
+    if place is None:
+        rest = "no rank of this host has kept its state. Start it again: it goes on from the newest checkpoint"
+    else:
+        rest = f"what ranks of this host kept is left in {place}. Start it again in the same way: it goes on from there"
+    why = "the launcher that held it has ended, or cannot be reached"
+    return f"whale run: the rendezvous at {endpoint} does not answer any more: {why}. The run ends here; {rest}"
 
 
 def _tell_recorded(directory: str | None, begun: float) -> None:
@@ -286,6 +304,11 @@ def _lives(child: int) -> bool:
     return False
 
 
+def _memory() -> Path:
+    """In memory where the system offers it: a record that is written at every action should never wake a disk."""
+    return Path("/dev/shm" if os.access("/dev/shm", os.W_OK) else tempfile.gettempdir())
+
+
 @contextmanager
 def _run_directory() -> Iterator[str]:
     """A folder for the statuses of ranks; folders that killed runs have left are removed.
@@ -295,8 +318,7 @@ def _run_directory() -> Iterator[str]:
     Raises:
         ConfigError: it cannot be made.
     """
-    # In memory where the system offers it: a record that is written at every action should never wake a disk.
-    memory = Path("/dev/shm" if os.access("/dev/shm", os.W_OK) else tempfile.gettempdir())
+    memory = _memory()
     for left in memory.glob(f"{_RUN}*"):
         with suppress(OSError):
             lock = _locked(left)

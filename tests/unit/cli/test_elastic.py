@@ -14,12 +14,13 @@ from typing import Any, cast
 
 import pytest
 import torch
+from torch.distributed import DistNetworkError
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _NodeDesc
 
 from whale.cli import deaths, launch
 from whale.cli.deaths import MOST_IN_VAIN, Deaths
-from whale.cli.elastic import KEEP, MEETING, MOST_RESTARTS, be_elastic
+from whale.cli.elastic import KEEP, MEETING, MOST_RESTARTS, be_elastic, leave_kept, left_at, take_up_kept
 from whale.cli.meeting import Meeting, _listener, _meeting
 from whale.comm import Launched, World
 from whale.errors import ConfigError
@@ -158,3 +159,49 @@ def test_ranks_that_fail_by_themselves_without_a_step_between_are_given_up() -> 
     assert not seen.fell(waited, 4, by_itself=True), "it failed because of another"
     assert not seen.fell(None, 4, by_itself=False), "it was told to end"
     assert seen.fell(None, 3, by_itself=True), "a step that is done again is no way on"
+
+
+def test_what_was_kept_is_left_for_the_next_start_of_the_same_run(tmp_path: Path) -> None:
+    def place(*words: str) -> Path:
+        return left_at(tmp_path, launch.make_parser().parse_args(["--rdzv-endpoint", *words]))
+
+    first, again = place("first:29500", "train.py"), place("first:29500", "train.py")
+    assert first == again and len({first, place("second:29500", "train.py"), place("first:29500", "other.py")}) == 3
+    kept, taken = tmp_path / "run" / "kept", tmp_path / "next"
+    kept.mkdir(parents=True)
+    (kept / LOST).touch()
+    assert not leave_kept(kept, first) and not first.exists()
+    for name in ("a_0.json", "a_0.safetensors", "fall.json"):
+        (kept / name).touch()
+    assert leave_kept(kept, first)
+    other = tmp_path / "other" / "kept"  # of another launcher of this host
+    other.mkdir(parents=True)
+    (other / "a_1.json").touch()
+    assert leave_kept(other, first)
+    take_up_kept(again, taken)
+    assert {file.name for file in taken.iterdir()} == {"a_0.json", "a_0.safetensors", "fall.json", "a_1.json"} and not first.exists()
+    taken.chmod(0o777)  # anybody may have written to it
+    taken.rename(first)
+    assert not leave_kept(other, first)
+    take_up_kept(first, taken)
+    assert not taken.exists()
+
+
+def test_a_rendezvous_that_is_lost_is_told_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def lose(_: object) -> None:
+        run = Path(os.environ["WHALE_RUN_DIR"])
+        (run / "process.1").touch()
+        (run / "kept").mkdir()
+        (run / "kept" / "a_0.json").touch()
+        raise DistNetworkError("recvValue failed\nException raised from recvBytes\nframe #0")
+
+    monkeypatch.setattr("torch.distributed.run.run", lose)
+    monkeypatch.setattr(launch, "_memory", lambda: tmp_path)
+    (script := tmp_path / "train.py").touch()
+    assert launch.run(["--elastic", "1", str(script)]) == 1
+    said = capsys.readouterr().err
+    [left] = tmp_path.glob("whale_kept_*")
+    assert said.startswith("whale run: the rendezvous at localhost:0 does not answer any more: ") and f"is left in {left}. Start" in said
+    assert said.count("\n") == 1 and [file.name for file in left.iterdir()] == ["a_0.json"]
