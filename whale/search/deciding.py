@@ -27,6 +27,7 @@ from whale.planning.verify.verify import verify
 from whale.search.failure import with_blame
 from whale.search.freedom import pin_of
 from whale.search.open import is_divided
+from whale.search.ranking import effort_of_plan
 from whale.search.searching import SearchResult, search
 from whale.units import counted, format_seconds
 
@@ -190,8 +191,9 @@ def with_states(
     lacking: OutOfMemory | None = None
 
     def gains(plan: Plan, step: StepEstimate) -> bool:
-        """Whether a step that recomputes nothing would be enough shorter."""
-        return _computes_again(plan, config) and least(plan) < (1 - WORTH) * step.step_seconds
+        """Whether a step that recomputes nothing would be enough shorter, and plans like this take no more than the effort."""
+        is_small = effort_of_plan(plan) <= config.planning.effort
+        return is_small and _computes_again(plan, config) and least(plan) < (1 - WORTH) * step.step_seconds
 
     def at_home(home: str) -> Planned | None:
         """The plan with the level of ``memory.zero`` that is least, or fastest; None where none fits."""

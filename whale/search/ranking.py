@@ -15,6 +15,7 @@ import numpy as np
 
 from whale.config.keys import Shares
 from whale.estimate.costs.line import Floats
+from whale.ir.plan import Plan
 from whale.planning.plan import EstimatedPlan
 from whale.planning.strategy import ReplicaSpec, Strategy
 from whale.search.form import ClosedForms
@@ -162,8 +163,17 @@ def effort_of(strategy: Strategy, num_looks: int | None = None) -> float:
     """
     replicas = strategy.unnamed.replicas
     stages = sum(replica.num_ranks * (replica.num_chunks or 1) for replica in replicas) * (num_looks or len(replicas)) / len(replicas)
-    plan = 1 + strategy.num_devices / PER_PLAN + stages * strategy.num_micro_batch / PER_PLAN
+    plan = _effort(strategy.num_devices, stages * strategy.num_micro_batch)
     return plan * (SPLIT if strategy.is_split else 1)
+
+
+def effort_of_plan(plan: Plan) -> float:
+    """How many small plans take as long to make as one like this, if its replicas all differ, as they do in what they keep under ZeRO."""
+    return _effort(len(plan.devices), sum(len(each.stages) * each.pipeline.num_micro_batch for each in plan.replicas))
+
+
+def _effort(num_devices: int, num_passes: float) -> float:
+    return 1 + num_devices / PER_PLAN + num_passes / PER_PLAN
 
 
 def ordered(strategy: Strategy, order: Order, plain: Order, num_micro_batch: int, policy: str | Shares) -> Strategy:
