@@ -296,7 +296,7 @@ OPS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "pow": lambda x, y: x**2,
     "gelu": lambda x, y: F.gelu(x),
     "layer_norm": lambda x, y: F.layer_norm(x, x.shape[-1:]),
-    "matmul": lambda x, y: x[:, :, None] @ x[:, None],
+    "matmul": lambda x, y: x @ x.new_ones(6, 3),
     "mse_loss": lambda x, y: F.mse_loss(x, x.tanh()),
     "cross_entropy": lambda x, y: F.cross_entropy(x, y),
     "cross_entropy, summed": lambda x, y: F.cross_entropy(x, y, reduction="sum", ignore_index=1),

@@ -166,7 +166,7 @@ def test_the_state_is_named_and_why_unless_it_brings_less_than_two_percent(fits:
     plain = advised(cluster, effort=1)
     assert plain.state == "memory.zero: 0, memory.offload: none" and not about(plain, "state")
 
-    def with_two(config: Config, num_devices: int, planned: Any, *, may_compare: bool) -> Any:
+    def with_two(config: Config, num_devices: int, planned: Any, **_: Any) -> Any:
         plan, step = [planned(config.with_values({"memory.zero": zero})) for zero in fits][-1]
         return replace(plan, choices=(STATE, *plan.choices)), step
 
