@@ -1,4 +1,4 @@
-"""What Whale costs in counts that are the same on every machine: calls, of Python and C functions, and files of the package.
+"""What Whale costs in counts that are the same on every machine: calls, of Python and C functions, files of the package, kernels, bytes.
 
     python -m tests.costs            # in a fresh interpreter, prints them as JSON
 
@@ -30,6 +30,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples" / "benchmarks"))
 
 import gpt
+import kernels
 import planning
 
 ROOT = Path(__file__).parents[1]
@@ -40,8 +41,11 @@ CLUSTERS = {
     "4 devices": "hosts: [{name: v, devices: 2 x V100-32GB}, {name: t, devices: 2 x T4}]\nnetwork: ethernet-25g",
     "16 devices": "hosts: [{name: a, devices: 8 x A100-80GB}, {name: t, devices: 8 x T4}]\nnetwork: ethernet-10g",
 }
-MODEL = GPT(layers=24, hidden=768, heads=12, sequence=512, vocabulary=30_000)
-LARGE = planning.SIZES[-1]
+MODEL = GPT(layers=12, hidden=768, heads=12, sequence=512, vocabulary=30_000)
+LARGE, DEEP = planning.SIZES[-1], 16
+"""Devices and layers of the large plans."""
+STEPS = (("gpt2", "float32"), ("gpt2", "bf16"), ("llama", "float32"), ("resnet50", "float32"), ("lstm", "float32"))
+"""Whose kernels and bytes are counted, beside the plain loop's."""
 
 
 def counted(call: Callable[[], Any]) -> tuple[Any, int, int]:
@@ -96,16 +100,25 @@ def of_planning() -> Counts:
     for name in ("stages", "split"):
         case = planning.CASES[name]
         scopes = planning.Scopes() if case.scopes is None else case.scopes(LARGE)
-        deep = planning.transformer(MODEL.layers, scopes)
+        deep = planning.transformer(DEEP, scopes)
         call = partial(make_plan, deep, large, Config(case.settings), rows=rows)
         found[f"plan, {LARGE:,} devices, {planning.NUM_STAGES} stages{', split' * (name == 'split')}: calls"] = counted(call)[1]
-    found[f"plan, {LARGE:,} devices, searched: calls"] = counted(lambda: search(graph, large, Config(), rows=rows))[1]
+    return found
+
+
+def of_kernels() -> Counts:
+    found = {}
+    for name, dtype in STEPS:
+        pair = kernels.compare(kernels.CASES[name], dtype)
+        for side, counts in (("Whale", pair.whale), ("plain", pair.plain)):
+            found[f"step of {name}, {dtype}, {side}: kernels"] = counts.kernels.total()
+            found[f"step of {name}, {dtype}, {side}: bytes"] = counts.num_bytes
     return found
 
 
 def main() -> None:
     torch.set_num_threads(1)
-    print(json.dumps(of_training() | of_planning()))
+    print(json.dumps(of_training() | of_planning() | of_kernels()))
 
 
 if __name__ == "__main__":

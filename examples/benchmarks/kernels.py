@@ -10,8 +10,7 @@ views     ops that launch nothing: views of memory, and memory without contents 
 bytes     that kernels read and write: of each tensor among an op's arguments and results, once, what is repeated (stride 0) not counted
 
 Precision is `precision.dtype` for Whale, `torch.autocast` for the loop, with a `GradScaler` for fp16. All counts are exact and the same
-on every machine with the same torch and transformers: oneDNN, which has other kernels on other CPUs, is off. Of Whale's step what comes
-now and then (`runtime.retrace`) is left out.
+on every machine with the same torch and transformers: oneDNN, which has other kernels on other CPUs, is off.
 """
 
 from __future__ import annotations
@@ -261,7 +260,7 @@ def example(case: Case) -> tuple[nn.Module, Batch]:
 
 def whale_step(case: Case, dtype: str) -> Callable[[], Tensor]:
     model, batch = example(case)
-    config: dict[str, object] = {"planning.search": "off", "runtime.retrace": "off", "precision.dtype": dtype}
+    config: dict[str, object] = {"planning.search": "off", "precision.dtype": dtype}
     engine = whale.parallelize(model, loss=case.loss, optimizer=OPTIMIZER, batch=batch, config=config)
     return partial(engine.step, batch)
 
