@@ -16,7 +16,6 @@ import math
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from operator import is_
 from typing import Any, NoReturn, cast
 
 import torch
@@ -67,7 +66,7 @@ class EqualCopies:
         self._weights: dict[str, int] = {}
         self._compared: dict[str, Tensor] = {}
         self._names = {id(parameter): name for name, parameter in state.kept.items()}
-        self._members: list[tuple[list[Tensor], list[str], int]] = []  # of each group: its parameters, their names, sum of their weights
+        self._members: list[tuple[list[int], list[str], int]] = []  # of each group: ids of its parameters, names, the sum of their weights
         self._digested: tuple[list[dict[str, object]], tuple[int, ...]] = [], ()  # settings, and the digest of each group
         for name in state.parameters if self._world.can_compare else ():
             assert roster.rank is not None, "an idle rank owns nothing"
@@ -120,11 +119,12 @@ class EqualCopies:
 
     def _groups(self) -> list[tuple[list[str], int]]:
         """Of each group of the optimizer, the names of its parameters, and the sum of their weights."""
-        groups = [] if self._state.optimizer is None else [group["params"] for group in self._state.optimizer.param_groups]
-        if not (len(groups) == len(self._members) and all(map(_are_same, groups, (known for known, _, _ in self._members)))):
-            names = [[self._names[id(each)] for each in params if id(each) in self._names] for params in groups]
+        optimizer = self._state.optimizer  # no tensor is kept here: `replan` lets them go one by one
+        groups = [] if optimizer is None else [list(map(id, group["params"])) for group in optimizer.param_groups]
+        if groups != [known for known, _, _ in self._members]:
+            names = [[self._names[each] for each in params if each in self._names] for params in groups]
             sums = [sum(map(self._weights.__getitem__, members)) for members in names]
-            self._members = list(zip(map(list, groups), names, sums, strict=True))
+            self._members = list(zip(groups, names, sums, strict=True))
         return [(members, weight) for _, members, weight in self._members]
 
     def _factor(self, owners: Sequence[int]) -> int:
@@ -194,10 +194,6 @@ def checksum(value: Tensor) -> Tensor:
     places = torch.arange(min(_CHUNK, flat.numel()), device=value.device) * 2 * _ODD + _ODD
     sums = [(chunk * places[: len(chunk)]).sum() for chunk in torch.split(flat, _CHUNK)]
     return sums[0] if len(sums) == 1 else checksum(torch.stack(sums))
-
-
-def _are_same(params: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
-    return len(params) == len(others) and all(map(is_, params, others))
 
 
 def _position(groups: Sequence[Mapping[str, object]]) -> int:
