@@ -187,7 +187,7 @@ def run(rank: int, num_ranks: int, course: Course, expected: list[Found], folder
         elif verb == "accumulate":
             given = {f"loss {part}": engine.forward_backward(batch).double() for part, batch in enumerate(course.batches(number))}
             if value[1] is not None:
-                given |= {"norm": engine.clip_grad_norm_(value[1])}
+                given |= {"norm": engine.clip_grad_norm_(value[1], scale=1 / len(value[0]))}
             engine.update(scale=1 / len(value[0]))
         elif verb == "evaluate":
             loss, output = engine.evaluate(course.batch(number), outputs=True)
@@ -259,11 +259,11 @@ def run_plainly(course: Course) -> list[Found]:
         elif verb == "accumulate":
             optimizer.zero_grad()
             given = {f"loss {part}": backward(batch)[0] for part, batch in enumerate(course.batches(number))}
-            if value[1] is not None:
-                given |= {"norm": nn.utils.clip_grad_norm_(model.parameters(), value[1])}
             for weight in model.parameters():
                 if weight.grad is not None:
                     weight.grad /= len(value[0])
+            if value[1] is not None:
+                given |= {"norm": nn.utils.clip_grad_norm_(model.parameters(), value[1])}
             update()
         elif verb in ("evaluate", "predict"):
             results = {}

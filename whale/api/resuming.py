@@ -67,7 +67,8 @@ def resume(folder: Path, keeper: FaultKeeper, load: Callable[[Path, SurvivingSta
         names = [each.name for each in keeper.opening.modes.train.graph.parameters if each.name in roster.plan.owners]
         kept, reason = find_kept(keeper.folder, purpose, names, world)
         fall = Fall.of(keeper.folder, world)
-    extra, source, before, damaged = None, "the start", list[str](), dict[Path, CheckpointError]()
+    before: list[str] = [] if kept is None else kept.value(f"extra.{DEVICES}")
+    extra, source, damaged = None, "the start", dict[Path, CheckpointError]()
     while True:
         try:
             path, saved_step = on_first_rank(world, partial(newest_step, folder, damaged))
@@ -83,7 +84,7 @@ def resume(folder: Path, keeper: FaultKeeper, load: Callable[[Path, SurvivingSta
         try:
             if held is not None:
                 load(folder, held)
-                source, before = f"memory of {counted(held.num_parts, 'rank')}", held.value(f"extra.{DEVICES}")
+                source = f"memory of {counted(held.num_parts, 'rank')}"
             elif path is not None:
                 extra, source = load(path, None), str(path)
             break

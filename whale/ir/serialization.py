@@ -130,6 +130,8 @@ def decode(hint: Any, data: Any) -> Any:
         return tuple(_decode_at(f"[{index}]", kind, item) for index, (kind, item) in enumerate(zip(inner, data, strict=True)))
     if origin is frozenset:
         return frozenset(data)
+    if origin is Mapping and not isinstance(data, Mapping):
+        raise ValueError(f"{data!r} is not a mapping")
     if origin is Literal:
         if data not in get_args(hint):
             raise ValueError(f"{data!r} is not one of {', '.join(map(str, get_args(hint)))}")

@@ -124,6 +124,7 @@ FAULTS: dict[str, Callable[[Any], Any]] = {
     "lies in '../x', which is not a file": lambda index: of(index, "model.cut")["pieces"][0].update(file="../x"),
     r"extra\.scheduler: .*no kind of value": lambda index: index["plain"].update({"extra.scheduler": {}}),
     "there is no tensor 'gone' of one piece": lambda index: index["plain"].update({"extra.x": {"tensor": "gone", "is_cuda": True}}),
+    r"plain: None is not a mapping": lambda index: index.update(plain=None),
     r"has data of another form than a save writes \(AttributeError": lambda index: index["plain"].update({"options.0": [1]}),
 }
 
