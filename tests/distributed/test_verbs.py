@@ -259,11 +259,12 @@ def run_plainly(course: Course) -> list[Found]:
         elif verb == "accumulate":
             optimizer.zero_grad()
             given = {f"loss {part}": backward(batch)[0] for part, batch in enumerate(course.batches(number))}
+            if value[1] is not None:  # of what is applied; torch adds 1e-6 to the norm of what it is given
+                norm = nn.utils.clip_grad_norm_(model.parameters(), value[1] * len(value[0]))
+                given |= {"norm": norm / len(value[0])}
             for weight in model.parameters():
                 if weight.grad is not None:
                     weight.grad /= len(value[0])
-            if value[1] is not None:
-                given |= {"norm": nn.utils.clip_grad_norm_(model.parameters(), value[1])}
             update()
         elif verb in ("evaluate", "predict"):
             results = {}
@@ -333,6 +334,13 @@ FIXED = {
         ),
         zero="2",
         decay=0.7,
+    ),
+    "outputs that are views of weights that come and go": Course(
+        Description(tokens=True, blocks=(Block("feed_forward"), Block("linear", frozen=True)), segments=MODEL.segments),
+        "unlike",
+        (("step", 16), ("predict", 16), ("replan", "split stages"), ("step", 12), ("predict", 9)),
+        seed=22,
+        zero="3",
     ),
     "chunks": Course(MODEL, "chunks", (("step", 16), ("predict", 9), ("step", 16), ("predict", 16))),
 }
@@ -445,6 +453,9 @@ def courses(draw: st.DrawFn) -> Course:
 @given(courses())
 def test_law(world: World, course: Course) -> None:
     note(f"{course!r}")
+    names = [verb for verb, _ in course.verbs]
+    # a capture for a number of rows that a plan needs first is compared with one of other values: refused, rarely, and known
+    assume("activation" not in names or "replan" not in names[names.index("activation") :])
     try:
         world.prepare(plan_of, course)
     except (whale.PlanError, whale.AnnotationError) as error:  # too few places to cut at, or nothing to split

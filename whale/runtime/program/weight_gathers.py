@@ -78,6 +78,7 @@ def insert_gathers(graph: fx.Graph, model: ModelGraph, numbers: Mapping[str, Num
         weights: the placeholder of the `WeightSource`.
     """
     sources = {node: own for node in graph.find_nodes(op="placeholder") if (own := _numbers_of(node, model, numbers))}
+    _copy_returned(graph, model, sources)
     views, readers, computing = dict(sources), dict[int, list[fx.Node]](), dict[int, fx.Node]()
     for node in list(graph.nodes):
         own = tuple(sorted({number for source in node.all_input_nodes for number in views.get(source, ())}))
@@ -106,6 +107,20 @@ def insert_gathers(graph: fx.Graph, model: ModelGraph, numbers: Mapping[str, Num
             operands = tuple(source for source in first.all_input_nodes if source not in views)
             with graph.inserting_before(first):
                 _marked(graph.call_function(free_backward, (weights, (number,), operands)), first)
+
+
+def _copy_returned(graph: fx.Graph, model: ModelGraph, sources: Iterable[fx.Node]) -> None:
+    """Copies results that share memory with weights: they are read when the weights are gone."""
+    views, output = set(sources), graph.output_node()
+    for node in list(graph.nodes):
+        is_view = node.op == "call_function" and (_is_view(node) or _may_be_view(node, model))
+        if is_view and not views.isdisjoint(node.all_input_nodes):
+            views.add(node)
+            if output in node.users:
+                with graph.inserting_after(node):
+                    copy = graph.call_function(torch.ops.aten.clone.default, (node,))
+                copy.meta |= node.meta
+                output.replace_input_with(node, copy)
 
 
 def insert_waits(graph: fx.Graph, model: ModelGraph, numbers: Mapping[str, Numbers], weights: fx.Node) -> None:
