@@ -23,7 +23,7 @@ from tests.captures import Captured, captured_once, changed
 from tests.distributed.split_training import whole_gradients
 from tests.distributed.test_checkpoint_law import PLANS
 from tests.distributed.training import make_cluster
-from tests.distributed.world import World
+from tests.distributed.world import RankFailure, World
 from tests.examples import at_most
 from tests.models import CLASSES, Block, Description, Model, Step, descriptions, make_batch, make_loss
 from whale.planning import make_plan
@@ -453,13 +453,18 @@ def courses(draw: st.DrawFn) -> Course:
 @given(courses())
 def test_law(world: World, course: Course) -> None:
     note(f"{course!r}")
-    names = [verb for verb, _ in course.verbs]
-    # a capture for a number of rows that a plan needs first is compared with one of other values: refused, rarely, and known
-    assume("activation" not in names or "replan" not in names[names.index("activation") :])
     try:
         world.prepare(plan_of, course)
     except (whale.PlanError, whale.AnnotationError) as error:  # too few places to cut at, or nothing to split
         note(str(error))
         assume(False)
         raise
-    check(world, course)
+    try:
+        check(world, course)
+    except RankFailure as failure:
+        # known: what a plan needs for a number of rows is captured with the values of now, and compared with the first
+        refused = [
+            each for each in failure.errors.values() if isinstance(each, whale.CaptureError) and "runs other ops for" in each.message
+        ]
+        assume(not refused or "activation" not in dict(course.verbs))
+        raise

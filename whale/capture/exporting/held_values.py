@@ -49,7 +49,7 @@ class HeldValues(Generic[Row]):
         return found
 
 
-class Contents:
+class HeldItems:
     """Containers and the objects that they held, in order; of those with more than `most_items` the number alone."""
 
     def __init__(self, containers: Iterable[Any], most_items: int) -> None:

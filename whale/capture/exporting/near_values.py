@@ -33,7 +33,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from whale.capture.exporting.held_values import MISSING, Contents, HeldValues, in_columns
+from whale.capture.exporting.held_values import MISSING, HeldItems, HeldValues, in_columns
 from whale.capture.source import is_of_a_library
 
 VARIABLE = "os.environ."
@@ -151,7 +151,7 @@ class _Watched:
             if entered:
                 self._with_items.append(number)
                 containers += entered
-        self._entries, self._flags, self._contents = HeldValues(entries), HeldValues(flags), Contents(containers, _MOST_ITEMS)
+        self._entries, self._flags, self._contents = HeldValues(entries), HeldValues(flags), HeldItems(containers, _MOST_ITEMS)
         self._hooks, self._reads = in_columns(hooks, 3), in_columns(reads, 3)
 
     def suspects(self, *, counts_flags: bool) -> list[_Held]:
