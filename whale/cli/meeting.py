@@ -1,94 +1,149 @@
-"""Where the launchers of an elastic run meet: torchrun's rendezvous, which also reports that one of them has gone silent.
+"""Where the launchers of an elastic run meet: torchrun's rendezvous, and a report where one of them has gone silent.
 
 torchrun's agents restart where a rank of their own has ended, and where a launcher comes. A host that is cut off or frozen ends no rank
-of another: these would wait for it as long as they may. The rendezvous knows by its keep-alives.
+of another: these would wait for it as long as they may. So each launcher counts up a key of its own in the store that they met at.
+
+    store     meeting 4/beat 0: 71, beat 1: 70, beat 2: 12     launcher 2 has been silent for long
 """
 
 from __future__ import annotations
 
+import atexit
 import errno
-import math
 import os
 import socket
 import sys
+import threading
 import time
+from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from datetime import timedelta
 from ipaddress import ip_address
 from pathlib import Path
 
-from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
-from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousParameters, RendezvousStoreInfo, rendezvous_handler_registry
+from torch.distributed import DistError, Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed.elastic.rendezvous import (
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousStoreInfo,
+    rendezvous_handler_registry,
+)
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend, create_backend
-from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, RendezvousTimeout
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
 from whale.cli.elastic import KEEP, LOOPBACK, MEETING, SILENT_SECONDS, is_local
 from whale.runtime.execute.status import LOST
 
-TIMEOUTS = ("join", "last_call", "close", "heartbeat")
-"""Those of torchrun's rendezvous."""
 
-SETTLING_SECONDS = 1.5
-"""So long is a launcher between two meetings at most, where it is in neither; the state of the rendezvous is read once per second."""
+@dataclass
+class _Met:
+    """Launchers that have met."""
+
+    store: Store  # of this meeting alone, over a connection of its own: an agent that waits for another holds the rendezvous' own
+    rank: int
+    beats: tuple[str, ...]  # the key of each launcher
+    heard: dict[str, tuple[bytes, float]] = field(default_factory=dict)  # the last new beat of each, and when
+    num_silent: int = 0
+
+    def hear(self, silent_seconds: float) -> None:
+        found, now = self.store.multi_get(list(self.beats)), time.monotonic()
+        self.heard |= {key: (beat, now) for key, beat in zip(self.beats, found, strict=True) if self.heard.get(key, ("",))[0] != beat}
+        self.num_silent = sum(now - when > silent_seconds for _, when in self.heard.values())
 
 
-class Meeting(DynamicRendezvousHandler):
-    """torchrun's rendezvous over c10d, whose agents also restart where one of them has gone silent."""
+class Meeting(RendezvousHandler):
+    """torchrun's rendezvous, whose agents also restart where one of them has gone silent.
 
-    _met: frozenset[object] = frozenset()
-    _silent_since = math.inf
-    _is_told = False
-    port: int | None = None
-    """Of the store, where one launcher is alone on this host: its ranks meet there too, and open no other."""
+    Args:
+        rendezvous: torchrun's.
+        beat_seconds: between two signs of life.
+        silent_seconds: so long may a launcher give none.
+        port: of the store, where one launcher is alone on this host: its ranks meet there too, and open no other.
+    """
+
+    def __init__(self, rendezvous: RendezvousHandler, beat_seconds: float, silent_seconds: float, port: int | None = None) -> None:
+        self._rendezvous, self._port = rendezvous, port
+        self._beat_seconds, self._silent_seconds = beat_seconds, silent_seconds
+        self._beating: Sequence[_Met] = ()  # the last two meetings: others may be ending their ranks of the one before
+        self._met: _Met | None = None  # while its ranks run
+        self._lock, self._has_ended = threading.Lock(), threading.Event()
+        self._thread = threading.Thread(target=self._keep_beating, daemon=True)
 
     @property
     def use_agent_store(self) -> bool:
-        return self.port is not None
+        return self._port is not None
 
     def get_backend(self) -> str:
         return MEETING
 
+    def get_run_id(self) -> str:
+        return self._rendezvous.get_run_id()
+
+    def is_closed(self) -> bool:
+        return self._rendezvous.is_closed()
+
+    def set_closed(self) -> None:
+        self._rendezvous.set_closed()  # type: ignore[no-untyped-call]
+
+    def shutdown(self) -> bool:
+        self._end()
+        return self._rendezvous.shutdown()
+
     def next_rendezvous(self) -> RendezvousInfo:
-        self._stop_heartbeats()
-        self._met, self._silent_since, self._is_told = frozenset(), math.inf, False
-        (Path(os.environ[KEEP]) / LOST).unlink(missing_ok=True)
-        found = super().next_rendezvous()
-        with self._heartbeat_lock:
-            self._met = frozenset(self._state_holder.state.participants)
-        if self.port is None:
+        with self._lock:
+            self._met = None
+            (Path(os.environ[KEEP]) / LOST).unlink(missing_ok=True)
+        found = self._rendezvous.next_rendezvous()
+        met = _Met(found.store.clone(), found.rank, tuple(f"beat {rank}" for rank in range(found.world_size)))  # type: ignore[attr-defined]
+        for beat in met.beats:
+            met.store.add(beat, 0)  # to read what is not there would wait for it
+        with self._lock:
+            self._met, self._beating = met, (*self._beating[-1:], met)
+        if self._thread.ident is None:
+            self._thread.start()
+            atexit.register(self._end)  # a thread in a store's call would abort an interpreter that ends
+        if self._port is None:
             return found
-        return RendezvousInfo(found.store, found.rank, found.world_size, RendezvousStoreInfo(LOOPBACK, self.port))
+        return RendezvousInfo(found.store, found.rank, found.world_size, RendezvousStoreInfo(LOOPBACK, self._port))
 
     def num_nodes_waiting(self) -> int:
         """For how many launchers all restart: those that wait, and those that are silent."""
-        num_waiting: int = super().num_nodes_waiting()
-        with self._heartbeat_lock:
-            return self._tell_silent() or num_waiting
+        num_waiting = self._rendezvous.num_nodes_waiting()
+        met = self._met
+        return num_waiting if met is None or not met.num_silent or self.is_closed() else met.num_silent
 
-    def _keep_alive(self) -> None:
-        """In the thread that sends keep-alives: the agent itself may be ending its ranks, which may wait for those of a silent host."""
-        super()._keep_alive()
-        with self._heartbeat_lock:
-            self._tell_silent()
+    def _keep_beating(self) -> None:
+        """In a thread: the agent itself may be ending its ranks, which may wait for those of a silent host."""
+        while not self._has_ended.wait(self._beat_seconds):
+            with suppress(DistError, RuntimeError):  # the agent says that the store is gone
+                self._beat()
 
-    def _tell_silent(self) -> int:
-        """Tells the ranks, once, that launchers are silent; how many are."""
-        state, num_met = self._state_holder.state, len(self._met)
-        silent = frozenset() if state.closed else self._met - {*state.participants, *state.wait_list, *state.redundancy_list}
-        if not silent:
-            self._silent_since = math.inf
-            return 0
-        self._silent_since = min(self._silent_since, time.monotonic())
-        if time.monotonic() - self._silent_since < SETTLING_SECONDS:
-            return 0
-        if not self._is_told:
-            self._is_told = True
+    def _beat(self) -> None:
+        """Gives a sign of life, and tells the ranks, once, that launchers are silent."""
+        for each in self._beating:
+            each.store.add(each.beats[each.rank], 1)
+        if (met := self._met) is None:
+            return
+        before = met.num_silent
+        met.hear(self._silent_seconds)
+        if before or not met.num_silent or self.is_closed():
+            return
+        with self._lock:
+            if self._met is not met:
+                return
             with suppress(OSError):  # no room: ranks notice by themselves
                 Path(os.environ[KEEP]).mkdir(mode=0o700, exist_ok=True)
                 (Path(os.environ[KEEP]) / LOST).touch()
-            print(f"whale run: {len(silent)} of {num_met} launchers cannot be reached; all ranks restart", file=sys.stderr, flush=True)
-        return len(silent)
+        said = f"{met.num_silent} of {len(met.beats)} launchers cannot be reached"
+        print(f"whale run: {said}; all ranks restart", file=sys.stderr, flush=True)
+
+    def _end(self) -> None:
+        self._has_ended.set()
+        if self._thread.ident is not None:
+            self._thread.join()
 
 
 def register() -> None:
@@ -97,20 +152,10 @@ def register() -> None:
 
 def _meeting(parameters: RendezvousParameters) -> Meeting:
     backend, store, port = _open(parameters)
-    seconds = {name: parameters.get_as_int(f"{name}_timeout") for name in TIMEOUTS}
-    found: Meeting = Meeting.from_backend(
-        parameters.run_id,
-        store,
-        backend,
-        parameters.min_nodes,
-        parameters.max_nodes,
-        parameters.local_addr,
-        RendezvousTimeout(**{name: timedelta(seconds=limit) for name, limit in seconds.items() if limit is not None}),
-        keep_alive_interval=parameters.get_as_int("keep_alive_interval") or 1,
-        keep_alive_max_attempt=parameters.get_as_int("keep_alive_max_attempt") or SILENT_SECONDS,
-    )
-    found.port = port if parameters.max_nodes == 1 else None
-    return found
+    beat_seconds = parameters.get_as_int("keep_alive_interval") or 1
+    silent_seconds = beat_seconds * (parameters.get_as_int("keep_alive_max_attempt") or SILENT_SECONDS)
+    rendezvous = create_handler(store, backend, parameters)
+    return Meeting(rendezvous, beat_seconds, silent_seconds, port if parameters.max_nodes == 1 else None)
 
 
 DEFAULT_PORT, READ_SECONDS = 29400, 60

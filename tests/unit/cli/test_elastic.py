@@ -6,17 +6,18 @@ import os
 import re
 import signal
 import socket
+import time
 from contextlib import closing, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import patch
 
 import pytest
 import torch
-from torch.distributed import DistNetworkError
-from torch.distributed.elastic.rendezvous import RendezvousParameters
-from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _NodeDesc
+from torch.distributed import DistNetworkError, HashStore  # type: ignore[attr-defined]
+from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousParameters, RendezvousStoreInfo
 
 from whale.cli import deaths, launch
 from whale.cli.deaths import MOST_IN_VAIN, Deaths
@@ -78,49 +79,80 @@ def test_the_store_of_launchers_listens_at_the_named_address_alone(monkeypatch: 
     assert found("ours") == "127.0.0.5"
 
 
-OTHERS = {_NodeDesc("other", 1, 0), _NodeDesc("other", 2, 0)}
+class ThreeLaunchers(RendezvousHandler):
+    """A rendezvous at which this launcher and two others meet."""
+
+    store, num_waiting, closed = HashStore(), 0, False
+
+    def get_backend(self) -> str:
+        return "three"
+
+    def get_run_id(self) -> str:
+        return "run"
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        self.store = HashStore()
+        return RendezvousInfo(self.store, 0, 3, RendezvousStoreInfo("localhost", 1))
+
+    def num_nodes_waiting(self) -> int:
+        return self.num_waiting
+
+    def is_closed(self) -> bool:
+        return self.closed
+
+    def set_closed(self) -> None:
+        self.closed = True
+
+    def shutdown(self) -> bool:
+        return True
 
 
-def meeting_of_one(folder: Path, monkeypatch: pytest.MonkeyPatch, most: int, settling: float, **timeouts: str) -> tuple[Meeting, Path]:
-    """A launcher that has met with nobody else yet, and the sign that tells its ranks of silent launchers."""
-    monkeypatch.setenv(KEEP, str(folder / "kept"))
-    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
-    monkeypatch.setattr("whale.cli.meeting.SETTLING_SECONDS", settling)
-    own = {"is_host": "1", "keep_alive_interval": "60", "keep_alive_max_attempt": "60", **timeouts}
-    meeting = _meeting(RendezvousParameters(MEETING, "localhost:0", "run", 1, most, "localhost", **own))
-    return meeting, folder / "kept" / LOST
+def beat(meeting: Meeting, *stores: HashStore, at: float = 0.0) -> None:
+    """A sign of life of a launcher at a time, behind those of the others in some stores."""
+    for store in stores:
+        store.add("beat 1", 1), store.add("beat 2", 1)
+    with patch.object(time, "monotonic", lambda: at):
+        meeting._beat()
 
 
 def test_agents_begin_anew_where_a_launcher_has_gone_silent(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    meeting, sign = meeting_of_one(tmp_path, monkeypatch, 1, 0.0)
-    assert meeting.next_rendezvous().world_size == 1 and meeting.num_nodes_waiting() == 0 and not sign.exists()
-    meeting._met |= OTHERS  # were there, and have no sign of life among those of the rendezvous
+    monkeypatch.setenv(KEEP, str(tmp_path / "kept"))
+    others, sign = ThreeLaunchers(), tmp_path / "kept" / LOST
+    meeting = Meeting(others, 3600.0, 10.0)
+    meeting.next_rendezvous()
+    beat(meeting, others.store)
+    beat(meeting, others.store, at=20.0)
+    beat(meeting, at=30.0)
+    assert meeting.num_nodes_waiting() == 0 and not sign.exists()
+    others.num_waiting = 1  # all begin anew; ranks hear of silent launchers while agents wait for them to end
+    assert meeting.num_nodes_waiting() == 1
+    beat(meeting, at=31.0)
     assert meeting.num_nodes_waiting() == 2 and sign.exists()
     assert "whale run: 2 of 3 launchers cannot be reached" in capsys.readouterr().err
+    beat(meeting, at=32.0)
     assert meeting.num_nodes_waiting() == 2 and capsys.readouterr().err == "", "it is said once"
-    assert meeting.next_rendezvous().world_size == 1 and meeting.num_nodes_waiting() == 0 and not sign.exists()
-    meeting._met |= OTHERS
-    meeting.set_closed()
-    assert meeting.num_nodes_waiting() == 0, "they have ended"
-    meeting.shutdown()
-
-
-def test_ranks_hear_of_a_silent_launcher_while_others_wait_to_begin_anew(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    meeting, sign = meeting_of_one(tmp_path, monkeypatch, 3, 3600.0, last_call_timeout="1")
+    before, others.num_waiting = others.store, 0
     meeting.next_rendezvous()
-    meeting._met |= OTHERS
-    meeting._state_holder.state.wait_list.add(min(OTHERS, key=str))
-    meeting._state_holder.mark_dirty()
-    assert meeting.num_nodes_waiting() == 1 and not sign.exists(), "all begin anew; the other may be between two meetings"
-    monkeypatch.setattr("whale.cli.meeting.SETTLING_SECONDS", 0.0)
-    meeting._keep_alive()  # in a thread, while the agent waits for the ranks to end
-    assert sign.exists() and "whale run: 1 of 3 launchers cannot be reached" in capsys.readouterr().err
-    assert meeting.num_nodes_waiting() == 1
-    meeting.shutdown()
+    beat(meeting, others.store, at=40.0)
+    assert meeting.num_nodes_waiting() == 0 and not sign.exists()
+    assert int(before.get("beat 0")) == 6, "others may still be ending their ranks of the meeting before"
+    meeting.set_closed()
+    beat(meeting, at=60.0)
+    assert meeting.num_nodes_waiting() == 0 and not sign.exists(), "they have ended"
+    assert meeting.shutdown()
+
+
+def test_a_launcher_meets_by_what_torch_makes_public(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(KEEP, str(tmp_path / "kept"))
+    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    own = {"is_host": "1", "keep_alive_interval": "60", "last_call_timeout": "1"}
+    meeting = _meeting(RendezvousParameters(MEETING, "localhost:0", "run", 1, 1, "localhost", **own))
+    assert Meeting.__bases__ == (RendezvousHandler,), "another version of torch may name the parts of its own otherwise"
+    assert meeting.next_rendezvous().world_size == 1 and meeting.num_nodes_waiting() == 0
+    meeting._beat()
+    assert meeting.use_agent_store and meeting.shutdown() and meeting.is_closed()
 
 
 class Done:
