@@ -16,6 +16,7 @@ from __future__ import annotations
 import atexit
 import ctypes
 import os
+import socket
 import sys
 import warnings
 import weakref
@@ -24,16 +25,20 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
+from ipaddress import ip_address
 from typing import Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 import torch.distributed.nn.functional  # binds the default group at import: there must be none yet
+from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 
 from whale.comm.notice import Notice
 from whale.comm.waiting import LINGER_SECONDS, Waits, backend_of, end_together, report_failure
 from whale.errors import ConfigError, OpFault, RuntimeFault, WhaleError
+
+LOOPBACK = "127.0.0.1"
 
 
 @dataclass(frozen=True)
@@ -202,7 +207,7 @@ def _join(device: torch.device, timeout: timedelta) -> None:
 
     With `device_id` NCCL makes communicators when a group is made, in one order on all ranks, and not during the first messages.
     """
-    store, rank, size = next(iter(rendezvous("env://", timeout=timeout)))
+    store, rank, size = _own_store(timeout) or next(iter(rendezvous("env://", timeout=timeout)))
     store.set(f"gpu of rank {rank}", _gpu(device))
     gpus = [bytes(gpu).decode() for gpu in store.multi_get([f"gpu of rank {other}" for other in range(size)])]
     backend = choose_backend(gpus)
@@ -212,6 +217,24 @@ def _join(device: torch.device, timeout: timedelta) -> None:
         warnings.warn(
             f"messages between GPUs go through host memory, over Gloo: {_reason(gpus)}; NCCL needs one GPU per rank", stacklevel=3
         )
+
+
+def _own_store(timeout: timedelta) -> tuple[Store, int, int] | None:
+    """Rank 0's store for all ranks, with its rank and their number, where no launcher has one: at the address named, not at all.
+
+    None where torch is to open or find the store: on other ranks; for a host's name, which may be another address elsewhere; and where
+    the address is not this host's or in use, of which torch knows more.
+    """
+    host, port, size = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", ""), int(os.environ["WORLD_SIZE"])
+    if os.environ["RANK"] != "0" or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True):
+        return None
+    try:
+        address = ip_address(LOOPBACK if host == "localhost" else host)
+        family = socket.AF_INET6 if address.version == 6 else socket.AF_INET
+        listener = socket.create_server((str(address), int(port)), family=family)
+    except (ValueError, OverflowError, OSError):
+        return None
+    return TCPStore(host, int(port), size, True, timeout, multi_tenant=True, master_listen_fd=listener.detach()), 0, size
 
 
 def _check_group() -> None:
