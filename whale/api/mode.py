@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any, Literal
@@ -14,6 +15,7 @@ from whale.api.rank_batch import RankBatch
 from whale.axes import batch_axes, discover
 from whale.capture import AS_LARGE_AS_THE_BATCH, BatchDims, BatchStructure, CapturedProgram, capture
 from whale.capture.comparing import are_same, difference, reader
+from whale.capture.exporting.near_values import Snapshot
 from whale.errors import BatchError, CaptureError, warn
 from whale.ir.graph import LossTerm, ModelGraph
 from whale.ir.plan import BatchAxis
@@ -37,6 +39,7 @@ class CapturedMode:
         read_as: the types in which the first capture reads parameters that are cast once per step; None for the first.
 
     Attributes:
+        then: the values near the model when it was captured, where those of now may be others; they hold for other row counts too.
         key: as given.
         graph: the captured model as a value.
         program: what runs.
@@ -60,6 +63,7 @@ class CapturedMode:
         self._capture = partial(capture, device=device, precision=precision, read_as=read_as)
         self._model, self._loss, self._name = model, loss, name
         self.key = key or name
+        self.then: Snapshot | None = None
         self.structure = batch if isinstance(batch, BatchStructure) else BatchStructure.of(batch, batch_dims=batch_dims)
         self.graph: ModelGraph
         self.program: CapturedProgram
@@ -125,7 +129,8 @@ class CapturedMode:
     def _capture_at(self, num_rows: int) -> CapturedProgram:
         try:
             structure = self.structure.with_rows(num_rows)
-            graph, program = self._capture(self._model, structure, self._loss, mode=self._name, static=True)
+            with nullcontext() if self.then is None else self.then.in_place():
+                graph, program = self._capture(self._model, structure, self._loss, mode=self._name, static=True)
         except CaptureError as error:
             raise CaptureError(
                 f"the model cannot be captured for {num_rows} rows, a device's share of {self.graph.num_rows}: {error.message}",

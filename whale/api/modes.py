@@ -239,6 +239,7 @@ class Modes:
         with self.budget.capturing():
             captured = together(self._world, lambda: self._first(name, structure))
         _compare_captures(None if batch is None else captured.graph, self._world)
+        captured.then = self._near.kept(captured.program.reads)
         self._modes[name] = _Mode(captured, self._near.seen(captured.program.reads), captured.program.reads)
         return captured
 
@@ -275,6 +276,7 @@ class Modes:
             raise BatchError(f"{fault}: {error.message}", where=error.where, hint=error.hint) from None
         if changed:
             self._near = NearValues(self.model, self._loss)  # with what new objects and functions keep
+        captured.then = self._near.kept(captured.program.reads)
         mode.read |= captured.program.reads
         mode.others.append(_Other(structure, self._near.seen(mode.read), captured))
         return captured

@@ -329,3 +329,29 @@ def test_blocks_are_recomputed_where_other_ops_run(num_micro_batch: int) -> None
     other = engine.runtime.plan_of("train 1: ")
     assert other is not None and len(other.replicas[0].stages[0].recomputed) == len(engine.plan.replicas[0].stages[0].recomputed)
     engine.close()
+
+
+class InPairs(Scaled):
+    """Its ops are known for one number of rows at a time."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.reshape(int(x.shape[0]) * 2, 2).reshape(-1, 4))
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_another_plan_captures_other_rows_with_the_values_of_then() -> None:
+    torch.manual_seed(0)
+    model, alone = InPairs().double(), InPairs().double()
+    alone.load_state_dict(model.state_dict())
+    engine = whale.parallelize(model, loss=plain, optimizer=SGD, batch=BATCH, config={"pipeline.num_micro_batch": 2})
+    optimizer = SGD(alone.parameters())
+    for step, bend in enumerate((torch.tanh, torch.relu, torch.relu, torch.tanh)):
+        model.bend = alone.bend = bend
+        if step == 2:
+            engine.replan(config={"pipeline.num_micro_batch": 4})
+            assert model.bend is torch.relu
+        optimizer.zero_grad()
+        expected = plain(alone(BATCH["x"]), BATCH)
+        expected.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        assert torch.isclose(engine.step(BATCH), expected.double()), step

@@ -21,7 +21,8 @@ import inspect
 import os
 import sys
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
@@ -219,8 +220,11 @@ class NearValues:
 
     def seen(self, read: Iterable[str]) -> Seen:
         """The values of now; of environment variables, of those whose paths have been read."""
-        variables = (path.removeprefix(VARIABLE) for path in read if path.startswith(VARIABLE))
-        return Seen(self.model, [*self.places.values(), *map(_of_environment, variables)])
+        return Seen(self.model, [*self.places.values(), *_variables(read)])
+
+    def kept(self, read: Iterable[str]) -> Snapshot:
+        """The values of now of the places `read`, to be restored."""
+        return Snapshot([*(self.places[path] for path in read if path in self.places), *_variables(read)])
 
     # ---- the walk --------------------------------------------------------------------------------------------
 
@@ -357,9 +361,13 @@ def _is_plain(value: object) -> bool:
     return isinstance(value, (*_PLAIN, Enum)) or (type(value).__module__ == "numpy" and getattr(value, "ndim", None) == 0)
 
 
+def _variables(read: Iterable[str]) -> Iterator[NearPlace]:
+    return (_of_environment(path.removeprefix(VARIABLE)) for path in read if path.startswith(VARIABLE))
+
+
 def _of_environment(name: str) -> NearPlace:
     path = f"{VARIABLE}{name}"
-    return NearPlace(path, path, partial(os.environ.get, name, MISSING), partial(os.environ.__setitem__, name))
+    return NearPlace(path, path, partial(os.environ.get, name, MISSING), partial(_put, os.environ, name))
 
 
 def _of_namespace(path: str, label: str, held: dict[str, Any], name: str) -> NearPlace:
@@ -431,6 +439,16 @@ class Snapshot:
             place.write(value)
         return changes
 
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """While open, the places have the values of then."""
+        now = Snapshot(place for place, *_ in self._held)
+        self.restore()
+        try:
+            yield
+        finally:
+            now.restore()
+
 
 def _copied(value: object) -> Any:
     return copy.copy(value) if isinstance(value, (list, dict, set, deque)) and len(value) <= _MOST_ITEMS else None
@@ -441,7 +459,7 @@ def _refill(container: Any, contents: Any) -> None:
     (container.update if isinstance(container, (dict, set)) else container.extend)(contents)
 
 
-def _put(held: dict[str, Any], name: str, value: object) -> None:
+def _put(held: MutableMapping[str, Any], name: str, value: object) -> None:
     if value is MISSING:
         held.pop(name, None)
     else:
