@@ -10,7 +10,6 @@ from typing import Any, Literal, TypeVar
 from warnings import catch_warnings, simplefilter
 
 import torch
-from torch import fx
 
 from whale.api.guards import Guards
 from whale.api.loader import DataPosition
@@ -25,7 +24,6 @@ from whale.planning import carry_plan, retarget_plan
 from whale.runtime.execute.batch import BatchView
 from whale.runtime.execute.call_check import Call
 from whale.runtime.execute.executor import StepState
-from whale.runtime.program.lowering import place
 from whale.runtime.runtime import Runtime
 from whale.runtime.state.engine_state import EngineState
 from whale.runtime.weights.gathering import gather_outputs, own_outputs
@@ -75,12 +73,9 @@ class ForwardPass:
         num_rows = self.view.num_rows
         if self.captured.program.whole is None:
             return gathered
-        program, device = self.captured.program_for(num_rows), self.runtime.roster.world.device
-        assert program.whole is not None, "the same ops for any number of rows"
-        module = fx.GraphModule(torch.nn.Module(), program.whole.graph)
-        for node in module.graph.nodes:
-            place(node, device)
-        module.recompile()
+        device = self.runtime.roster.world.device
+        module, program = self.captured.last_ops(num_rows, device)
+        assert program.whole is not None, "it has last ops"
         values: dict[str, Any] = {NUM_ROWS: num_rows, **dict(zip(self.captured.graph.outputs, gathered, strict=True))}
         given = (values[name] if name in values else program.tensors[name].to(device) for name in program.whole.read)
         with torch.no_grad():

@@ -21,6 +21,7 @@ from whale.ir.graph import LossTerm, ModelGraph
 from whale.ir.plan import BatchAxis
 from whale.ir.precision import Precision
 from whale.runtime.execute.batch import BatchView
+from whale.runtime.program.lowering import place
 
 ModeName = Literal["train", "eval", "predict", "eval_predict"]
 
@@ -71,6 +72,7 @@ class CapturedMode:
         self.differs = self.is_untraceable = False
         self._capture = partial(self._capture, read_as=self.graph.read_as)
         self._by_rows: dict[int, CapturedProgram] = {self.graph.num_rows: self.program}
+        self._last_ops: dict[int, fx.GraphModule] = {}
 
     @cached_property
     def batch_axes(self) -> Mapping[str, BatchAxis]:
@@ -125,6 +127,17 @@ class CapturedMode:
         if num_rows not in self._by_rows:
             self._by_rows[num_rows] = self._capture_at(num_rows)
         return self._by_rows[num_rows]
+
+    def last_ops(self, num_rows: int, device: torch.device) -> tuple[fx.GraphModule, CapturedProgram]:
+        """What computes the model's outputs from the values of the graph's for a whole batch, and the program that it is of."""
+        program = self.program_for(num_rows)
+        assert program.whole is not None, "the same ops for any number of rows"
+        if id(program) not in self._last_ops:
+            module = self._last_ops[id(program)] = fx.GraphModule(nn.Module(), program.whole.graph)
+            for node in module.graph.nodes:
+                place(node, device)
+            module.recompile()
+        return self._last_ops[id(program)], program
 
     def _capture_at(self, num_rows: int) -> CapturedProgram:
         try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -136,3 +137,24 @@ def test_constants_of_the_batch_may_change(num_micro_batch: int) -> None:
 
 
 CONSTANTS = (("squares", 1.0), ("norms", 1.0), ("squares", 1.0), ("norms", 0.5), ("norms", 1.0))
+
+
+class Summed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = self.inner(x)
+        return hidden, hidden.mean(0)
+
+
+def test_the_last_ops_of_outputs_are_compiled_once() -> None:
+    engine = whale.parallelize(
+        Summed(), loss=lambda output, _: output[0].square().mean(), optimizer=partial(torch.optim.SGD, lr=0.1), batch=torch.randn(4, 4)
+    )
+    engine.predict(torch.randn(4, 4))
+    with patch.object(torch.fx.GraphModule, "recompile", side_effect=AssertionError("compiled again")):
+        for num_rows in (4, 6):
+            hidden, mean = engine.predict(torch.randn(num_rows, 4))
+            assert torch.allclose(hidden.mean(0), mean)
