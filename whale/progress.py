@@ -1,9 +1,10 @@
-"""A line on standard error while work takes long (a capture, a plan, the first step, a checkpoint), so that it does not look like a
-hang.
+"""Work that takes long (a capture, a plan, the first step, a checkpoint): a line on standard error, so that it does not look like a hang,
+and no garbage collection.
 """
 
 from __future__ import annotations
 
+import gc
 import sys
 import threading
 import time
@@ -37,6 +38,18 @@ def progress(what: str, *, on_first: bool = True, first_seconds: float | None = 
     finally:
         reporter.done.set()
         thread.join()
+
+
+@contextmanager
+def without_collecting() -> Iterator[None]:
+    """No garbage collection inside: it took a quarter of the time of planning and a tenth of a capture, and few objects are in cycles."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 @dataclass(eq=False)

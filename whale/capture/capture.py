@@ -47,8 +47,10 @@ from whale.ir.graph import LossTerm, ModelGraph, Op, Parameter
 from whale.ir.precision import Precision
 from whale.ir.scope import Scope
 from whale.ir.writes import with_reached_gradients, written_buffers
+from whale.progress import without_collecting
 
 
+@without_collecting()
 def capture(
     model: nn.Module,
     batch: object,

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import gc
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 
 from whale.config import Config, ReplicaBlock
@@ -38,22 +37,11 @@ from whale.planning.structure.structure import analyse
 from whale.planning.verify.refused import decide_in_memory, refuse_overfull
 from whale.planning.verify.verify import needs_axes, verify
 from whale.planning.written import state_plan
+from whale.progress import without_collecting
 from whale.units import format_seconds
 
 Solve = Callable[[Placement, PricedPlacement | None], PricedPlacement]
 """Solves a placement, optionally starting with the rows of another solution."""
-
-
-@contextlib.contextmanager
-def without_collecting() -> Iterator[None]:
-    """No garbage collection inside: it took a quarter of the time of planning, and few of the millions of objects are in cycles."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
 
 
 def make_plan(graph: ModelGraph, cluster: Cluster, config: Config, *, rows: int | None = None) -> Plan:

@@ -22,10 +22,11 @@ from whale.ir.cluster import Cluster, Device
 from whale.ir.graph import ModelGraph
 from whale.ir.plan import Choice, Plan
 from whale.planning.pipeline.balance import MemoryShortage
-from whale.planning.plan import EstimatedPlan, without_collecting
+from whale.planning.plan import EstimatedPlan
 from whale.planning.realizing import Realizer
 from whale.planning.replicas.joining import mixes_samples
 from whale.planning.strategy import Strategy
+from whale.progress import without_collecting
 from whale.search.failure import failure
 from whale.search.form import ClosedForms
 from whale.search.freedom import freedom_of

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -341,3 +342,18 @@ def test_selection_by_a_mask(count: int) -> None:
     chosen = call(graph, "aten.index.Tensor").outputs[0]
     assert chosen.shape == (4, 6) and chosen.row_factors == (-1, 0)
     program.module()(*program.values(rows(count, 4)).values())
+
+
+def test_no_garbage_is_collected_during_a_capture() -> None:
+    phases: list[str] = []
+
+    def note(phase: str, _: dict[str, int]) -> None:
+        phases.append(phase)
+
+    gc.collect()
+    gc.callbacks.append(note)
+    try:
+        capture(nn.Sequential(*(nn.Linear(4, 4) for _ in range(8))), {"input": torch.randn(4, 4)}, lambda output, _: output.square().mean())
+    finally:
+        gc.callbacks.remove(note)
+    assert len(phases) <= 2 and gc.isenabled()  # one collection may come when it is over
