@@ -173,7 +173,10 @@ class BatchPasses:
         fitting = whole.with_micro_batches_for(num_rows)
         name = captured.key if fitting is whole else _in_fewer(captured.key)
         if self._lacks(name, fitting):
-            plan = fitting if captured is train else carry_plan(fitting, train.graph, captured.graph)
+            plan = fitting
+            if captured is not train:
+                has_idle = len(whole.devices) < self.runtime.roster.world.size
+                plan = carry_plan(fitting, train.graph, captured.graph, same_loss=has_idle)
             self.runtime.prepare(name, captured, plan, short_schedules_of(plan, whole))
         return name
 

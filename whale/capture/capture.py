@@ -26,7 +26,7 @@ from whale.capture.batch import BatchDims, BatchStructure
 from whale.capture.comparing import difference, write_rows
 from whale.capture.exporting.near_values import NearValues
 from whale.capture.exporting.refusals import check_model
-from whale.capture.exporting.side_effects import AttributeAccess, RegisteredBuffer, SideEffects, warning_of
+from whale.capture.exporting.side_effects import AttributeAccess, KeptTensor, SideEffects, warning_of
 from whale.capture.exporting.trace import Traced, trace
 from whale.capture.exporting.wrapper import Loss, Mode, check_loss
 from whale.capture.flat.aliasing import ancestors, memory_roots, written_arguments
@@ -157,7 +157,7 @@ def _build(
     for each in (flat, second):
         if each is not None:
             settle_writes(each)
-            _check_registered(each, first.found.registered, held)
+            _check_kept(each, first.found.kept, held)
     knows_rows = first.dynamic or (second is not None and write_rows(flat, second))
     if not first.dynamic:
         mark_factors(flat.graph, None if second is None else second.graph, first.rows)
@@ -229,26 +229,32 @@ def _check_patterns(held: TiedTensors, autocast: Autocast | None) -> None:
         )
 
 
-def _check_registered(flat: Flat, registered: Sequence[RegisteredBuffer], held: TiedTensors) -> None:
-    """Takes the buffers that `forward` registers off the results; refuses those that are made of what changes from step to step."""
-    if not registered:
+def _check_kept(flat: Flat, kept: Sequence[KeptTensor], held: TiedTensors) -> None:
+    """Takes what `forward` makes for its next call off the results; refuses what is made of what changes from step to step."""
+    if not kept:
         return
-    flat.results, made = flat.results[: -len(registered)], flat.results[-len(registered) :]
+    flat.results, made = flat.results[: -len(kept)], flat.results[-len(kept) :]
     roots = memory_roots(flat.graph)
-    replaced = {held.canonical.get(each.name) for each in registered} - {None}
+    replaced = {held.canonical.get(each.name) for each in kept if not each.is_attribute} - {None}
     faults: list[WhaleError] = []
-    for buffer, node in zip(registered, made, strict=True):
+    for tensor, node in zip(kept, made, strict=True):
         sources = ancestors(node) if isinstance(node, fx.Node) else set()
         memory = {roots[each] for each in sources}
         changing = [each for each in sources if each is not flat.rows and _changes(flat, each, replaced)]
         for each in flat.graph.nodes:
             written = {roots[base] for base in written_arguments(each)} & memory
             changing += [each] if any(each not in sources or root.op == "placeholder" for root in written) else []
-        if changing or buffer.is_written:
+        if changing or tensor.is_written:
             how = f"is made of %{changing[0].name}" if changing else "is written to after that"
-            fault = f"forward registers buffer {buffer.name}, which {how}, and which would be made anew in each step"
+            fault = f"forward registers buffer {tensor.name}, which {how}, and which would be made anew in each step"
             hint = "register it in __init__, with its first value; what others are to read goes into a plain attribute"
-            faults.append(CaptureError(fault, where=buffer.where, hint=hint))
+            if tensor.is_attribute:
+                fault = (
+                    f"forward looks for {tensor.name} of its last call, makes it where it is missing, and each step would be a first one"
+                )
+                fault += f": it {how}"
+                hint = "keep it in a buffer, registered in __init__ with its first value, and write into that: self.ema.mul_(0.9).add_(...)"
+            faults.append(CaptureError(fault, where=tensor.where, hint=hint))
     raise_faults(faults)
 
 

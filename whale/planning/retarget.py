@@ -23,7 +23,7 @@ from whale.errors import PlanError, WhaleError, raise_faults
 from whale.estimate import Line, spec_line
 from whale.ir.graph import ModelGraph, Op
 from whale.ir.plan import BATCH, Edge, Plan, Replica, Shard, Stage, TaskGraph, program_of
-from whale.ir.writes import MemoryWrites, reached_parameters, written_buffers
+from whale.ir.writes import MemoryWrites, written_buffers
 from whale.planning.pipeline.segments import find_ground
 from whale.planning.replicas.joining import cut_rows
 from whale.planning.shard.write import OpCuts, carried, with_work
@@ -134,7 +134,8 @@ def _fault(graph: ModelGraph, late: Late) -> PlanError:
     return PlanError(
         f"in {graph.mode}, {late.op} reads parameters of stage {late.stage} and a value of the later stage {late.needed_stage}",
         where=graph.by_name[late.op].where,
-        hint="keep the order of the modules the same in training and in evaluation",
+        hint="keep the order of the modules the same in all captures; a part that the first does not run is on the last stage: give "
+        "parallelize a batch that runs it, or put it under a scope",
     )
 
 
@@ -192,8 +193,10 @@ def _task_graphs(plan: Plan, graph: ModelGraph, assignment: Assignment) -> tuple
     return tuple(dataclasses.replace(task_graph, ops=tuple(members[task_graph.name])) for task_graph in plan.task_graphs)
 
 
-def carry_plan(plan: Plan, graph: ModelGraph, other: ModelGraph) -> Plan:
-    """A training plan for a capture of the same model at other sizes.
+def carry_plan(plan: Plan, graph: ModelGraph, other: ModelGraph, *, same_loss: bool = False) -> Plan:
+    """A training plan for another training capture of the same model: of other sizes, plain values or constants of the batch.
+
+    It may train other parameters: those that it does not reach get no gradient.
 
     Where both captures run the same ops and can be cut equally, everything stays: cuts, shards, recomputation. Else ops go
     where their parameters are, as in evaluation.
@@ -201,12 +204,18 @@ def carry_plan(plan: Plan, graph: ModelGraph, other: ModelGraph) -> Plan:
     Args:
         plan: made for `graph`.
         graph: captured for training.
-        other: captured for training at other sizes.
+        other: the other capture.
+        same_loss: whether all ranks must sum the same terms of the loss in both.
 
     Raises:
-        PlanError: the model trains other parameters, has another loss, or cannot be divided as the plan says at these sizes.
+        PlanError: the loss has other terms, or the model cannot be divided as the plan says.
     """
-    _check_training(graph, other)
+    if same_loss and _loss_of(graph) != _loss_of(other):
+        raise PlanError(
+            "the loss has other terms in this capture than in the first, and ranks that the plan leaves idle have no batch to tell them so",
+            where=other.loss[0].where if other.loss else None,
+            hint="start as many ranks as the plan uses, or give step() global batches",
+        )
     recomputes = any(segment.recompute for replica in plan.replicas for stage in replica.stages for segment in stage.program)
     if _ops_of(graph) == _ops_of(other):
         try:
@@ -261,20 +270,6 @@ def _as_it_is(plan: Plan, graph: ModelGraph, other: ModelGraph) -> Plan:
     if axes is not None:
         raise_faults(list(shard_faults(carried, other, axes)))
     return carried
-
-
-def _check_training(graph: ModelGraph, other: ModelGraph) -> None:
-    """What ranks sum in a step, gradients and weights of the loss, must be the same in both."""
-    odd = sorted(reached_parameters(graph) ^ reached_parameters(other))
-    if odd:
-        raise PlanError(
-            f"parameters are not trained by all captures (sizes, plain values or constants of the batch): {', '.join(odd)}",
-            hint="add 0 * sum(p.sum() for p in head.parameters()) to the loss: the gradient is then 0, and not None, so weight decay and "
-            "moments of the optimizer still move them",
-        )
-    if _loss_of(graph) != _loss_of(other):
-        where = other.loss[0].where if other.loss else None
-        raise PlanError("the loss has other terms at this size of the batch", where=where)
 
 
 def _ops_of(graph: ModelGraph) -> list[tuple[str, str, str]]:

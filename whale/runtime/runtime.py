@@ -13,9 +13,11 @@ import torch
 
 from whale.config import Config
 from whale.errors import BatchError, PlanError, RuntimeFault, WhaleError
+from whale.ir.graph import ModelGraph
 from whale.ir.plan import Plan
 from whale.ir.schedule import Schedule
 from whale.ir.updates import buffer_updates
+from whale.ir.writes import reached_parameters
 from whale.runtime.execute.batch import BatchView
 from whale.runtime.execute.call_check import Call, call_together
 from whale.runtime.execute.connections import Connections
@@ -72,7 +74,8 @@ class Runtime:
         groups = groups_of(roster.plan, graph, holdings.shardings)
         self._connections = Connections.open(roster, groups, channels_of(roster.plan, graph), watch)
         self._host_copies = HostCopies(roster.world.device)
-        self._sync = self._make_sync(buckets.summed, state)
+        self._state = state
+        self._syncs = {reached_parameters(graph): self._make_sync(buckets.summed)}
         self._weights = self._make_weights(buckets.gathered, state)
         self._publishing = self._make_publishing(buckets.published, state)
         self._lasting = state.lasting
@@ -118,7 +121,7 @@ class Runtime:
             holdings=self.holdings,
             lent=self._lent,
             connections=self._connections,
-            sync=self._sync if trains else None,
+            sync=self._sync_for(captured.graph) if trains else None,
             copies=self._copies if trains else None,
             weights=self._weights,
             publishing=self._publishing if trains else None,
@@ -165,9 +168,13 @@ class Runtime:
             BatchError: the batch cannot be divided as the plan says, or its rows differ between ranks.
             RuntimeFault: a peer died or a wait timed out.
         """
-        worker, sync = self._workers[mode], self._sync
+        worker = self._workers[mode]
+        sync = worker.sync
         self._last_training = worker
         with self.status.reporting():
+            for other in self._all_syncs:
+                if other is not sync:
+                    other.rest()
             if sync is not None:
                 sync.begin(scale)
             is_typical = batch.num_rows == self.roster.plan.planned_rows
@@ -195,8 +202,8 @@ class Runtime:
 
     def forget_lost(self) -> None:
         """Drops the rounding errors of gradients on this rank: their steps do not count, or the weights were replaced."""
-        if self._sync is not None:
-            self._sync.forget_lost()
+        for sync in self._all_syncs:
+            sync.forget_lost()
 
     def unscale(self, state: EngineState, factor: torch.Tensor) -> torch.Tensor:
         """Multiplies the gradients by a power of two; above 0 if some gradient of any rank is not finite: 0-dim, equal on all ranks."""
@@ -357,22 +364,35 @@ class Runtime:
         self._kept.clear()
         self._lent.clear()
         self._last_training = None
-        if self._sync is not None:
-            self._sync.close()
-        self._lasting = {}
-        self._sync = self._publishing = self._weights = self.clipping = self._by_hand = None
+        for sync in self._all_syncs:
+            sync.close()
+        self._syncs, self._lasting = {}, {}
+        self._publishing = self._weights = self.clipping = self._by_hand = None
         self._connections.close()
 
     def _make_clipping(self, state: EngineState, limit: float | None) -> Clipping:
         return Clipping(self.holdings, self.roster.rank, state.kept, limit, self._connections.world_sums.add, self.roster.world.device)
 
-    def _make_sync(self, buckets: Sequence[Bucket], state: EngineState) -> GradientSync | None:
+    @property
+    def _all_syncs(self) -> list[GradientSync]:
+        return [sync for sync in self._syncs.values() if sync is not None]
+
+    def _sync_for(self, graph: ModelGraph) -> GradientSync | None:
+        """The gradient sums of what a capture trains: captures with other heads, losses or turns train other parameters."""
+        reached = reached_parameters(graph)
+        if reached not in self._syncs:
+            plan, num_bytes = self.roster.plan, self.config.communication.bucket_bytes
+            buckets = plan_buckets(plan, self.holdings.shardings, graph, alike_schedules(plan), num_bytes)
+            self._syncs[reached] = self._make_sync(buckets.summed)
+        return self._syncs[reached]
+
+    def _make_sync(self, buckets: Sequence[Bucket]) -> GradientSync | None:
         """None where the optimizer steps this rank's gradients as they are."""
         rank_place, roster = self.roster.rank_place, self.roster
         if rank_place is None:
             return None
         stages = {(rank_place.replica, stage) for stage in roster.plan.pipelines[rank_place.replica].stages_of(rank_place.pipeline_rank)}
-        sync = GradientSync(buckets, self._links(rank_place.rank), stages, state.parameters, state.kept)
+        sync = GradientSync(buckets, self._links(rank_place.rank), stages, self._state.parameters, self._state.kept)
         return sync if sync.has_work else None
 
     def _make_publishing(self, buckets: Sequence[Bucket], state: EngineState) -> Publishing | None:

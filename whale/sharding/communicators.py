@@ -12,7 +12,6 @@ from functools import cached_property
 
 from whale.ir.graph import ModelGraph
 from whale.ir.plan import Plan
-from whale.ir.writes import reached_parameters
 from whale.sharding.crossings import DIRECTIONS, Crossings
 from whale.sharding.parameters import ParameterShardings
 
@@ -66,7 +65,7 @@ def groups_of(plan: Plan, model: ModelGraph, shardings: ParameterShardings) -> t
 
 
 def _owner_sets(model: ModelGraph, shardings: ParameterShardings) -> Iterator[tuple[int, ...]]:
-    for sharding in {shardings.gradient(name) for name in reached_parameters(model).intersection(shardings.parameters)}:
+    for sharding in {shardings.gradient(name) for name in set(model.trained).intersection(shardings.parameters)}:
         yield from (piece.owners for piece in sharding.pieces if not piece.is_complete)
     for name in shardings.keeping:
         yield from (piece.owners for piece in shardings.gradient(name).pieces)

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import dis
 import functools
 import inspect
 import os
@@ -266,6 +267,10 @@ class NearValues:
             self._add(f"{path}.{name}", f"{label}.{name}", held, name, is_noted=can_note and _can_note(kind, name))
             if can_note and _can_note(kind, name):
                 self.noted.setdefault(kind, set()).add(name)
+        if is_module and can_note and id(held) in self._of_model:  # what `forward` may make: whether it looks for it first is noted
+            made = {name for name in _stored(kind) if name not in held and name not in OF_EVERY_MODULE and _can_note(kind, name)}
+            self.noted.setdefault(kind, set()).update(made)
+            self.owners.setdefault(id(held), (label, True))
         for name in _slots(kind):
             read, write = partial(getattr, value, name, MISSING), partial(setattr, value, name)
             self.places[f"{path}.{name}"] = NearPlace(f"{path}.{name}", f"{label}.{name}", read, write)
@@ -504,6 +509,21 @@ def _class_values(kind: type) -> dict[str, object]:
 
 def _is_value(name: str, member: object) -> bool:
     return not name.startswith("__") and not hasattr(type(member), "__get__") and not name.startswith("_abc_")
+
+
+def _stored(kind: type) -> frozenset[str]:
+    """The names of attributes that the methods of a user's class assign to."""
+    return frozenset[str]().union(*(_stored_by(base) for base in kind.__mro__ if not _is_of_a_library(base)))
+
+
+_STORE = dis.opmap["STORE_ATTR"]
+
+
+@functools.cache
+def _stored_by(base: type) -> frozenset[str]:
+    codes = (member.__code__ for member in vars(base).values() if isinstance(member, FunctionType))
+    storing = (code for code in codes if _STORE in code.co_code[::2])  # to decode them all takes four times as long
+    return frozenset(each.argval for code in storing for each in dis.get_instructions(code) if each.opcode == _STORE)
 
 
 def _can_note(kind: type, name: str) -> bool:

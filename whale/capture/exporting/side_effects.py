@@ -24,6 +24,7 @@ from unittest import mock
 
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_buffer_registration_hook
+from torch.utils import _pytree as pytree
 
 from whale.capture.exporting.held_values import MISSING
 from whale.capture.exporting.near_values import OF_EVERY_MODULE, VARIABLE, NearValues, Noted, Snapshot, of_globals
@@ -113,6 +114,7 @@ class AttributeAccess:
         self._variables: set[str] = set()
         self._first: dict[_Key, object] = {}
         self._written: dict[_Key, tuple[dict[str, Any], SourceLine | None]] = {}
+        self._missed: set[_Key] = set()  # attributes that the call has looked for in vain before it wrote them
 
     @contextmanager
     def noted(self) -> Iterator[None]:
@@ -150,7 +152,7 @@ class AttributeAccess:
         return True
 
     def begin(self) -> None:
-        self._first, self._written = {}, {}
+        self._first, self._written, self._missed = {}, {}, set()
 
     @property
     def read(self) -> frozenset[str]:
@@ -175,6 +177,20 @@ class AttributeAccess:
                 found.append(f"{label}.{name} at {line}" if line is not None else f"{label}.{name}")
         return tuple(dict.fromkeys(found))
 
+    def made(self) -> tuple[KeptTensor, ...]:
+        """The tensors in attributes of the model that the call has looked for in vain, and then made for the next."""
+        return tuple(
+            KeptTensor(f"{self._near.owners[key[0]][0]}.{key[1]}", line, tensor, False, is_attribute=True)
+            for key, (held, line) in self._written.items()
+            if key in self._missed and key[0] in self._near.owners
+            for tensor in pytree.tree_leaves(held.get(key[1]))
+            if isinstance(tensor, Tensor)
+        )
+
+    def misses(self, held: dict[str, Any], name: str) -> None:
+        if (id(held), name) not in self._written:
+            self._missed.add((id(held), name))
+
     def reads(self, held: dict[str, Any], name: str, value: object) -> None:
         key = id(held), name
         self._read.add(key)
@@ -198,6 +214,8 @@ class _Noted(Noted):
             is_bound = hasattr(type(self.default), "__get__")
             value = self.default.__get__(instance, owner) if is_bound else self.default
         if value is MISSING:
+            if instance is not None:
+                self._access.misses(held, self._name)
             raise AttributeError(f"{owner.__name__!r} object has no attribute {self._name!r}", name=self._name, obj=instance)
         if instance is not None:
             self._access.reads(held, self._name, value)
@@ -253,13 +271,14 @@ def forget_new(before: Iterable[Fresh]) -> None:
 
 
 @dataclass(frozen=True)
-class RegisteredBuffer:
-    """A buffer that a call registers."""
+class KeptTensor:
+    """A buffer that a call registers, or a tensor that it keeps in an attribute that it has made."""
 
     name: str  # as ``blocks.0.mask``
     where: SourceLine | None
     tensor: Tensor
     is_written: bool  # whether it was written to after it was registered
+    is_attribute: bool = False
 
 
 class Registrations:
@@ -281,7 +300,7 @@ class Registrations:
         if tensor is not None:
             self._noted.append((module, name, tensor, tensor._version, user_line()))
 
-    def checked(self, model: nn.Module) -> tuple[RegisteredBuffer, ...]:
+    def checked(self, model: nn.Module) -> tuple[KeptTensor, ...]:
         """The buffers that are there after the call, and were not before.
 
         Raises:
@@ -298,7 +317,7 @@ class Registrations:
                     hint="make it in __init__, or run the model on one batch before parallelize",
                 )
         return tuple(
-            RegisteredBuffer(f"{names[id(module)]}.{name}".removeprefix("."), line, tensor, tensor._version != version)
+            KeptTensor(f"{names[id(module)]}.{name}".removeprefix("."), line, tensor, tensor._version != version)
             for module, name, tensor, version, line in self._noted
             if id(module) in names and module._buffers.get(name) is tensor and id(tensor) not in held
         )

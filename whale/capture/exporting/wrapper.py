@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 from whale.capture.batch import BatchStructure, is_record, plain
 from whale.capture.exporting.reads import KnownValues, ReadAnswers
-from whale.capture.exporting.side_effects import AttributeAccess, RegisteredBuffer, Registrations, SideEffects, forget_new, fresh
+from whale.capture.exporting.side_effects import AttributeAccess, KeptTensor, Registrations, SideEffects, forget_new, fresh
 from whale.capture.program import ObjectStructure, OutputStructure
 from whale.capture.source import line_of_function
 from whale.errors import BatchError, CaptureError
@@ -34,7 +34,7 @@ class Findings:
     metrics: tuple[str, ...] = ()  # names of the results that come next
     own_loss: int | None = None  # the index of the output tensor that is that loss; None if none is
     weight: float | None = None  # constant weight of a (sum, weight) pair; it is no result
-    registered: tuple[RegisteredBuffer, ...] = ()  # buffers that `forward` registers: the last results, to see what they are made of
+    kept: tuple[KeptTensor, ...] = ()  # what `forward` makes for its next call: the last results, to see what they are made of
     handed_on: tuple[str, ...] = ()  # plain attributes that `forward` leaves to its next call
 
 
@@ -71,12 +71,12 @@ class Wrapper(nn.Module):
                     results = self._results(list(tensors))
                     for module, name, held in before:
                         _keep_written(module, name, held)
-                    self.found.registered = registrations.checked(self.model)
+                    self.found.kept = (*registrations.checked(self.model), *self._access.made())
                 has_new_hooks = any(module.new_hooks for module in modules)
                 self.found.handed_on = self._access.handed_on(known.knows, has_new_hooks=has_new_hooks)
             finally:
                 forget_new(modules)  # another run may follow where this one failed
-        return (*results, *(buffer.tensor for buffer in self.found.registered))
+        return (*results, *(each.tensor for each in self.found.kept))
 
     def _results(self, tensors: list[Tensor]) -> tuple[Any, ...]:
         batch = self._structure.unflatten(tensors)

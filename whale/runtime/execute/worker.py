@@ -38,6 +38,7 @@ class Worker:
     Attributes:
         written: the buffers that the model writes.
         copied: those that passes write into copies, and how.
+        sync: of the gradients; None without training, or where none are summed.
         peak_in_flight: see `Executor`.
     """
 
@@ -63,6 +64,7 @@ class Worker:
         is_idle = place is None or not plan.replicas[place.replica].pipeline.num_micro_batch
         self.plan, self.model, self._rank_place = plan, captured.graph, None if is_idle else place
         updates = buffer_updates(captured.graph)
+        self.sync = sync
         self.written = tuple(updates)
         self.copied = {name: update for name, update in updates.items() if update.kind != "statistics"}
         self._device, self._world_sums = roster.world.device, connections.world_sums

@@ -226,6 +226,12 @@ class GradientSync:
                 for parameter, place in bucket.views:
                     parameter.grad = place
 
+    def rest(self) -> None:
+        """Lets the gradients of a step pass that sums others: of a capture that trains other parameters."""
+        self._armed.clear()
+        for bucket in self._buckets:
+            bucket.is_armed = False
+
     def arm(self, stage: int) -> None:
         """The next backward is this stage's last of the step: what it accumulates is final."""
         self._armed.add(stage)

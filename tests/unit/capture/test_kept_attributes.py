@@ -1,0 +1,81 @@
+"""Attributes that forward makes for its next call: refused where a step would need those of the last, kept where they are the same."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import whale
+from whale.capture import capture
+from whale.errors import CaptureError
+
+
+class Average(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden: Tensor = self.layer(x)
+        self.keep(hidden)
+        return hidden - self.kept
+
+    def keep(self, hidden: Tensor) -> None:
+        if not hasattr(self, "kept"):
+            self.kept = hidden.detach().mean()
+
+
+class Cache(Average):
+    def keep(self, hidden: Tensor) -> None:
+        try:
+            hidden = hidden + self.kept
+        except AttributeError:
+            hidden = hidden + 0
+        self.kept = hidden.detach()
+
+
+class Pair(Average):
+    def keep(self, hidden: Tensor) -> None:
+        before = getattr(self, "both", None)
+        self.both = (hidden.detach(), 1)
+        self.kept = hidden if before is None else before[0]
+
+
+class Table(Average):
+    def keep(self, hidden: Tensor) -> None:
+        if not hasattr(self, "kept"):
+            self.kept = torch.arange(4.0).sqrt()
+
+
+class ForOthers(Average):
+    def keep(self, hidden: Tensor) -> None:
+        self.kept = hidden.detach()
+        self.last = self.kept.mean()
+
+
+def loss(output: Tensor, batch: Tensor) -> Tensor:
+    return output.square().mean()
+
+
+@pytest.mark.parametrize(("kind", "name"), [(Average, "kept"), (Cache, "kept"), (Pair, "both")])
+@pytest.mark.parametrize("is_inside", [False, True])
+def test_what_the_next_call_would_read_is_refused_with_its_line(kind: type[Average], name: str, is_inside: bool) -> None:
+    model = nn.Sequential(kind()) if is_inside else kind()
+    with pytest.raises(CaptureError, match=rf"forward looks for \w+\.{name} of its last call, makes it where it is missing") as caught:
+        capture(model, torch.randn(6, 4), loss)
+    assert "test_kept_attributes.py" in str(caught.value.where)
+    assert "register" in (caught.value.hint or "")
+    assert not hasattr(model[0] if isinstance(model, nn.Sequential) else model, name)
+
+
+@pytest.mark.parametrize("kind", [Table, ForOthers])
+def test_what_is_the_same_or_written_first_is_exact(kind: type[Average]) -> None:
+    torch.manual_seed(0)
+    model, plain = kind(), kind()
+    plain.load_state_dict(model.state_dict())
+    engine = whale.parallelize(model, loss=loss, batch=torch.randn(6, 4))
+    for _ in range(3):
+        batch = torch.randn(6, 4)
+        assert float(engine.evaluate(batch)) == pytest.approx(loss(plain(batch), batch).item(), rel=1e-6)
+    engine.close()
