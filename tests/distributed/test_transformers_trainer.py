@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -79,6 +80,25 @@ def train(
     return logs, {name: value.clone() for name, value in model.state_dict().items()}
 
 
+Plain = Callable[[dict[str, Any], bool], tuple[Path, Any]]
+
+
+@pytest.fixture(scope="module")
+def plain(world: World, tmp_path_factory: pytest.TempPathFactory) -> Plain:
+    """Trains by the plain trainer, once for all tests with these options: its folder, and what `train` returns."""
+    made: dict[str, tuple[Path, Any]] = {}
+
+    def find(options: dict[str, Any], lora: bool) -> tuple[Path, Any]:
+        key = repr((options, lora))
+        if key not in made:
+            folder = tmp_path_factory.mktemp("plain")
+            [run] = world.run(train, str(folder), options, None, None, lora, num_ranks=1)
+            made[key] = folder, run
+        return made[key]
+
+    return find
+
+
 PIPELINE = {"pipeline.num_stages": 2, "pipeline.num_micro_batch": 2, "planning.search": "off"}
 
 
@@ -93,18 +113,18 @@ PIPELINE = {"pipeline.num_stages": 2, "pipeline.num_micro_batch": 2, "planning.s
     ids=["pipeline", "replicas and a loss of the trainer's", "adapters of a frozen model", "adapters of one that is shared out"],
 )
 def test_logs_and_weights_are_those_of_the_plain_trainer(
-    world: World, tmp_path: Path, options: dict[str, Any], config: dict[str, Any], lora: bool
+    world: World, plain: Plain, tmp_path: Path, options: dict[str, Any], config: dict[str, Any], lora: bool
 ) -> None:
-    [(expected, weights)] = world.run(train, str(tmp_path / "plain"), options, None, None, lora, num_ranks=1)
+    plain_folder, (expected, weights) = plain(options, lora)
     folder = str(tmp_path / "whale")
     for logs, state in world.run(train, folder, options, config, None, lora, num_ranks=2):
         check(logs, expected)
         for name, value in weights.items():
             torch.testing.assert_close(state[name], value, rtol=1e-4, atol=1e-5)
     saved = "adapter_model.safetensors" if lora else "model.safetensors"
-    theirs, ours = (load_file(tmp_path / each / "checkpoint-2" / saved) for each in ("plain", "whale"))
+    theirs, ours = (load_file(each / "checkpoint-2" / saved) for each in (plain_folder, Path(folder)))
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
-    theirs, ours = (load_file(tmp_path / each / "final" / saved) for each in ("plain", "whale"))
+    theirs, ours = (load_file(each / "final" / saved) for each in (plain_folder, Path(folder)))
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
     if config is PIPELINE:
         [(logs, state)] = world.run(train, folder, options, {}, f"{folder}/checkpoint-2", lora, num_ranks=1)
