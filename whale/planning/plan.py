@@ -69,29 +69,33 @@ def plan_and_estimate(graph: ModelGraph, cluster: Cluster, config: Config, *, ro
         return state_plan(graph, cluster, config, rows)
     num_rows = graph.num_rows if rows is None else rows
     prices = Prices(graph, cluster, Costs.for_model(config, graph, cluster))
-    return plan_as_set(prices, config, num_rows).finished()
+    return plan_as_set(StagePricing.of(prices, config.communication.overlap), config, num_rows).finished()
 
 
-def plan_as_set(prices: Prices, config: Config, num_rows: int, pool: DevicePool | None = None) -> EstimatedPlan:
+def plan_as_set(pricing: StagePricing, config: Config, num_rows: int, pool: DevicePool | None = None) -> EstimatedPlan:
     """The plan that scopes and settings describe, estimated but not explained; errors as of `plan_and_estimate`.
 
     `pool`: where to place a model with scopes; None for all devices. Written replicas have devices of their own.
     """
+    prices = pricing.prices
     own = DevicePool(prices.cluster, prices.cluster) if pool is None else pool
-    planned = partial(_planned, config=config, num_rows=num_rows, pool=own)
+
+    def planned(at: Prices, depth: str | None = None) -> EstimatedPlan:
+        return _planned(pricing.at(at), config, num_rows, own, depth)
+
     policies = [config.recompute.policy if block.recompute is None else block.recompute for block in config.replicas]
     is_open = "auto" in (policies or [config.recompute.policy])  # memory decides what some replica computes again
     others = [partial(planned, depth=depth) for depth in OPEN_DEPTHS] if is_open else []
     return decide_in_memory(prices, planned, *others)
 
 
-def _planned(prices: Prices, config: Config, num_rows: int, pool: DevicePool, depth: str | None = None) -> EstimatedPlan:
+def _planned(pricing: StagePricing, config: Config, num_rows: int, pool: DevicePool, depth: str | None) -> EstimatedPlan:
     """One run of the passes.
 
     `depth`: the recomputation policy where that is left to memory; None recomputes as much as memory demands.
     """
-    graph, num_devices = prices.graph, len(pool.taken.devices)
-    pricing, gather_rows = StagePricing.of(prices, config.communication.overlap), config.communication.gather_rows
+    graph, num_devices = pricing.prices.graph, len(pool.taken.devices)
+    gather_rows = config.communication.gather_rows
     if config.replicas:
         return estimated_plan(*_plan_blocks(pricing, config, num_rows, depth=depth), gather_rows=gather_rows)
     annotations = read_scopes(graph, config, num_devices)

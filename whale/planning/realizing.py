@@ -94,7 +94,7 @@ class Realizer:
         if prices is self.prices:
             return self
         other = copy(self)
-        other.prices, other._solvers, other._pricing = prices, {}, StagePricing.of(prices, self.config.communication.overlap)
+        other.prices, other._solvers, other._pricing = prices, {}, self._pricing.at(prices)
         return other
 
     def solver(self, replica: ReplicaSpec, policy: str | Shares) -> Solver:

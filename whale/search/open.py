@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import product
 from typing import Any
 
@@ -27,10 +27,11 @@ from whale.estimate import pipeline_seconds
 from whale.estimate.prices.prices import Prices
 from whale.ir.cluster import Device
 from whale.ir.graph import ModelGraph
-from whale.planning.annotations.taskgraphs import assign_by_scopes, place_sizes, read_scopes
+from whale.planning.annotations.taskgraphs import Annotations, assign_by_scopes, num_chunks, read_scopes, sizes_in
 from whale.planning.pipeline.placement import DevicePool, every_placement, placements
 from whale.planning.pipeline.scheduling import PipelineShape, shape_pipeline
 from whale.planning.plan import EstimatedPlan, plan_as_set
+from whale.planning.shard.stage_price import StagePricing
 from whale.planning.strategy import Placed, ReplicaSpec, Strategy
 from whale.planning.structure.stages import Assignment
 from whale.search.form import ClosedForms
@@ -55,6 +56,8 @@ class OpenSpace:
     config: Config
     num_strategies: int = field(default=0, init=False)
     takes_ungathered: bool = field(default=False, init=False)
+    _annotated: dict[tuple[int, int], Annotations | None] = field(default_factory=dict, init=False)  # by devices and chunks
+    _assigned: dict[tuple[int, int], Assignment] = field(default_factory=dict, init=False)  # the same
     _stages: dict[tuple[int, Order], tuple[PipelineShape, Assignment]] = field(default_factory=dict, init=False)
     _placements: dict[tuple[tuple[Device, ...], Order], tuple[tuple[Placed, ...], ...]] = field(default_factory=dict, init=False)
     _speeds: dict[tuple[int, Order, int, Device, int, int], float] = field(default_factory=dict, init=False)
@@ -70,19 +73,25 @@ class OpenSpace:
             self.prices.cluster.devices, self.freedom.orders[0], self.freedom.micro_batches or 1, self.freedom.policies[0]
         )
 
+    @cached_property
+    def _pricing(self) -> StagePricing:
+        return StagePricing.of(self.prices, self.config.communication.overlap)
+
     def realize(self, strategy: Strategy, prices: Prices | None = None) -> EstimatedPlan:
         """The plan of a strategy, with these prices or those of the space."""
-        prices = prices or self.prices
+        pricing = self._pricing if prices is None else self._pricing.at(prices)
+        cluster = self.prices.cluster
         if strategy == self.first:
-            estimated = plan_as_set(prices, self.config, self.forms.num_rows)
+            estimated = plan_as_set(pricing, self.config, self.forms.num_rows)
             self.takes_ungathered = bool(estimated.not_joined)
             return estimated
         own = strategy.replicas[0]
         order: dict[str, Any] = {"pipeline.schedule": own.schedule, "pipeline.num_chunks": own.num_chunks} if self._has_order else {}
         config = self.config.with_values({"pipeline.num_micro_batch": own.num_micro_batch, "recompute.policy": own.recompute} | order)
         placed = tuple(replica.names for replica in strategy.replicas if replica.names is not None)
-        taken = prices.cluster.only([device.name for device in strategy.devices or ()])
-        return plan_as_set(prices, config, self.forms.num_rows, DevicePool(prices.cluster, taken, in_any_order=True, stated=placed))
+        taken = cluster.only([device.name for device in strategy.devices or ()])
+        pool = DevicePool(cluster, taken, partial(self._together, strategy), stated=placed)
+        return plan_as_set(pricing, config, self.forms.num_rows, pool)
 
     def known(self, start: Sequence[Strategy]) -> Iterator[Ranked]:
         """The plan without a search, so that the result is never worse."""
@@ -174,7 +183,15 @@ class OpenSpace:
         return None
 
     def _sizes_in(self, num_devices: int, order: Order) -> tuple[int, ...]:
-        return place_sizes(self.prices.graph, self._in(order), num_devices)
+        return sizes_in(self._annotations(num_devices, order), num_chunks(self._in(order)))
+
+    def _annotations(self, num_devices: int, order: Order) -> Annotations | None:
+        """What the scopes make of so many devices; of an order only its chunks matter."""
+        config = self._in(order)
+        key = num_devices, num_chunks(config)
+        if key not in self._annotated:
+            self._annotated[key] = read_scopes(self.prices.graph, config, num_devices)
+        return self._annotated[key]
 
     def _in(self, order: Order) -> Config:
         return self.config.with_values({"pipeline.schedule": order.schedule, "pipeline.num_chunks": order.num_chunks})
@@ -205,11 +222,12 @@ class OpenSpace:
         """What the scopes make of the devices of a strategy; the pipeline's micro-batches do not count."""
         number, order = len(strategy.devices or ()), self._order_of(strategy)
         if (number, order) not in self._stages:
-            config = self._in(order)
-            annotations = read_scopes(self.prices.graph, config, number)
+            config, annotations = self._in(order), self._annotations(number, order)
             assert annotations is not None, "of replicas that are written down nothing is known before they are planned"
-            pipeline = shape_pipeline(config, annotations, number)
-            self._stages[number, order] = pipeline, assign_by_scopes(self.prices.graph, annotations)
+            key = number, num_chunks(config)
+            if key not in self._assigned:
+                self._assigned[key] = assign_by_scopes(self.prices.graph, annotations, self.forms.planner.structure)
+            self._stages[number, order] = shape_pipeline(config, annotations, number), self._assigned[key]
         return self._stages[number, order]
 
     def _likely(self, strategy: Strategy) -> float:
@@ -229,7 +247,11 @@ class OpenSpace:
         """Approximate seconds of a step on the named devices, or on the best placement."""
         named = tuple(replica.names for replica in strategy.replicas if replica.names is not None)
         every = (named,) if named else self._placed(strategy)
-        return min((1 / sum(1 / self._with_all_rows(strategy, replica) for replica in placed) for placed in every), default=math.inf)
+        return min((self._together(strategy, placed) for placed in every), default=math.inf)
+
+    def _together(self, strategy: Strategy, placed: Sequence[Placed]) -> float:
+        """Seconds of replicas that divide the rows."""
+        return 1 / sum(1 / self._with_all_rows(strategy, replica) for replica in placed)
 
     def _with_all_rows(self, strategy: Strategy, placed: Placed) -> float:
         """Seconds of one replica with all rows."""

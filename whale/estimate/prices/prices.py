@@ -228,6 +228,7 @@ class Prices:
             local.outputs = self.outputs | {own.name: output_line(own, self.graph.num_rows) for own in unlike}
             shares = {axis: size / self.axes.by_name[axis].size for axis, (size, _) in named.items()}
             local.table = self._on_parts(ops, cuts).at(shares)
+            local.states = self.states  # of no parameter they depend on its shape
             local._accumulated = self._accumulated.copy()  # what other stages add is not asked for
             for name in labels.ops:
                 local._accumulated[self.graph.position[name]] = local._added(local.graph.by_name[name])
@@ -256,12 +257,17 @@ class Prices:
         other._locals = {}
         return other
 
+    @property
+    def keeping(self) -> tuple[int, bool]:
+        """What `kept_by` set."""
+        return self.num_keepers, self.sums_at_once
+
     def kept_by(self, num_keepers: int, *, sums_at_once: bool = False) -> Prices:
         """The same prices, where so many devices shard the state of each parameter.
 
         `sums_at_once`: whether all of them have one micro-batch.
         """
-        if not self.costs.zero or (num_keepers, sums_at_once) == (self.num_keepers, self.sums_at_once):
+        if not self.costs.zero or (num_keepers, sums_at_once) == self.keeping:
             return self
         other = copy(self)
         other.sums_at_once = sums_at_once

@@ -160,7 +160,11 @@ def place_sizes(graph: ModelGraph, config: Config, num_devices: int) -> tuple[in
     Raises:
         AnnotationError: scopes that cannot be honoured.
     """
-    annotations, chunks = read_scopes(graph, config, num_devices), num_chunks(config)
+    return sizes_in(read_scopes(graph, config, num_devices), num_chunks(config))
+
+
+def sizes_in(annotations: Annotations | None, chunks: int) -> tuple[int, ...]:
+    """`place_sizes` of what the scopes say, with so many chunks on a virtual device."""
     sizes = () if annotations is None else annotations.sizes
     return () if len(sizes) % chunks else sizes[: len(sizes) // chunks]
 
@@ -223,13 +227,13 @@ def check_enough_devices(annotations: Annotations, wanted: int, num_devices: int
     )
 
 
-def assign_by_scopes(graph: ModelGraph, annotations: Annotations) -> Assignment:
-    """Assigns ops to the stages of their scopes.
+def assign_by_scopes(graph: ModelGraph, annotations: Annotations, structure: Structure | None = None) -> Assignment:
+    """Assigns ops to the stages of their scopes; `structure` is that of the graph, where it is known.
 
     Raises:
         AnnotationError: an op needs the value of a later stage.
     """
-    structure = analyse(graph)
+    structure = structure or analyse(graph)
     pinned = _only_cheap(annotations, structure)
     if pinned:
         structure = analyse(graph, pinned)

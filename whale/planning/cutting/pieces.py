@@ -26,7 +26,7 @@ from whale.ir.blocks import find_repeated_blocks
 from whale.ir.cluster import Device, Host
 from whale.planning.pipeline.cut_points import CutPoints
 from whale.planning.pipeline.placement import Likeness
-from whale.planning.shard.memory import MemoryBudget
+from whale.planning.shard.memory import MemoryBudget, capacity_of
 from whale.planning.shard.sharding import Sharder
 from whale.planning.shard.space import Scene
 from whale.planning.strategy import Placed
@@ -325,10 +325,10 @@ class Pieces:
 
     def _solved(self, site: StagePlace, *, is_short: bool) -> _Split | None:
         prices, graph, (ops, alike) = self.prices, self.prices.graph, self._sample
-        inside, budget = set(ops), MemoryBudget(0.0, 1)
+        inside, budget = set(ops), MemoryBudget(0.0, 1, capacity_of(site, prices))
         if is_short:
             held, room = self._held_by_all(site.num_rows, ops), prices.costs.capacity(prices.kinds[site.groups[0][0]])
-            budget = MemoryBudget(held, 1, share=SPARE * held / site.width / room)
+            budget = MemoryBudget(held, 1, budget.capacity, share=SPARE * held / site.width / room)
         read = {name for own in ops for name in graph.by_name[own].inputs if graph.by_name[name].kind == "call"}
         handed_on = {name for name in ops if any(user not in inside for user in graph.users[name])}
         scene = Scene(graph, prices.axes, ops, frozenset(read - inside), frozenset(handed_on))

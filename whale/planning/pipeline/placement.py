@@ -52,7 +52,9 @@ class DevicePool:
 
     cluster: Cluster  # that they belong to; its other devices stay idle
     taken: Cluster  # a cluster of them
-    in_any_order: bool = False  # whether to price more than the rules' placements
+    likely: Callable[[Sequence[Placed]], float] | None = (
+        None  # seconds of the replicas' devices; with it, other orders of devices count too
+    )
     stated: tuple[Placed, ...] = ()  # the devices of each rank of each replica, if fixed; else empty
 
     def placements(
@@ -62,9 +64,11 @@ class DevicePool:
         if self.stated:
             return (_placed(SEARCHED, self.cluster, self.stated),)
         found = placements(self.taken, pipeline, memory, work, prefer_intra_node=prefer_intra_node)
-        if self.in_any_order:
-            every = every_placement(self.taken, pipeline, prefer_intra_node=prefer_intra_node)
-            found = tuple({each.replicas: each for each in (*every, *found)}.values())
+        every = every_placement(self.taken, pipeline, prefer_intra_node=prefer_intra_node) if self.likely else iter(())
+        if self.likely and len(self.taken.devices) > MAX_PERMUTED:  # each takes as long as the rules' placements
+            other = min(every, key=lambda each: self.likely(each.replicas), default=None)
+            every = iter(() if other is None else (other,))
+        found = tuple({each.replicas: each for each in (*every, *found)}.values())
         outside = tuple(device.name for device in self.cluster.devices if device.name not in self.taken.by_name)
         return tuple(replace(each, idle=each.idle + outside) for each in found)
 

@@ -85,8 +85,16 @@ def kept_under(prices: Prices, policy: Policy) -> Mapping[str, tuple[str, ...]]:
 class PricesParts(Protocol):
     """Prices of each device's part of a split stage, with its cuts chosen."""
 
-    def __call__(self, assignment: Assignment, stage: int, placed: Placed, num_rows: float, recomputes: Recomputes) -> Sequence[PartCost]:
-        """The parts; `num_rows` of a micro-batch; `recomputes` of stages on other devices do not matter."""
+    def __call__(
+        self, assignment: Assignment, stage: int, placed: Placed, num_rows: float, recomputes: Recomputes, cut_for: Recomputes
+    ) -> Sequence[PartCost]:
+        """The parts.
+
+        Args:
+            num_rows: of a micro-batch.
+            recomputes: of each stage; those on other devices do not matter.
+            cut_for: the same, with which the cuts must fit.
+        """
 
 
 @dataclass(frozen=True)
@@ -138,14 +146,20 @@ class Chooser:
             candidates = self._by_worth(placed, assignment, {stage: find(assignment, stage) for stage in stages}, num_rows)
             few, many = 0, len(candidates)
             everything = self._first(assignment, candidates, many, stages)
-            if margin == 0 or not self._fits(placed, assignment, rank, everything, num_rows, margin):
+            if margin == 0 or not self._fits(placed, assignment, rank, everything, everything, num_rows, margin):
                 continue
-            while few < many:
+            while few < many:  # all with the cuts that fit with everything recomputed: to cut a stage takes long
                 middle = (few + many) // 2
-                if self._fits(placed, assignment, rank, self._first(assignment, candidates, middle, stages), num_rows, margin):
+                if self._fits(placed, assignment, rank, self._first(assignment, candidates, middle, stages), everything, num_rows, margin):
                     many = middle
                 else:
                     few = middle + 1
+            step, is_cut = 1, max(map(self.pipeline.width, stages)) > 1
+            while is_cut and many >= step:  # cut for what is recomputed, a stage may hold less
+                fewer = self._first(assignment, candidates, many - step, stages)
+                if not self._fits(placed, assignment, rank, fewer, fewer, num_rows, margin):
+                    break
+                many, step = many - step, 2 * step
             found = self._first(assignment, candidates, many, stages)
             fitting.append(
                 (sum(self._seconds(placed[rank], assignment, stage, recomputed, num_rows) for stage, recomputed in found.items()), found)
@@ -188,11 +202,18 @@ class Chooser:
         return found
 
     def _fits(
-        self, placed: Placed, assignment: Assignment, rank: int, recomputes: Mapping[int, Recompute], num_rows: int, margin: float
+        self,
+        placed: Placed,
+        assignment: Assignment,
+        rank: int,
+        recomputes: Mapping[int, Recompute],
+        cut_for: Mapping[int, Recompute],
+        num_rows: int,
+        margin: float,
     ) -> bool:
         """Whether the devices of a rank, or its split groups, can together take the rows of a micro-batch."""
         width = max(map(self.pipeline.width, recomputes))
-        needs = self._needs(placed, assignment, rank, recomputes, num_rows)
+        needs = self._needs(placed, assignment, rank, recomputes, cut_for, num_rows)
         room = [
             floor((margin * self.prices.capacity(name) - need.fixed) / max(need.per_row, 1e-9))
             for name, need in zip(placed[rank], needs, strict=True)
@@ -201,7 +222,13 @@ class Chooser:
         return min(rows) >= 1 and sum(min(count, num_rows) for count in rows) >= num_rows
 
     def _needs(
-        self, placed: Placed, assignment: Assignment, rank: int, recomputes: Mapping[int, Recompute], num_rows: int
+        self,
+        placed: Placed,
+        assignment: Assignment,
+        rank: int,
+        recomputes: Mapping[int, Recompute],
+        cut_for: Mapping[int, Recompute],
+        num_rows: int,
     ) -> Iterator[Line]:
         """Per device of a rank its bytes, by the rows of its split group."""
         pipeline, count = self.pipeline, len(placed[rank])
@@ -210,8 +237,8 @@ class Chooser:
             costs = [(self.prices.part(assignment.parts[stage], own), pipeline.alive(stage)) for stage, own in recomputes.items()]
             yield from [rank_memory(costs)] * count
             return
-        every = tuple(recomputes.get(stage, NOTHING) for stage in range(pipeline.num_stages))
-        parts = {stage: self.price_parts(assignment, stage, placed, num_rows, every) for stage in recomputes}
+        every, tightest = (tuple(own.get(stage, NOTHING) for stage in range(pipeline.num_stages)) for own in (recomputes, cut_for))
+        parts = {stage: self.price_parts(assignment, stage, placed, num_rows, every, tightest) for stage in recomputes}
         for index in range(count):
             # where a stage is split over fewer devices than another on them, each takes its part of the rows of the wider group
             own = ((part[index].with_rows(pipeline.width(stage) / width), pipeline.alive(stage)) for stage, part in parts.items())

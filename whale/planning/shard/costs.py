@@ -48,13 +48,12 @@ class PlacedDevice:
 
 
 class SplitCosts:
-    """Costs of one stage at one place."""
+    """Costs of one stage at one place; of memory only what it holds, not what the devices have."""
 
     def __init__(self, classes: Classes, prices: Prices, site: StagePlace) -> None:
         self.classes, self.prices, self.site = classes, prices, site
         self._collective_costs = CollectiveCosts(prices, site)
         self._workers = tuple(_workers(prices, site))
-        self._capacity = tuple(min(prices.capacity(group[position]) for group in site.groups) for position in range(site.width))
         self._held: dict[MemoryBudget, HeldBytes] = {}
         self._problems: dict[tuple[Sizes, tuple[int, ...]], LabelProblem] = {}
         self._fitting: dict[tuple[Sizes, tuple[int, ...]], list[tuple[LabelProblem, ChosenLabels | None]]] = {}
@@ -111,7 +110,7 @@ class SplitCosts:
     def _memory(self, shares: Floats, budget: MemoryBudget) -> LabelMemory:
         if budget not in self._held:
             self._held[budget] = HeldBytes(self.classes, self.prices, self.site.num_rows, budget, self._crossed)
-        return self._held[budget].memory(self._capacity, shares)
+        return self._held[budget].memory(shares)
 
     def lacking_by_units(self, labels: Sequence[int], budget: MemoryBudget) -> tuple[Floats, Floats]:
         """Per position, bytes that a device lacks under some labels, with no unit of any axis, and with all; negative: free."""

@@ -16,6 +16,7 @@ import numpy as np
 
 from whale.estimate.costs.line import Floats
 from whale.estimate.memory.memory import keeps_parameter, kept_for_weights, size_line
+from whale.estimate.prices.collective_costs import StagePlace
 from whale.estimate.prices.part import Recompute
 from whale.estimate.prices.prices import Prices
 from whale.planning.shard.classes import WHOLE, Classes, Node, Tensors
@@ -44,13 +45,20 @@ class MemoryBudget:
 
     num_bytes: float  # if nothing is cut, without the working set
     in_flight: int  # micro-batches whose activations are held
+    capacity: tuple[int, ...]  # bytes that the device at each position may hold
     taken: float = 0.0  # bytes for the device's other stages
     share: float = 1.0  # of the rest for this stage; other split stages of the device have theirs
     repeated: Repeated = Repeated()  # what is recomputed
 
-    def free(self, memory: Sequence[int]) -> Floats:
-        """Bytes left of each device's memory if nothing is cut; negative where it overflows."""
-        return (np.array(memory, dtype=np.float64) - self.taken) * self.share - self.num_bytes
+    @property
+    def free(self) -> Floats:
+        """Bytes left at each position if nothing is cut; negative where it overflows."""
+        return (np.array(self.capacity, dtype=np.float64) - self.taken) * self.share - self.num_bytes
+
+
+def capacity_of(site: StagePlace, prices: Prices) -> tuple[int, ...]:
+    """Per position of the groups, the least bytes that a device there may hold."""
+    return tuple(min(prices.capacity(group[position]) for group in site.groups) for position in range(site.width))
 
 
 class HeldBytes:
@@ -65,19 +73,12 @@ class HeldBytes:
         self._inside = frozenset(name for run in self._runs for name in run)
         self._firsts = frozenset(run[0] for run in self._runs)
 
-    def memory(self, capacity: Sequence[int], shares: Floats) -> LabelMemory:
-        """What labels hold, and what is free.
-
-        Args:
-            capacity: of the device at each position.
-            shares: per kind of axes and position.
-        """
+    def memory(self, shares: Floats) -> LabelMemory:
+        """What labels hold, and what is free; `shares`: per kind of axes and position."""
         every = np.vstack([shares, np.ones((1, shares.shape[1]))])  # WHOLE is the last row
         held = tuple(-own @ (1 - every) for own in self._in_parts)
         working = tuple(self._budget.share * self._working(number, every) for number in range(len(held)))
-        return LabelMemory(
-            self._budget.free(capacity), held, working, tuple(self._copies(number, every) for number in range(len(self._crossed)))
-        )
+        return LabelMemory(self._budget.free, held, working, tuple(self._copies(number, every) for number in range(len(self._crossed))))
 
     def _num_bytes(self, name: str) -> float:
         return self._prices.outputs[name].at(self._num_rows)

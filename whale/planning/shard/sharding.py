@@ -100,6 +100,7 @@ class Sharder:
     prices: Prices
     _outlines: dict[Scene, Outline] = field(default_factory=dict, init=False)
     _numbers: dict[Hashable, int] = field(default_factory=dict, init=False)
+    _classes: dict[tuple[int, int, frozenset[int] | None], Classes] = field(default_factory=dict, init=False)  # whatever the rows
     _costs: dict[Question, SplitCosts] = field(default_factory=dict, init=False)
     _unbounded: dict[tuple[Question, tuple[int, ...]], Cut | None] = field(default_factory=dict, init=False)
     _cuts: dict[tuple[Question, tuple[int, ...], MemoryBudget], tuple[Cut, bool]] = field(default_factory=dict, init=False)
@@ -124,8 +125,10 @@ class Sharder:
         number = self._numbers.setdefault(outline.signature, len(self._numbers))
         question = Question(number, groups, site.num_rows, site.num_micro_batch, only)
         if question not in self._costs:
-            classes = Classes(scene, find_shard_space(scene, site.width, names), self.prices.kept)
-            self._costs[question] = SplitCosts(classes, self.prices, site)
+            place = number, site.width, only
+            if place not in self._classes:
+                self._classes[place] = Classes(scene, find_shard_space(scene, site.width, names), self.prices.kept)
+            self._costs[question] = SplitCosts(self._classes[place], self.prices, site)
         key = question, insisted
         if key not in self._unbounded:
             self._unbounded[key] = _fastest(outline, self._costs[question], insisted, split.scopes)

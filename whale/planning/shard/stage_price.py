@@ -17,7 +17,7 @@ from whale.ir.plan import BATCH, Shard
 from whale.planning.pipeline.placement import Likeness, likeness_of
 from whale.planning.pipeline.scheduling import PipelineShape
 from whale.planning.pricing import DeviceCost, cost_alone, received_line
-from whale.planning.shard.memory import MemoryBudget, repeated_of
+from whale.planning.shard.memory import MemoryBudget, capacity_of, repeated_of
 from whale.planning.shard.overlapping import Overlapper, Overlapping
 from whale.planning.shard.sharding import Sharder, StageSharding
 from whale.planning.shard.space import Scene
@@ -52,23 +52,38 @@ class StagePricing:
     sharder: Sharder  # decides what is cut
     overlapper: Overlapper  # decides whether rows are computed in halves
     _known: dict[Hashable, tuple[Mapping[tuple[int, Device], DeviceCost], Overlapping]] = field(
-        default_factory=dict, init=False, compare=False, repr=False
+        default_factory=dict, compare=False, repr=False
     )
+    _keeping: dict[tuple[int, bool], StagePricing] = field(default_factory=dict, compare=False, repr=False)  # by `Prices.keeping`
 
     @staticmethod
     def of(prices: Prices, overlap: bool | None = None) -> StagePricing:
         """With new passes; `overlap`: whether split stages compute in halves, None where that pays."""
         return StagePricing(prices, Sharder(prices), Overlapper(prices, overlap))
 
+    def at(self, prices: Prices) -> StagePricing:
+        """The same, with what is known, at prices that differ in reserved memory, or in who keeps the state."""
+        if prices.keeping != self.sharder.prices.keeping:
+            if prices.keeping not in self._keeping:
+                self._keeping[prices.keeping] = replace(StagePricing.of(prices, self.overlapper.wanted), _keeping=self._keeping)
+            return self._keeping[prices.keeping].at(prices)
+        return self if prices is self.prices else replace(self, prices=prices)
+
     def kept_by(self, pipelines: Sequence[PipelineShape], count: int = 1) -> StagePricing:
         """Where `count` replicas of each of these shard the state of each parameter."""
-        prices = kept_by(self.prices, pipelines, count)
-        return self if prices is self.prices else StagePricing.of(prices, self.overlapper.wanted)
+        return self.at(kept_by(self.prices, pipelines, count))
 
     def price(
-        self, pipeline: PipelineShape, assignment: Assignment, stage: int, placed: Placed, num_rows: float, recomputes: Sequence[Recompute]
+        self,
+        pipeline: PipelineShape,
+        assignment: Assignment,
+        stage: int,
+        placed: Placed,
+        num_rows: float,
+        recomputes: Sequence[Recompute],
+        cut_for: Sequence[Recompute] | None = None,
     ) -> PricedStage:
-        """Prices a stage about `num_rows` of a micro-batch; cuts of a split stage are chosen first."""
+        """Prices a stage about `num_rows` of a micro-batch; a split stage is cut first, to fit with `cut_for` or `recomputes`."""
         recompute = recomputes[stage]
         devices = [placed[rank] for rank in pipeline.stage_rank]
         groups = groups_of(devices[stage], pipeline.width(stage))
@@ -79,7 +94,7 @@ class StagePricing:
             return PricedStage(tuple(costs))
         scene = make_scene(self.prices, assignment, stage, pipeline)
         site = StagePlace(unlike_groups(groups, self.prices), rows, pipeline.in_flight[stage], pipeline.num_micro_batch)
-        budget = self._budget(pipeline, assignment, stage, num_rows, recomputes)
+        budget = self._budget(pipeline, assignment, stage, num_rows, cut_for or recomputes, capacity_of(site, self.prices))
         sharding = self.sharder.choose(scene, site, budget, pipeline.splits[stage])
         known, overlapping = self._parts(assignment.parts[stage], scene, site, sharding, recompute)
         together = []
@@ -87,17 +102,30 @@ class StagePricing:
             own = known[index % site.width, self.prices.cluster.by_name[name].kind]
             receive = received_line(self.prices, own.part, devices, stage, index)
             receive = receive + _from_own_devices(self.prices, pipeline, assignment, stage, devices, index, scene.rows_arriving)
-            together.append(replace(own, receive=receive))
+            together.append(replace(own, receive=receive, capacity=self.prices.capacity(name)))
         return PricedStage(tuple(together), sharding, overlapping)
 
     def parts(
-        self, pipeline: PipelineShape, assignment: Assignment, stage: int, placed: Placed, num_rows: float, recomputes: Sequence[Recompute]
+        self,
+        pipeline: PipelineShape,
+        assignment: Assignment,
+        stage: int,
+        placed: Placed,
+        num_rows: float,
+        recomputes: Sequence[Recompute],
+        cut_for: Sequence[Recompute],
     ) -> tuple[PartCost, ...]:
         """What each device of a stage needs; arguments as of `price`."""
-        return tuple(cost.part for cost in self.price(pipeline, assignment, stage, placed, num_rows, recomputes).costs)
+        return tuple(cost.part for cost in self.price(pipeline, assignment, stage, placed, num_rows, recomputes, cut_for).costs)
 
     def _budget(
-        self, pipeline: PipelineShape, assignment: Assignment, stage: int, num_rows: float, recomputes: Sequence[Recompute]
+        self,
+        pipeline: PipelineShape,
+        assignment: Assignment,
+        stage: int,
+        num_rows: float,
+        recomputes: Sequence[Recompute],
+        capacity: tuple[int, ...],
     ) -> MemoryBudget:
         """What a device of a split stage holds; split stages of one device share its memory by what they hold uncut."""
         kept, working, taken = dict[int, float](), 0.0, 0.0
@@ -112,7 +140,7 @@ class StagePricing:
         share = kept[stage] / sum(kept.values())
         waits = self.prices.part(assignment.parts[stage], recomputes[stage]).waits.per_row
         repeated = repeated_of(assignment.parts[stage].ops, recomputes[stage], pipeline.waiting[stage] if waits > 0 else 0)
-        return MemoryBudget(kept[stage] + working * share, pipeline.in_flight[stage], taken, share, repeated)
+        return MemoryBudget(kept[stage] + working * share, pipeline.in_flight[stage], capacity, taken, share, repeated)
 
     def _parts(
         self, part: Part, scene: Scene, site: StagePlace, sharding: StageSharding, recompute: Recompute
@@ -126,7 +154,7 @@ class StagePricing:
     def _price_parts(
         self, part: Part, scene: Scene, site: StagePlace, shards: tuple[Shard, ...], recompute: Recompute
     ) -> tuple[Mapping[tuple[int, Device], DeviceCost], Overlapping]:
-        prices = self.prices
+        prices = self.sharder.prices
         parts = [prices.local(scene.ops, shards, position) for position in range(site.width)]
         names = {(place, prices.cluster.by_name[name].kind): name for group in site.groups for place, name in enumerate(group)}
         alone = {key: cost_alone(parts[key[0]], part, name, site.num_rows, recompute) for key, name in names.items()}
