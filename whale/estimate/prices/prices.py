@@ -258,7 +258,7 @@ class Prices:
         return other
 
     @property
-    def keeping(self) -> tuple[int, bool]:
+    def keeping(self) -> tuple[int | None, bool]:
         """What `kept_by` set."""
         return self.num_keepers, self.sums_at_once
 

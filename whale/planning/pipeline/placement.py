@@ -52,9 +52,7 @@ class DevicePool:
 
     cluster: Cluster  # that they belong to; its other devices stay idle
     taken: Cluster  # a cluster of them
-    likely: Callable[[Sequence[Placed]], float] | None = (
-        None  # seconds of the replicas' devices; with it, other orders of devices count too
-    )
+    likely: Callable[[Sequence[Placed]], float] | None = None  # seconds on these devices; with it, other orders of devices are priced too
     stated: tuple[Placed, ...] = ()  # the devices of each rank of each replica, if fixed; else empty
 
     def placements(
@@ -64,11 +62,12 @@ class DevicePool:
         if self.stated:
             return (_placed(SEARCHED, self.cluster, self.stated),)
         found = placements(self.taken, pipeline, memory, work, prefer_intra_node=prefer_intra_node)
-        every = every_placement(self.taken, pipeline, prefer_intra_node=prefer_intra_node) if self.likely else iter(())
-        if self.likely and len(self.taken.devices) > MAX_PERMUTED:  # each takes as long as the rules' placements
-            other = min(every, key=lambda each: self.likely(each.replicas), default=None)
-            every = iter(() if other is None else (other,))
-        found = tuple({each.replicas: each for each in (*every, *found)}.values())
+        likely = self.likely
+        if likely is not None:
+            every = list(every_placement(self.taken, pipeline, prefer_intra_node=prefer_intra_node))
+            if len(self.taken.devices) > MAX_PERMUTED:  # to price each takes long
+                every = sorted(every, key=lambda each: likely(each.replicas))[:1]
+            found = tuple({each.replicas: each for each in (*every, *found)}.values())
         outside = tuple(device.name for device in self.cluster.devices if device.name not in self.taken.by_name)
         return tuple(replace(each, idle=each.idle + outside) for each in found)
 

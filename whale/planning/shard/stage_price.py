@@ -54,7 +54,7 @@ class StagePricing:
     _known: dict[Hashable, tuple[Mapping[tuple[int, Device], DeviceCost], Overlapping]] = field(
         default_factory=dict, compare=False, repr=False
     )
-    _keeping: dict[tuple[int, bool], StagePricing] = field(default_factory=dict, compare=False, repr=False)  # by `Prices.keeping`
+    _keeping: dict[tuple[int | None, bool], StagePricing] = field(default_factory=dict, compare=False, repr=False)  # by `Prices.keeping`
 
     @staticmethod
     def of(prices: Prices, overlap: bool | None = None) -> StagePricing:
