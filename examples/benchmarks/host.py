@@ -72,11 +72,11 @@ def next_token(output: Any, batch: Batch) -> Tensor:
 
 
 class Images(nn.Module):
-    """A ResNet-50 with a tenth of the usual channels, and the classes."""
+    """A ResNet with a tenth of the usual channels, and the classes."""
 
-    def __init__(self) -> None:
+    def __init__(self, depth: int = 50) -> None:
         super().__init__()
-        self.features = ResNet(50, 6, norm="batch")
+        self.features = ResNet(depth, 6, norm="batch")
         self.head = nn.Linear(self.features.num_features, 10)
 
     def forward(self, x: Tensor) -> Tensor:

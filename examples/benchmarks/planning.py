@@ -265,7 +265,7 @@ def start_up(plan: Plan, graph: ModelGraph, config: whale.Config) -> None:
     rank = len(plan.devices) // 2
     holdings = Holdings.of(plan, graph, discover_if_sharded(plan, graph))
     schedules_of(plan)
-    plan_buckets(holdings.shardings, graph, alike_schedules(plan), config.communication.bucket_bytes)
+    plan_buckets(plan, holdings.shardings, graph, alike_schedules(plan), config.communication.bucket_bytes)
     groups_of(plan, graph, holdings.shardings)
     channels_of(plan, graph)
     for name in (name for name, owners in plan.owners.items() if rank in owners):

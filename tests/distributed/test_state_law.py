@@ -269,7 +269,7 @@ def held_bytes(engine: whale.Engine) -> tuple[str, float, float, float, float]:
     """The device of a rank, and after a step the bytes of what ops read, of gradients with what their rounding has lost, of what the
     optimizer keeps, and of what lives on the host.
     """
-    state, sync = engine.state, engine.runtime._sync
+    state, (sync,) = engine.state, engine.runtime._syncs.values()
     assert state.optimizer is not None
     buckets = [] if sync is None else sync._buckets
     parts = {} if engine.runtime._weights is None else engine.runtime._weights.parts

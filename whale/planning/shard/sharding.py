@@ -131,7 +131,8 @@ class Sharder:
             self._costs[question] = SplitCosts(self._classes[place], self.prices, site)
         key = question, insisted
         if key not in self._unbounded:
-            self._unbounded[key] = _fastest(outline, self._costs[question], insisted, split.scopes)
+            costs = self._costs[question]
+            self._unbounded[key] = _fastest(self.outline(costs.classes.scene), costs, insisted, split.scopes)
         first = self._unbounded[key]
         if first is None:
             raise no_axis_fault(scene, find_shard_space(scene, site.width, names), split.scopes, site.width)

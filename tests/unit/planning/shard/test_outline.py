@@ -50,9 +50,10 @@ def test_stages_priced_together_cost_what_each_costs_alone(speeds: list[int], ro
     placed = tuple((f"h0/{2 * stage}", f"h0/{2 * stage + 1}") for stage in range(NUM_STAGES))
     together = StagePricing.of(prices)
     for stage in range(NUM_STAGES):
-        found = together.price(pipeline, assignment, stage, placed, rows, KEEPING)
-        assert found == StagePricing.of(prices).price(pipeline, assignment, stage, placed, rows, KEEPING)
-        assert found.sharding is not None and found.sharding.shards
+        for own in (rows, rows + stage):  # the second is asked of this stage first
+            found = together.price(pipeline, assignment, stage, placed, own, KEEPING)
+            assert found == StagePricing.of(prices).price(pipeline, assignment, stage, placed, own, KEEPING)
+            assert found.sharding is not None and found.sharding.shards
 
 
 def test_devices_with_equal_parts_share_their_prices_whatever_the_others_of_their_groups_have() -> None:
