@@ -19,8 +19,6 @@ from whale.errors import ConfigError
 
 PARTIAL, KEEP = "WHALE_CLUSTER_PARTIAL", "WHALE_RUNTIME_KEEP_ON_FAULT"
 
-LOOPBACK = "127.0.0.1"
-
 MEETING = "whale-c10d"
 """What torchrun knows the rendezvous as that launchers meet at (`whale.cli.meeting`)."""
 
@@ -123,7 +121,7 @@ def _is_own(folder: Path) -> bool:
 
 def is_local(endpoint: str) -> bool:
     """Whether an endpoint is an address of this host that no other can reach."""
-    return endpoint.partition(":")[0] in (LOOPBACK, "localhost")
+    return endpoint.partition(":")[0] in ("127.0.0.1", "localhost")
 
 
 def _bounds(text: str) -> tuple[int, int]:

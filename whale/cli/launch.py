@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 
 from whale.cli import rank_start
 from whale.cli.deaths import Deaths, describe_failure, rank_processes, watching
-from whale.cli.elastic import KEEP, KEPT, LOOPBACK, QUIET, be_elastic, is_local, leave_kept, left_at, take_up_kept
+from whale.cli.elastic import KEEP, KEPT, QUIET, be_elastic, is_local, leave_kept, left_at, take_up_kept
 from whale.cli.inputs import refuse_unknown
 from whale.config import RECIPE_VARIABLE, load_config
 from whale.errors import PREEMPTED_CODE, ConfigError
@@ -232,21 +232,21 @@ def _meeting_on_loopback(arguments: argparse.Namespace) -> Iterator[None]:
     Raises:
         ConfigError: the port is in use.
     """
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]
-
     is_ours = arguments.standalone or (arguments.rdzv_backend == "static" and not arguments.rdzv_endpoint)
     if not (is_ours and _is_one_host(arguments) and arguments.max_restarts == 0 and is_local(arguments.master_addr)):
         yield
         return
+    from whale.comm.listening import LOOPBACK, listening_at, store_on
+
     try:
-        listener = socket.create_server((LOOPBACK, arguments.master_port or 0))
+        listener = listening_at(LOOPBACK, arguments.master_port or 0)
     except OSError as error:
         raise ConfigError(
             f"port {arguments.master_port} of this host, for the ranks to connect, is not available: {os.strerror(error.errno or 0)}",
             hint="leave out --master-port to use a free port",
         ) from error
     port = listener.getsockname()[1]
-    store = TCPStore(LOOPBACK, port, is_master=True, wait_for_workers=False, multi_tenant=True, master_listen_fd=listener.detach())
+    store = store_on(listener)
     arguments.standalone, arguments.rdzv_backend, arguments.master_addr, arguments.master_port = False, "static", LOOPBACK, port
     yield
     del store  # it has listened until here

@@ -22,7 +22,7 @@ from datetime import timedelta
 from ipaddress import ip_address
 from pathlib import Path
 
-from torch.distributed import DistError, Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import DistError, Store  # type: ignore[attr-defined]
 from torch.distributed.elastic.rendezvous import (
     RendezvousHandler,
     RendezvousInfo,
@@ -34,7 +34,8 @@ from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRen
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
-from whale.cli.elastic import KEEP, LOOPBACK, MEETING, SILENT_SECONDS, is_local
+from whale.cli.elastic import KEEP, MEETING, SILENT_SECONDS, is_local
+from whale.comm.listening import LOOPBACK, listening_at, store_on
 from whale.runtime.execute.status import LOST
 
 
@@ -179,8 +180,7 @@ def _open(parameters: RendezvousParameters) -> tuple[C10dRendezvousBackend, Stor
         return *create_backend(parameters), None
     address, port = listener.getsockname()[:2]
     timeout = timedelta(seconds=parameters.get_as_int("read_timeout", READ_SECONDS) or READ_SECONDS)
-    descriptor = listener.detach()
-    store = TCPStore(address, port, is_master=True, wait_for_workers=False, multi_tenant=True, master_listen_fd=descriptor, timeout=timeout)
+    store = store_on(listener, timeout)
     return C10dRendezvousBackend(store, parameters.run_id), store, port if address == LOOPBACK else None
 
 
@@ -191,6 +191,6 @@ def _listener(host: str, port: int) -> socket.socket | None:
         OSError: it is no address of this host, or in use.
     """
     if is_local(host):
-        return socket.create_server((LOOPBACK, port))
-    family, *_, (address, *_) = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    return None if ip_address(address).is_loopback else socket.create_server((address, port), family=family)
+        return listening_at(LOOPBACK, port)
+    *_, (address, *_) = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    return None if ip_address(address).is_loopback else listening_at(str(address), port)

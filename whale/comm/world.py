@@ -16,7 +16,6 @@ from __future__ import annotations
 import atexit
 import ctypes
 import os
-import socket
 import sys
 import warnings
 import weakref
@@ -25,20 +24,18 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
-from ipaddress import ip_address
 from typing import Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 import torch.distributed.nn.functional  # binds the default group at import: there must be none yet
-from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import Store  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 
+from whale.comm.listening import listening_at, store_on
 from whale.comm.notice import Notice
 from whale.comm.waiting import LINGER_SECONDS, Waits, backend_of, end_together, report_failure
 from whale.errors import ConfigError, OpFault, RuntimeFault, WhaleError
-
-LOOPBACK = "127.0.0.1"
 
 
 @dataclass(frozen=True)
@@ -229,12 +226,10 @@ def _own_store(timeout: timedelta) -> tuple[Store, int, int] | None:
     if os.environ["RANK"] != "0" or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True):
         return None
     try:
-        address = ip_address(LOOPBACK if host == "localhost" else host)
-        family = socket.AF_INET6 if address.version == 6 else socket.AF_INET
-        listener = socket.create_server((str(address), int(port)), family=family)
+        listener = listening_at(host, int(port))
     except (ValueError, OverflowError, OSError):
         return None
-    return TCPStore(host, int(port), size, True, timeout, multi_tenant=True, master_listen_fd=listener.detach()), 0, size
+    return store_on(listener, timeout, size), 0, size
 
 
 def _check_group() -> None:
