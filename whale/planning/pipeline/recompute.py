@@ -140,24 +140,35 @@ class Chooser:
     def _as_needed(self, placed: Placed, assignment: Assignment, rank: int, num_rows: int, margin: float) -> dict[int, Recompute]:
         """For the stages of a rank, the fewest attention cores or blocks with which they fit, whichever costs less time."""
         stages = self.pipeline.stages_of(rank)
+        width = max(map(self.pipeline.width, stages))
+
+        def fits(recomputes: Mapping[int, Recompute], cut_for: Mapping[int, Recompute]) -> bool:
+            """Whether the devices, or their split groups, can together take the rows of a micro-batch."""
+            room = [
+                floor((margin * self.prices.capacity(name) - need.fixed) / max(need.per_row, 1e-9))
+                for name, need in zip(placed[rank], self._needs(placed, assignment, rank, recomputes, cut_for, num_rows), strict=True)
+            ]
+            rows = [min(room[start : start + width]) for start in range(0, len(room), width)]
+            return min(rows) >= 1 and sum(min(count, num_rows) for count in rows) >= num_rows
+
         fitting: list[tuple[float, dict[int, Recompute]]] = []
         everything: dict[int, Recompute] = {}
         for find in (self._cores, lambda assignment, stage: self._blocks(assignment, stage, num_rows)):
             candidates = self._by_worth(placed, assignment, {stage: find(assignment, stage) for stage in stages}, num_rows)
             few, many = 0, len(candidates)
             everything = self._first(assignment, candidates, many, stages)
-            if margin == 0 or not self._fits(placed, assignment, rank, everything, everything, num_rows, margin):
+            if margin == 0 or not fits(everything, everything):
                 continue
             while few < many:  # all with the cuts that fit with everything recomputed: to cut a stage takes long
                 middle = (few + many) // 2
-                if self._fits(placed, assignment, rank, self._first(assignment, candidates, middle, stages), everything, num_rows, margin):
+                if fits(self._first(assignment, candidates, middle, stages), everything):
                     many = middle
                 else:
                     few = middle + 1
-            step, is_cut = 1, max(map(self.pipeline.width, stages)) > 1
-            while is_cut and many >= step:  # cut for what is recomputed, a stage may hold less
+            step = 1
+            while width > 1 and many >= step:  # cut for what is recomputed, a stage may hold less
                 fewer = self._first(assignment, candidates, many - step, stages)
-                if not self._fits(placed, assignment, rank, fewer, fewer, num_rows, margin):
+                if not fits(fewer, fewer):
                     break
                 many, step = many - step, 2 * step
             found = self._first(assignment, candidates, many, stages)
@@ -200,26 +211,6 @@ class Chooser:
             own = [segment for other, segment in candidates[:count] if other == stage]
             found[stage] = Recompute(tuple(sorted(own, key=lambda segment: position[segment[0]])))
         return found
-
-    def _fits(
-        self,
-        placed: Placed,
-        assignment: Assignment,
-        rank: int,
-        recomputes: Mapping[int, Recompute],
-        cut_for: Mapping[int, Recompute],
-        num_rows: int,
-        margin: float,
-    ) -> bool:
-        """Whether the devices of a rank, or its split groups, can together take the rows of a micro-batch."""
-        width = max(map(self.pipeline.width, recomputes))
-        needs = self._needs(placed, assignment, rank, recomputes, cut_for, num_rows)
-        room = [
-            floor((margin * self.prices.capacity(name) - need.fixed) / max(need.per_row, 1e-9))
-            for name, need in zip(placed[rank], needs, strict=True)
-        ]
-        rows = [min(room[start : start + width]) for start in range(0, len(room), width)]
-        return min(rows) >= 1 and sum(min(count, num_rows) for count in rows) >= num_rows
 
     def _needs(
         self,
