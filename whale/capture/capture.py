@@ -246,14 +246,13 @@ def _check_kept(flat: Flat, kept: Sequence[KeptTensor], held: TiedTensors) -> No
             changing += [each] if any(each not in sources or root.op == "placeholder" for root in written) else []
         if changing or tensor.is_written:
             how = f"is made of %{changing[0].name}" if changing else "is written to after that"
-            fault = f"forward registers buffer {tensor.name}, which {how}, and which would be made anew in each step"
-            hint = "register it in __init__, with its first value; what others are to read goes into a plain attribute"
             if tensor.is_attribute:
-                fault = (
-                    f"forward looks for {tensor.name} of its last call, makes it where it is missing, and each step would be a first one"
-                )
-                fault += f": it {how}"
+                fault = f"forward looks for {tensor.name} of its last call, makes it where it is missing"
+                fault += f", and each step would be a first one: it {how}"
                 hint = "keep it in a buffer, registered in __init__ with its first value, and write into that: self.ema.mul_(0.9).add_(...)"
+            else:
+                fault = f"forward registers buffer {tensor.name}, which {how}, and which would be made anew in each step"
+                hint = "register it in __init__, with its first value; what others are to read goes into a plain attribute"
             faults.append(CaptureError(fault, where=tensor.where, hint=hint))
     raise_faults(faults)
 
