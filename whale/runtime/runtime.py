@@ -42,7 +42,7 @@ from whale.runtime.state.updates import KeptBuffers, SharedBuffers, merge_buffer
 from whale.runtime.weights.gathering import lend_tensors
 from whale.schedules import alike_schedules
 from whale.sharding import Region
-from whale.sharding.buckets import Bucket, plan_buckets
+from whale.sharding.buckets import Bucket, Buckets, plan_buckets
 from whale.sharding.communicators import channels_of, groups_of
 
 
@@ -70,7 +70,7 @@ class Runtime:
         self.watch = watch
         self.roster, self.schedules, self.holdings = roster, schedules, holdings
         self.config, self._captured, self._tensors = config, captured, state.tensors
-        buckets = plan_buckets(roster.plan, holdings.shardings, graph, alike_schedules(roster.plan), config.communication.bucket_bytes)
+        buckets = self._buckets_of(graph)
         groups = groups_of(roster.plan, graph, holdings.shardings)
         self._connections = Connections.open(roster, groups, channels_of(roster.plan, graph), watch)
         self._host_copies = HostCopies(roster.world.device)
@@ -381,10 +381,12 @@ class Runtime:
         """The gradient sums of what a capture trains: captures with other heads, losses or turns train other parameters."""
         reached = reached_parameters(graph)
         if reached not in self._syncs:
-            plan, num_bytes = self.roster.plan, self.config.communication.bucket_bytes
-            buckets = plan_buckets(plan, self.holdings.shardings, graph, alike_schedules(plan), num_bytes)
-            self._syncs[reached] = self._make_sync(buckets.summed)
+            self._syncs[reached] = self._make_sync(self._buckets_of(graph).summed)
         return self._syncs[reached]
+
+    def _buckets_of(self, graph: ModelGraph) -> Buckets:
+        plan = self.roster.plan
+        return plan_buckets(plan, self.holdings.shardings, graph, alike_schedules(plan), self.config.communication.bucket_bytes)
 
     def _make_sync(self, buckets: Sequence[Bucket]) -> GradientSync | None:
         """None where the optimizer steps this rank's gradients as they are."""
