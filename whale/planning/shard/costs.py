@@ -83,10 +83,7 @@ class SplitCosts:
             budget: what the devices hold; None ignores memory.
         """
         key, problem = (sizes, insisted), self.problem(sizes, insisted, budget)
-        if key not in self._fitting:
-            roomiest = replace(problem, memory=None)
-            self._fitting[key] = [(roomiest, solve_labels(roomiest))]
-        for roomier, best in self._fitting[key]:  # what is best of more is best of fewer, if it is among them
+        for roomier, best in self._fitting.setdefault(key, []):  # what is best of more is best of fewer, if it is among them
             if best is None:
                 return None
             if roomier.memory is None or (problem.memory and roomier.memory.fits_where(problem.memory)):
@@ -94,7 +91,7 @@ class SplitCosts:
                 if placed is not None and placed.excess <= 0:
                     return replace(placed, gap=best.gap)
         found = solve_labels(problem)
-        if found is not None and found.excess <= 0:
+        if budget is None or (found is not None and found.excess <= 0):
             self._fitting[key].append((problem, found))
         return found
 

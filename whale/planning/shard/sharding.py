@@ -3,12 +3,14 @@
 Devices wait for one another at bridges, so sizes balance the work along each kind of axis separately by device speed: first
 of all ops that can work along it, then of those that do, last with handling of messages. For given sizes the labels are the
 exact optimum (`whale.planning.shard.solver`; a search that runs out of nodes states its gap), with equal labels for identical
-ops. If a choice overflows a device, sizes are divided again within the free memory, and labels chosen again, a few times.
-Alternating between sizes and labels is a heuristic on heterogeneous devices or with little memory.
+ops. A stage takes the labels of an equal one with up to twice its rows on such devices, where they gain as much on its own. If a
+choice overflows a device, sizes are divided again within the free memory, and labels chosen again, a few times. Alternating
+between sizes and labels is a heuristic on heterogeneous devices or with little memory.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -40,6 +42,8 @@ GRAINS_PER_DEVICE = 8  # an axis with fewer grains is divided to the unit, becau
 
 NOT_ASKED = Split()
 
+AS_GOOD = 0.02  # by how much less labels may gain than where they were chosen, as a share of the seconds
+
 MAX_ROUNDS = 3  # alternations between labels and sizes with little memory
 
 
@@ -65,6 +69,14 @@ class Question:
     num_micro_batch: int  # of a step
     only: frozenset[int] | None  # outline numbers of the axes that a written plan allows; None for all
 
+    @property
+    def kin(self) -> Hashable:
+        """Equal for questions that have mostly equal answers: up to twice the rows, and hosts shared in other proportions."""
+        groups = {
+            (tuple(kind for kind, _ in each.devices), frozenset(link for _, _, link in each.links), each.network) for each in self.groups
+        }
+        return self.outline, frozenset(groups), math.frexp(self.num_rows)[1], self.num_micro_batch, self.only
+
 
 @dataclass(frozen=True, eq=False)
 class Cut:
@@ -79,6 +91,15 @@ class Cut:
     @property
     def rank(self) -> tuple[float, float]:
         return self.chosen.excess, self.chosen.seconds
+
+    @property
+    def share(self) -> float:
+        """Its seconds, of those of the uncut stage."""
+        return self.chosen.seconds / self.costs.whole
+
+    def near(self, num_rows: float) -> float:
+        """How near its rows are to others."""
+        return abs(math.log(num_rows / self.costs.site.num_rows))
 
     @cached_property
     def shards(self) -> tuple[Shard, ...]:
@@ -103,6 +124,7 @@ class Sharder:
     _classes: dict[tuple[int, int, frozenset[int] | None], Classes] = field(default_factory=dict, init=False)  # whatever the rows
     _costs: dict[Question, SplitCosts] = field(default_factory=dict, init=False)
     _unbounded: dict[tuple[Question, tuple[int, ...]], Cut | None] = field(default_factory=dict, init=False)
+    _solved: dict[Hashable, list[Cut]] = field(default_factory=dict, init=False)  # the exact ones, by kin
     _cuts: dict[tuple[Question, tuple[int, ...], MemoryBudget], tuple[Cut, bool]] = field(default_factory=dict, init=False)
 
     def choose(self, scene: Scene, site: StagePlace, budget: MemoryBudget, split: Split = NOT_ASKED) -> StageSharding:
@@ -131,8 +153,7 @@ class Sharder:
             self._costs[question] = SplitCosts(self._classes[place], self.prices, site)
         key = question, insisted
         if key not in self._unbounded:
-            costs = self._costs[question]
-            self._unbounded[key] = _fastest(self.outline(costs.classes.scene), costs, insisted, split.scopes)
+            self._unbounded[key] = self._without_limits(question, insisted, split.scopes)
         first = self._unbounded[key]
         if first is None:
             raise no_axis_fault(scene, find_shard_space(scene, site.width, names), split.scopes, site.width)
@@ -141,6 +162,20 @@ class Sharder:
         cut, bound_by_memory = self._cuts[*key, budget]
         shards = tuple(map(cut.outline.names_in(outline).renamed, cut.shards))
         return StageSharding(shards, cut.chosen.seconds, cut.costs.whole, bound_by_memory, cut.chosen.gap, cut)
+
+    def _without_limits(self, question: Question, insisted: tuple[int, ...], scopes: Sequence[Scope]) -> Cut | None:
+        """The best choice without memory limits: solved, or that of a kin question where it is as good."""
+        costs, solved = self._costs[question], self._solved.setdefault((question.kin, insisted), [])
+        if solved:
+            model = min(solved, key=lambda cut: cut.near(question.num_rows))
+            own = _with_labels(costs, model)
+            if own is not None and own.share <= model.share * (1 + AS_GOOD):
+                return _with_time_of_messages(own)
+        found = _fastest(self.outline(costs.classes.scene), costs, insisted, scopes)
+        if found is None:
+            return None
+        solved.append(found)
+        return _with_time_of_messages(found)
 
     def outline(self, scene: Scene) -> Outline:
         if scene not in self._outlines:
@@ -174,7 +209,14 @@ def _fastest(outline: Outline, costs: SplitCosts, insisted: tuple[int, ...], sco
         if new_sizes == sizes:
             break
         sizes = new_sizes
-    return cut and _with_time_of_messages(cut)
+    return cut
+
+
+def _with_labels(costs: SplitCosts, model: Cut) -> Cut | None:
+    """The cut of another stage with the same classes, with sizes of its own; None where it is not allowed."""
+    sizes = tuple(_by_speed(costs, kind, model.working(kind)) for kind in costs.kinds)
+    chosen = costs.problem(sizes, model.insisted).evaluate(model.chosen.labels)
+    return chosen and replace(model, costs=costs, sizes=sizes, chosen=replace(chosen, gap=model.chosen.gap))
 
 
 def _with_time_of_messages(cut: Cut) -> Cut:
