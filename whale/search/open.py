@@ -98,9 +98,19 @@ class OpenSpace:
         yield Ranked(self.first, 0.0, effort_of(self.first))
 
     def ranked(self) -> Iterator[Ranked]:
-        found = [Ranked(strategy, self._likely(strategy), effort_of(strategy)) for strategy in self._every()]
-        self.num_strategies = len(found) + 1
-        yield from sorted(found, key=lambda each: each.place)
+        self.num_strategies = len(self._ranked) + 1
+        yield from self._ranked
+
+    @cached_property
+    def _ranked(self) -> Sequence[Ranked]:
+        found = (Ranked(strategy, self._likely(strategy), effort_of(strategy)) for strategy in self._every())
+        return sorted(found, key=lambda each: each.place)
+
+    def plain(self, best: Strategy | None) -> Iterator[Ranked]:
+        """On each other choice of devices, the strategy that promises most in the order of the best plan."""
+        order = self.first if best is None else best
+        same = [each for each in self._ranked if self._order_of(each.strategy) == self._order_of(order)]
+        yield from sorted({each.strategy.devices: each for each in reversed(same)}.values(), key=lambda each: each.place)
 
     def _every(self) -> Iterator[Strategy]:
         fixed, num_rows = self.freedom.micro_batches, self.forms.num_rows
@@ -109,7 +119,7 @@ class OpenSpace:
         subsets = (own for own in self._subsets() if using is None or any(device.kind == using for device in own))
         for devices, policy in product(subsets, self.freedom.policies):
             for order in self._orders(len(devices)):
-                for number in numbers if order == self.freedom.orders[0] else [each for each in numbers if each > 1]:
+                for number in numbers:
                     plain = self._strategy(devices, order, number, policy)
                     if self._is_written or len(self.prices.cluster.devices) > COMPLETE:
                         yield plain

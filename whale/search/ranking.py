@@ -93,6 +93,17 @@ class FreeSpace:
                 yield Ranked(each, 0.0, effort_of(each))
             yield from (Ranked(replace(each.unnamed, near=near), 0.0, effort_of(each)) for near in (True, False))
 
+    def plain(self, best: Strategy | None) -> Iterator[Ranked]:
+        """Data parallelism without more: on all devices, on each type, each unlike host and each single device of a type."""
+        order, policy = self.freedom.orders[0], self.freedom.policies[0]
+        for strategy in self.space.data_parallel():
+            number = min(self.space.micro_batches(self.space.num_rows // strategy.num_replicas), default=0)
+            if number:
+                own = ordered(strategy, order, order, number, policy)
+                form = self.forms.of(own)
+                if form.lack <= 0:
+                    yield Ranked(own, self.objective.likely(own, form.seconds, form.held), effort_of(own))
+
     def ranked(self) -> Iterator[Ranked]:
         """All strategies, best first; those that seem not to fit come last, the least lacking first."""
         number, num_forms = count(), 0
@@ -120,8 +131,7 @@ class FreeSpace:
             if not orders or not counts or any(self.forms.shortage(replica, counts[0]) for replica in strategy.replicas):
                 continue
             if strategy.near is not False or self.freedom.near is False:
-                first = counts[0] == 1 and orders[0] == self.freedom.orders[0]
-                self.num_strategies += (len(orders) * len(counts) - first * (len(orders) - 1)) * len(self.freedom.policies)
+                self.num_strategies += len(orders) * len(counts) * len(self.freedom.policies)
             seconds, held = self.forms.least(strategy, counts[0])
             yield self.objective.likely(strategy, seconds, held), _Family(strategy, orders, counts)
 
@@ -129,8 +139,6 @@ class FreeSpace:
         strategy, orders, counts = family.strategy, family.orders, family.counts
         seconds, held = self.forms.relaxed(strategy, orders, counts)
         values = np.array(self.objective.likely(strategy, seconds, np.broadcast_to(held, seconds.shape)))  # a copy
-        if counts[0] == 1 and orders[0] == self.freedom.orders[0]:
-            values[1:, 0] = math.inf
         tasks = np.array([[order.num_chunks] for order in orders]) * np.array(counts) * sum(each.num_ranks for each in strategy.replicas)
         effort = (1 + (strategy.num_devices + tasks) / PER_PLAN) * (SPLIT if strategy.is_split else 1)
         eased: Floats = values * (1 + EASE * effort)

@@ -184,6 +184,7 @@ def search(
     with run.kept():
         run.look_at(space.known(start), is_must=True)
         run.look_at(space.ranked(), count=lambda: space.num_strategies)
+        run.look_at(space.plain(None if run.best is None else run.best.strategy), is_must=True)
     run.conclude()
     if run.best is None:
         raise failure(run.faults, run.short, space, free)
@@ -219,10 +220,10 @@ class Run:
 
         Args:
             count: how many strategies there are.
-            is_must: whether to plan all, whatever the effort.
+            is_must: whether to plan all that promise to be better than the best plan, whatever the effort.
         """
         for each in ranked:
-            if each.strategy in self._seen:
+            if each.strategy in self._seen or (is_must and self.best is not None and each.value >= self.best.value):
                 continue
             verdict = is_must or self._is_worth(each, count())
             if verdict is None:

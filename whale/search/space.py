@@ -60,8 +60,19 @@ class Space:
             if self._is_allowed(strategy) and (self.freedom.using is None or strategy.taken.get(self.freedom.using)):
                 yield from (Strategy(strategy.replicas, near=near) for near in self._rules(strategy))
 
+    def data_parallel(self) -> Iterator[Strategy]:
+        """Replicas of one device: on all devices, each type, each host that looks unlike the others, and one device of each type."""
+        one = {kind: ReplicaSpec((RankSpec(kind),), count) for kind, count in self.counts.items()}
+        found = [Strategy(tuple(one.values()), near=True), *(Strategy((own,), near=True) for own in one.values())]
+        for host in {look: host for host, look in zip(self.cluster.hosts, host_looks(self.cluster).values(), strict=True)}.values():
+            found.append(Strategy(tuple(replace(one[device.kind], count=1, names=((device.name,),)) for device in host.devices)))
+        found += [Strategy((replace(own, count=1),), near=True) for own in one.values()]
+        for strategy in dict.fromkeys(found):
+            if self._is_allowed(strategy) and (self.freedom.using is None or strategy.taken.get(self.freedom.using)):
+                yield strategy
+
     def turns(self, strategy: Strategy) -> tuple[Sequence[Order], Sequence[int]]:
-        """The distinct orders of a set of replicas, and numbers of micro-batches; with one rank or one micro-batch only the first order."""
+        """The distinct orders of a set of replicas, and numbers of micro-batches; with one rank only the first order."""
         deepest = strategy.deepest.num_ranks
         orders = [order for order in self.freedom.orders[: 1 if deepest == 1 else None] if deepest * order.num_chunks <= self.num_places]
         return orders, self.micro_batches(self.num_rows // strategy.num_replicas)
