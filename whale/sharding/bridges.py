@@ -26,7 +26,7 @@ from typing import Literal
 from whale.axes.labels import Labels, Use
 from whale.axes.values import Axes, Dimension, axes_of, renamed
 from whale.ir.division import divide
-from whale.ir.graph import DTYPE_BYTES, ModelGraph, Op
+from whale.ir.graph import DTYPE_BYTES, ModelGraph, Op, TensorSpec
 from whale.ir.plan import BATCH, Shard
 from whale.sharding.index_sets import IndexSpace
 from whale.sharding.reshard import Kind, reshard
@@ -146,7 +146,8 @@ COUNT_BYTES = DTYPE_BYTES["int64"]
 def bridge_bytes(bridge: Bridge, graph: ModelGraph, axes: Axes, shards: Sequence[Shard], rows: int) -> tuple[tuple[int, int], ...]:
     """Bytes that each device of a split group receives per micro-batch of `rows` rows, forward and backward."""
     width = len(shards[0].sizes)
-    sum_factor = sum_share(bridge, graph, axes) if bridge.is_sum else 1.0
+    summed, share = summed_size(bridge, graph, axes) if bridge.is_sum else (bridge.tensor, 1.0)
+    from_each = share * sum(_num_bytes(spec, rows) for spec in graph.by_name[summed].outputs)
     forward, backward = [0.0] * width, [0.0] * width
     for spec, dimensions in zip(graph.by_name[bridge.tensor].outputs, axes.ops[bridge.tensor].outputs, strict=True):
         names = {axis: str(number) for number, axis in enumerate(dict.fromkeys(axis for each in dimensions for axis in axes_of(each)))}
@@ -154,11 +155,9 @@ def bridge_bytes(bridge: Bridge, graph: ModelGraph, axes: Axes, shards: Sequence
         held = tuple((names[shard.axis], _at_rows(shard, rows)) for shard in shards if shard.axis in names)
         form = replace(bridge, tensor="", users=(), source=names.get(bridge.source or ""), target=names.get(bridge.target or ""))
         num_elements, there, back = _received_by_form(form, renamed(dimensions, names), sizes, held, width)
-        num_bytes = prod(spec.shape_at(rows)) * DTYPE_BYTES[spec.dtype]
-        scale = num_bytes / max(1, num_elements)  # an unknown dimension is as large as the rows make it
+        scale = _num_bytes(spec, rows) / max(1, num_elements)  # an unknown dimension is as large as the rows make it
         for device in range(width):
-            from_all = bridge.combine in GATHERED
-            forward[device] += sum_factor * (num_bytes * (width - 1) if from_all else scale * there[device])
+            forward[device] += from_each * (width - 1) if bridge.combine in GATHERED else share * scale * there[device]
             backward[device] += scale * back[device]
     return tuple((round(one), round(other)) for one, other in zip(forward, backward, strict=True))
 
@@ -183,8 +182,12 @@ def _received(ends: Ends, space: IndexSpace, width: int) -> list[float]:
     return found
 
 
-def sum_share(bridge: Bridge, graph: ModelGraph, axes: Axes) -> float:
-    """What is summed, in multiples of the result's size.
+def _num_bytes(spec: TensorSpec, rows: int) -> int:
+    return prod(spec.shape_at(rows)) * DTYPE_BYTES[spec.dtype]
+
+
+def summed_size(bridge: Bridge, graph: ModelGraph, axes: Axes) -> tuple[str, float]:
+    """What is summed, in multiples of the size of a tensor, whatever the rows: that tensor, and the multiple.
 
     A weighted mean also sums its weight; an extreme with a gradient also sums the number of ties; a cross-entropy gathers three
     numbers per target.
@@ -192,14 +195,13 @@ def sum_share(bridge: Bridge, graph: ModelGraph, axes: Axes) -> float:
     """
     op = graph.by_name[bridge.tensor]
     if bridge.combine == "softmax":
-        rows = graph.by_name[op.inputs[0]].outputs[0]
         size = next(axes.by_name[axis].size for axis, role in axes.ops[op.name].roles.items() if role.combine == "softmax")
-        return 3 * (rows.num_elements / size) * DTYPE_BYTES[rows.dtype] / max(1, op.num_bytes)
+        return op.inputs[0], 3 / size
     if bridge.combine == "weighted_mean":
-        return 1 + _weight_bytes(op, graph) / DTYPE_BYTES[op.outputs[0].dtype]
+        return op.name, 1 + _weight_bytes(op, graph) / DTYPE_BYTES[op.outputs[0].dtype]
     if bridge.combine in ("max", "min") and bridge.has_gradient:
-        return 2 + COUNT_BYTES / DTYPE_BYTES[op.outputs[0].dtype]
-    return 1.0
+        return op.name, 2 + COUNT_BYTES / DTYPE_BYTES[op.outputs[0].dtype]
+    return op.name, 1.0
 
 
 def _weight_bytes(op: Op, graph: ModelGraph) -> int:

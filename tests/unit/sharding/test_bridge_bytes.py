@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from whale.axes import Axes, Axis, Concatenation, Dimension, OpAxes, Role
 from whale.ir.graph import ModelGraph, Op, Ref, TensorSpec
 from whale.ir.plan import Shard
-from whale.sharding.bridges import Bridge, bridge_bytes, sum_share
+from whale.sharding.bridges import Bridge, bridge_bytes, summed_size
 
 PLANNED, ROWS = 2, 3
 DIMENSIONS: tuple[tuple[Dimension, ...], ...] = (
@@ -88,7 +88,7 @@ def test_sums_and_their_adjoints(combine: str, share: float) -> None:
     graph, axes = world(dimensions, {"batch": ROWS, "a": 3, "b": 4, "c": 2}, Role("contracted", combine))
     shards = (Shard("a", (2, 1)), Shard("b", (3, 1)))
     whole = Bridge("x", None, None, is_sum=True, combine=combine)
-    assert sum_share(whole, graph, axes) == share
+    assert summed_size(whole, graph, axes) == ("x", share)
     assert bridge_bytes(whole, graph, axes, shards, ROWS)[0] == (4 * 36 * share, 0)
     scattered = Bridge("x", None, "b", is_sum=True, combine=combine)
     assert bridge_bytes(scattered, graph, axes, shards, ROWS)[1] == (4 * 9 * share, 4 * 27)
@@ -100,4 +100,4 @@ def test_a_weighted_mean_sums_its_weight(target: str, weight: tuple[str, ...], s
     inputs = tuple(Op(f"i{index}", "input", f"i{index}", outputs=(TensorSpec((3,), dtype, (1,)),)) for index, dtype in enumerate(dtypes))
     loss = Op("x", "call", "aten.some.default", tuple(Ref(op.name) for op in inputs), outputs=(TensorSpec((), "float32", ()),))
     bridge = Bridge("x", None, None, is_sum=True, combine="weighted_mean")
-    assert sum_share(bridge, ModelGraph((*inputs, loss), (), PLANNED), Axes((), MappingProxyType({}), {}, ())) == share
+    assert summed_size(bridge, ModelGraph((*inputs, loss), (), PLANNED), Axes((), MappingProxyType({}), {}, ())) == ("x", share)

@@ -45,8 +45,9 @@ def product_sizes(graph: ModelGraph, op: Op) -> ProductSizes:
         return NO_PRODUCT
     read = [graph.by_name[name] for name in op.inputs]
     made = op.outputs[0]
-    touched = made.num_elements + sum(spec.num_elements for source in read for spec in source.outputs[:1])
-    if op.forward_flops <= 2 * touched:
+    # what has no rows does not count where others have, so that the example's rows decide nothing
+    touched = [made, *(spec for source in read for spec in source.outputs[:1] if any(spec.row_factors) or not any(made.row_factors))]
+    if op.forward_flops <= 2 * sum(spec.num_elements for spec in touched):
         return NO_PRODUCT
     depth = op.forward_flops / (2 * made.num_elements)
     weight = next((source for source in read if source.kind == "parameter" and len(source.outputs[0].shape) > 1), None)
@@ -164,10 +165,14 @@ def fused_ops(graph: ModelGraph) -> frozenset[str]:
         users = graph.users[op.name]
         if is_pointwise(op) and not is_free(op) and len(users) == 1:
             user = graph.by_name[users[0]]
-            alike = bool(user.outputs) and user.outputs[0].shape == op.outputs[0].shape and not is_free(user)
+            alike = bool(user.outputs) and _form(user.outputs[0]) == _form(op.outputs[0]) and not is_free(user)
             if alike and product_sizes(graph, user) == NO_PRODUCT:
                 found.add(op.name)
     return frozenset(found)
+
+
+def _form(spec: TensorSpec) -> tuple[tuple[int, ...], ...]:
+    return spec.shape, spec.row_factors
 
 
 def _spread(flops: int, with_rows: bool, num_rows: int) -> Line:

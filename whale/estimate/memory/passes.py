@@ -19,6 +19,7 @@ backward   where it is not kept, remade: with its segment, or for the ops that n
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -92,6 +93,39 @@ class BridgedTensors:
 
 
 @dataclass(frozen=True, slots=True)
+class FetchedWeights:
+    """A bucket of weights that a pass fetches for its first reader, and frees behind its last."""
+
+    num_bytes: float
+    received: float  # bytes of a copy in which they arrive, from when it is started until they have arrived; 0: they arrive in place
+    first: int  # position in the graph of the first op that reads them
+    last: int  # of the last
+    is_read_backward: bool
+
+
+@dataclass(frozen=True)
+class Fetching:
+    """The weights that are there while a pass runs its steps: each bucket is started when the one before it is needed."""
+
+    beside: PerOp  # bytes while each step runs
+    arriving: PerOp  # bytes before each step at which some arrive; 0 at others
+
+    @staticmethod
+    def of(num_steps: int, buckets: Sequence[tuple[FetchedWeights, int, int]]) -> Fetching:
+        """`buckets`: in the order in which they are started, with the steps that need them first and last."""
+        beside, arriving, start = np.zeros(num_steps), np.zeros(num_steps), num_steps
+        starts = [0] * len(buckets)
+        for number in range(len(buckets) - 1, -1, -1):  # each is started with the one before it, or for a later one
+            starts[number] = start = min(start, buckets[max(0, number - 1)][1])
+        for begin, (bucket, need, end) in zip(starts, buckets, strict=True):
+            beside[begin:need] += bucket.received or bucket.num_bytes
+            beside[need : end + 1] += bucket.num_bytes
+        for bucket, need, _ in buckets:
+            arriving[need] = max(arriving[need], beside[need] + bucket.received)
+        return Fetching(beside, arriving)
+
+
+@dataclass(frozen=True, slots=True)
 class Fullest:
     """The state of a backward pass at its peak, in bytes."""
 
@@ -139,17 +173,21 @@ class Passes:
     divided: Collection[str] = ()  # ops that work on parts of what they contract, and are one op there
     forms: tuple[BridgedTensor, ...] = ()  # of tensors, that the split group makes
     offloads: bool = False  # whether what is kept waits on the host until the backward pass of the last op that keeps it
+    fetched: tuple[FetchedWeights, ...] = ()  # in the order in which a forward pass starts them
 
     def forward(self, left: Collection[str]) -> float:
         """Peak bytes of a forward pass beyond the storages `left`, which it leaves."""
-        return self._forward(self.ops, frozenset(left), self.formed.forward)
+        if not self.fetched:
+            return self._forward(self.ops, frozenset(left), self.formed.forward)
+        return self._forward(self.ops, frozenset(left), self.formed.forward + self._fetching.beside, self._fetching.arriving)
 
-    def _forward(self, ops: Sequence[str], left: frozenset[str], forms: PerOp) -> float:
+    def _forward(self, ops: Sequence[str], left: frozenset[str], forms: PerOp, before: PerOp | None = None) -> float:
         storage, by_name = self.graph.storage, self.graph.by_name
         last = {storage[name]: index for index, op in enumerate(ops) for name in (op, *by_name[op].inputs)}
         made = self.made.intersection(ops)
         alive = most = 0.0
         for index, name in enumerate(ops):
+            most = max(most, alive + before[index]) if before is not None else most
             alive += self.num_bytes[name] if name in made else 0.0
             most = max(most, alive + forms[index] + self.inside(by_name[name]))
             for root in {storage[name], *(storage[source] for source in by_name[name].inputs)}:
@@ -169,6 +207,30 @@ class Passes:
             defers_weights: whether weight gradients are left to W, so that what they need stays.
         """
         return BackwardStates.of(_Backward(self, is_first, defers_weights).walk())
+
+    @cached_property
+    def _fetching(self) -> Fetching:
+        return Fetching.of(len(self.ops), [(each, self._step(each.first), self._step(each.last)) for each in self.fetched])
+
+    @cached_property
+    def fetching_back(self) -> Fetching:
+        """`Fetching` of a backward pass, by the ops in their order; a recomputed segment needs its weights when it begins."""
+        last, ends = len(self.ops) - 1, dict[int, int]()
+        for segment in self.segments:
+            end = self.ops.index(segment[-1])
+            ends |= dict.fromkeys(range(end - len(segment) + 1, end + 1), end)
+        again = sorted((each for each in self.fetched if each.is_read_backward), key=lambda each: -each.last)
+        steps = ((each, self._step(each.first), self._step(each.last)) for each in again)
+        found = Fetching.of(len(self.ops), [(each, last - ends.get(end, end), last - start) for each, start, end in steps])
+        return Fetching(found.beside[::-1], found.arriving[::-1])
+
+    def _step(self, position: int) -> int:
+        """The index among the ops of the one at a position of the graph."""
+        return min(bisect_left(self._positions, position), len(self.ops) - 1)
+
+    @cached_property
+    def _positions(self) -> Sequence[int]:
+        return [self.graph.position[name] for name in self.ops]
 
     @cached_property
     def formed(self) -> BridgedTensors:
@@ -272,6 +334,8 @@ class _Backward:
         for self._place, name in reversed([*enumerate(passes.ops)]):
             op = graph.by_name[name]
             self._bring(op)
+            if passes.fetched and (arriving := float(passes.fetching_back.arriving[self._place])):
+                yield Fullest(self._freed, self._recomputed + self._back, self._stays, self._on_their_way + arriving)
             yield from self._enter(passes.segment_of.get(name))
             if op.requires_grad:
                 yield self._at(self._differentiate(op, uses))
@@ -279,6 +343,8 @@ class _Backward:
             self._let_go(name)
 
     def _at(self, extra: float = 0.0) -> Fullest:
+        if self.passes.fetched:
+            extra += float(self.passes.fetching_back.beside[self._place])
         if not self.passes.forms:
             return Fullest(self._freed, self._recomputed + self._back, self._stays, self._on_their_way + extra)
         forms, place = self.passes.formed, self._place

@@ -31,7 +31,7 @@ from whale.estimate.costs.line import Line, Started
 from whale.estimate.prices.prices import Prices
 from whale.ir.cluster import Device, Handling
 from whale.ir.graph import Op
-from whale.sharding.bridges import GATHERED, ON_THE_SPOT, Bridge, Transport, sum_share
+from whale.sharding.bridges import GATHERED, ON_THE_SPOT, Bridge, Transport, summed_size
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,8 @@ class CollectiveCosts:
         backward: tuple[Transport, Line] = (bridge.backward, self.payload(op)) if self.prices.training else ("", Line())
         if not bridge.is_sum:
             return (bridge.forward, self.payload(op)), backward
-        payload = self.payload(op) * sum_share(bridge, self.prices.graph, self.prices.axes)
+        summed, share = summed_size(bridge, self.prices.graph, self.prices.axes)
+        payload = self.prices.outputs[summed] * share
         if bridge.combine in GATHERED:
             return ("all-gather", payload * self.site.width), backward
         return (bridge.forward, payload), backward

@@ -34,7 +34,7 @@ from whale.estimate.prices.part import NOTHING, Alive, Part, Recompute
 from whale.estimate.prices.traffic import WorkOnParts, local_graph, work_on_parts
 from whale.ir.cluster import Cluster, Device, Link
 from whale.ir.graph import DTYPE_BYTES, ModelGraph, Op
-from whale.ir.plan import ParameterState, Shard, states_of, zero_of
+from whale.ir.plan import BATCH, ParameterState, Shard, states_of, zero_of
 from whale.sharding.bridges import Bridge, find_bridges
 from whale.sharding.buckets import NUM_AT_ONCE, Buckets
 
@@ -226,7 +226,10 @@ class Prices:
             local._links, local.kept, local.weight_shares = self._links, self.kept, self.weight_shares
             unlike = (own for own, whole in zip(local.graph.ops, self.graph.ops, strict=True) if own is not whole)
             local.outputs = self.outputs | {own.name: output_line(own, self.graph.num_rows) for own in unlike}
-            shares = {axis: size / self.axes.by_name[axis].size for axis, (size, _) in named.items()}
+            shares = {axis: size / total for axis, (size, total) in named.items()}
+            if BATCH in shares:
+                cut = (name for name in labels.ops if labels.held(name) == BATCH)
+                local.outputs |= {name: self.outputs[name] * shares[BATCH] for name in cut}
             local.table = self._on_parts(ops, cuts).at(shares)
             local.states = self.states  # of no parameter they depend on its shape
             local._accumulated = self._accumulated.copy()  # what other stages add is not asked for

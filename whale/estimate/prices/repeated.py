@@ -56,7 +56,7 @@ class RepeatedBridges:
         share = 1.0
         if bridge.target and not bridge.is_sum:
             sizes = next(shard.sizes for shard in self._labels.shards if shard.axis == bridge.target)
-            share = sizes[position] / self._prices.axes.by_name[bridge.target].size
+            share = sizes[position] / sum(sizes)
         return self._prices.outputs[bridge.tensor] * share
 
     @cached_property

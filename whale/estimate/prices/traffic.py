@@ -25,7 +25,8 @@ from whale.ir.plan import BATCH
 def local_graph(labels: Labels, parts: Mapping[str, tuple[int, int]]) -> ModelGraph:
     """The graph with local shapes of the results of one stage's ops, and of the parameters that they read.
 
-    It prices memory only: arguments and FLOPs are those of the whole (`WorkOnParts` has the work).
+    It prices memory only: arguments and FLOPs are those of the whole (`WorkOnParts` has the work). Rows are not cut: bytes are
+    priced by rows.
 
     Args:
         labels: of the stage; their sizes do not matter.
@@ -44,26 +45,22 @@ class _Local:
     def __init__(self, labels: Labels, parts: Mapping[str, tuple[int, int]]) -> None:
         self._labels = labels
         self._axes: Axes = labels.axes
-        self._sizes = {axis: self._units(axis, *part) for axis, part in parts.items()}
+        self._sizes = {axis: size for axis, (size, _) in parts.items() if axis != BATCH}
         self._shares: dict[tuple[Dimension, str], tuple[int, int] | None] = {}
-
-    def _units(self, axis: str, size: int, total: int) -> int:
-        """Units of an axis; of the batch, in rows of the example."""
-        return size if axis != BATCH else max(1, round(self._axes.by_name[axis].size * size / total))
 
     def op(self, op: Op) -> Op:
         known = self._axes.ops.get(op.name)
         if known is None:
             return op
         held = self._labels.held(op.name)
-        if held is None:
+        if held not in self._sizes:
             return op
         outputs = tuple(self._spec(spec, dims, held) for spec, dims in zip(op.outputs, known.outputs, strict=True))
         return replace(op, outputs=outputs)
 
     def parameter(self, parameter: Parameter, op: str) -> Parameter:
         held = self._labels.held(op)
-        spec = self._spec(parameter.spec, self._axes.parameters[parameter.name], held) if held else parameter.spec
+        spec = self._spec(parameter.spec, self._axes.parameters[parameter.name], held) if held in self._sizes else parameter.spec
         return parameter if spec is parameter.spec else replace(parameter, spec=spec)
 
     def _spec(self, spec: TensorSpec, dimensions: Sequence[Dimension], axis: str) -> TensorSpec:

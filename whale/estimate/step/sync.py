@@ -7,7 +7,7 @@ lost           the rounding error stays from step to step
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
@@ -15,6 +15,7 @@ from itertools import accumulate
 from whale.estimate.costs.communication import fabric, fastest_way, ring_volume
 from whale.estimate.costs.compute import copy_seconds, rounding_seconds
 from whale.estimate.costs.line import Floats, Line
+from whale.estimate.memory.passes import FetchedWeights
 from whale.estimate.prices.prices import Prices
 from whale.estimate.step.work import Work
 from whale.ir.cluster import Device
@@ -232,11 +233,12 @@ class Brought:
     forward: float = 0.0  # exposed seconds
     backward: float = 0.0  # exposed seconds
     overlapped: float = 0.0  # seconds over the host's link, while ops compute
-    num_bytes: float = 0.0  # peak of fetched weights, with those in flight
+    num_bytes: float = 0.0  # of weights that are there throughout
+    fetched: tuple[FetchedWeights, ...] = ()  # the others
 
     def __call__(self, work: Work) -> Work:
         """Adds it to the work of the stage."""
-        if not self.num_bytes:
+        if not self.num_bytes and not self.fetched:
             return work
         memory, more = work.memory, self.num_bytes
         first, later = (replace(each, working=each.working + more) for each in (memory.first, memory.later))
@@ -253,7 +255,7 @@ class Gathering:
         self._plan, self._buckets, self._graph, self._cluster = plan, buckets, prices.graph, prices.cluster
         self._seconds = [_bringing_seconds(plan, prices, bucket) for bucket in buckets]
         self._visits = visits_of(buckets, prices.graph, plan, schedules) if buckets else {}
-        self._peaks: dict[tuple[int, ...], float] = {}  # equal replicas gather in the same order
+        self._known: dict[tuple[tuple[int, ...], ...], tuple[FetchedWeights, ...]] = {}  # equal replicas gather in the same order
 
     def throughout(self, device: str) -> float:
         """Seconds of what a device gathers before a step."""
@@ -269,9 +271,10 @@ class Gathering:
         order = visits.forward.get(stage, ())
         overlapped = sum(self._seconds[number][device] for number in order) - forward
         there = sum(self._buckets[number].num_bytes for number in visits.throughout)
-        if order not in self._peaks:
-            self._peaks[order] = self._most(order)
-        return Brought(forward, backward, overlapped, there + self._peaks[order])
+        passes = order, visits.backward.get(stage, ())
+        if passes not in self._known:
+            self._known[passes] = self._fetched(*passes)
+        return Brought(forward, backward, overlapped, there, self._known[passes])
 
     def _exposed(self, device: str, order: Sequence[int]) -> float:
         """Seconds that nothing hides: of the first bucket, and of those that use more than a link of the device alone."""
@@ -279,17 +282,16 @@ class Gathering:
         hidden = (number for number in order[1:] if is_alone and not self._buckets[number].is_shared_out)
         return sum(self._seconds[number][device] for number in order) - sum(self._seconds[number][device] for number in hidden)
 
-    def _most(self, order: tuple[int, ...]) -> float:
-        """Peak bytes of buckets: each lives until its last reader, with the received copy if it came from others, and the next."""
-        reads, last_reads, most = self._graph.first_reads, self._graph.last_reads, 0
-        sizes = [self._buckets[number].num_bytes for number in order]
-        first = [min((reads[name] for name in self._buckets[number].names if name in reads), default=0) for number in order]
-        last = [max((last_reads[name] for name in self._buckets[number].names if name in last_reads), default=0) for number in order]
-        for index, size in enumerate(sizes):
-            there = sum(other for other, end in zip(sizes[: index + 1], last, strict=False) if end >= first[index])
-            came = size if self._buckets[order[index]].is_shared_out else 0
-            most = max(most, there + came + sum(sizes[index + 1 : index + 2]))
-        return float(most)
+    def _fetched(self, order: Sequence[int], again: Collection[int]) -> tuple[FetchedWeights, ...]:
+        """Buckets as a pass sees them; those of `again` are fetched in the backward pass too."""
+        return tuple(self._fetched_bucket(number, number in again) for number in order)
+
+    def _fetched_bucket(self, number: int, is_read_backward: bool) -> FetchedWeights:
+        bucket, reads, last_reads = self._buckets[number], self._graph.first_reads, self._graph.last_reads
+        first = min((reads[name] for name in bucket.names if name in reads), default=0)
+        last = max((last_reads[name] for name in bucket.names if name in last_reads), default=0)
+        size = float(bucket.num_bytes)
+        return FetchedWeights(size, size if bucket.is_shared_out else 0.0, first, last, is_read_backward)
 
 
 def _bringing_seconds(plan: Plan, prices: Prices, bucket: Bucket) -> Mapping[str, float]:

@@ -11,7 +11,7 @@ import numpy as np
 
 from whale.estimate.costs.line import Line, Started
 from whale.estimate.memory.memory import kept_for_weights, kept_names, places_line, size_line, state_bytes
-from whale.estimate.memory.passes import BackwardStates, BridgedTensor, Fullest, Passes
+from whale.estimate.memory.passes import BackwardStates, BridgedTensor, FetchedWeights, Fullest, Passes
 from whale.estimate.prices.collective_costs import CollectiveCosts, StagePlace, halved, messages_of
 from whale.estimate.prices.part import Part
 from whale.estimate.prices.prices import Prices
@@ -92,12 +92,20 @@ class Works:
     prices: Prices
     state_of: Callable[[str], ParameterState]  # the forms of a parameter or buffer, by name
     bucketed: frozenset[str]  # parameters whose gradients lie in buckets
-    _known: dict[tuple[StageKey, tuple[Device, ...], tuple[Link, ...], int, int, float], Work] = field(default_factory=dict, init=False)
-    _memory: dict[tuple[StageKey, int, int], _InMemory] = field(default_factory=dict, init=False)
+    _known: dict[Hashable, Work] = field(default_factory=dict, init=False)
+    _memory: dict[tuple[StageKey, int, int, tuple[FetchedWeights, ...]], _InMemory] = field(default_factory=dict, init=False)
     _groups: dict[tuple[StageKey, tuple[Device, ...], tuple[Link, ...], int], _InGroup] = field(default_factory=dict, init=False)
     _repeats: dict[StageKey, RepeatedBridges] = field(default_factory=dict, init=False)
 
-    def of(self, key: StageKey, group: Sequence[str], position: int, num_rows: int, spared: float = 0.0) -> Work:
+    def of(
+        self,
+        key: StageKey,
+        group: Sequence[str],
+        position: int,
+        num_rows: int,
+        spared: float = 0.0,
+        fetched: tuple[FetchedWeights, ...] = (),
+    ) -> Work:
         """The work of one device.
 
         Args:
@@ -106,22 +114,25 @@ class Works:
             position: its own in the group.
             num_rows: that the group takes.
             spared: bytes of gradients that never coexist with the others in the first backward pass.
+            fetched: weights that its passes fetch.
         """
         kinds, links = self.likeness(group)
         own = first_alike(key.shards, position, kinds) if key.shards else position
-        question = key, kinds, links, own, num_rows, spared
+        question = key, kinds, links, own, num_rows, spared, fetched
         if question not in self._known:
-            self._known[question] = self._work(key, group, own, num_rows, spared)
+            self._known[question] = self._work(key, group, own, num_rows, spared, fetched)
         return self._known[question]
 
-    def _work(self, key: StageKey, group: Sequence[str], position: int, num_rows: int, spared: float) -> Work:
+    def _work(
+        self, key: StageKey, group: Sequence[str], position: int, num_rows: int, spared: float, fetched: tuple[FetchedWeights, ...]
+    ) -> Work:
         if key.shards:
             together = self._in_group(key, group, num_rows)
             seconds, own = together.seconds, together.own[position]
         else:
             seconds = _at(self._alone(self.prices, key, group[0], num_rows), num_rows)
             own = seconds
-        there = key, first_alike(key.shards, position), num_rows
+        there = key, first_alike(key.shards, position), num_rows, fetched
         if there not in self._memory:  # which the devices have no part in
             self._memory[there] = self._in_memory(*there)
         forward, inputs, weights = seconds
@@ -130,7 +141,7 @@ class Works:
             memory = replace(memory, first=first.fullest(memory.gradients - spared))
         return Work(forward, inputs, weights, own[0], own[1] + own[2], kept, left, for_weights, memory, away)
 
-    def _in_memory(self, key: StageKey, position: int, num_rows: int) -> _InMemory:
+    def _in_memory(self, key: StageKey, position: int, num_rows: int, fetched: tuple[FetchedWeights, ...]) -> _InMemory:
         prices = self._prices(key, position)
         copies, forms = Line(), tuple[BridgedTensor, ...]()
         if key.shards:
@@ -141,7 +152,7 @@ class Works:
         if names is not None and key.offloads:
             away = self._away(prices, key, position).at(num_rows)
             names, copies, forms = frozenset(), Line(), tuple(replace(form, is_kept=False) for form in forms)
-        return _kept(prices, key, num_rows, names, copies), self._pass_memory(prices, key, num_rows, names, forms), away
+        return _kept(prices, key, num_rows, names, copies), self._pass_memory(prices, key, num_rows, names, forms, fetched), away
 
     def _in_group(self, key: StageKey, group: Sequence[str], num_rows: int) -> _InGroup:
         """`_together`, cached."""
@@ -196,7 +207,13 @@ class Works:
         return _InGroup((there_seconds, back_seconds - late, late), tuple(own))
 
     def _pass_memory(
-        self, prices: Prices, key: StageKey, num_rows: int, names: frozenset[str] | None, forms: tuple[BridgedTensor, ...]
+        self,
+        prices: Prices,
+        key: StageKey,
+        num_rows: int,
+        names: frozenset[str] | None,
+        forms: tuple[BridgedTensor, ...],
+        fetched: tuple[FetchedWeights, ...],
     ) -> tuple[PassMemory, BackwardStates]:
         """Bytes of passes besides what is kept, and the first backward pass; `names` are the storages kept, None without training."""
         graph, part, training = prices.graph, key.part, names is not None
@@ -214,6 +231,7 @@ class Works:
             divided=self._divided(key),
             forms=forms,
             offloads=key.offloads,
+            fetched=fetched,
         )
         if names is None:
             return PassMemory(forward=passes.forward(part.returned(graph))), BackwardStates.of(())

@@ -257,7 +257,7 @@ class Workers:
         for place, spared, brought in zip(places, own.spared, own.brought, strict=True):
             group, position = divmod(index, place.stage.split)
             for size, rows in place.rows:
-                work = self._works.of(place.key, place.groups[group], position, rows[index], spared if is_only else 0.0)
+                work = self._works.of(place.key, place.groups[group], position, rows[index], spared if is_only else 0.0, brought.fetched)
                 yield (place.stage.index, size), brought(work)
 
 

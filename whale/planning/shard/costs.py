@@ -66,8 +66,9 @@ class SplitCosts:
         return range(len(self.classes.space.kinds))
 
     def size(self, kind: int) -> int:
-        """Units of the axes of a kind."""
-        return self.prices.axes.by_name[self.classes.space.kinds[kind][0]].size
+        """Units of the axes of a kind; of the batch, the rows that a group takes."""
+        axis = self.classes.space.kinds[kind][0]
+        return int(self.site.num_rows) if axis == BATCH else self.prices.axes.by_name[axis].size
 
     @cached_property
     def whole(self) -> float:

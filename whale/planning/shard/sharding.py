@@ -121,7 +121,7 @@ class Sharder:
     prices: Prices
     _outlines: dict[Scene, Outline] = field(default_factory=dict, init=False)
     _numbers: dict[Hashable, int] = field(default_factory=dict, init=False)
-    _classes: dict[tuple[int, int, frozenset[int] | None], Classes] = field(default_factory=dict, init=False)  # whatever the rows
+    _classes: dict[tuple[int, int, bool, frozenset[int] | None], Classes] = field(default_factory=dict, init=False)
     _costs: dict[Question, SplitCosts] = field(default_factory=dict, init=False)
     _unbounded: dict[tuple[Question, tuple[int, ...]], Cut | None] = field(default_factory=dict, init=False)
     _solved: dict[Hashable, list[Cut]] = field(default_factory=dict, init=False)  # the exact ones, by kin
@@ -147,16 +147,16 @@ class Sharder:
         number = self._numbers.setdefault(outline.signature, len(self._numbers))
         question = Question(number, groups, site.num_rows, site.num_micro_batch, only)
         if question not in self._costs:
-            place = number, site.width, only
+            place = number, site.width, site.num_rows >= site.width, only
             if place not in self._classes:
-                self._classes[place] = Classes(scene, find_shard_space(scene, site.width, names), self.prices.kept)
+                self._classes[place] = Classes(scene, find_shard_space(scene, site.width, site.num_rows, names), self.prices.kept)
             self._costs[question] = SplitCosts(self._classes[place], self.prices, site)
         key = question, insisted
         if key not in self._unbounded:
             self._unbounded[key] = self._without_limits(question, insisted, split.scopes)
         first = self._unbounded[key]
         if first is None:
-            raise no_axis_fault(scene, find_shard_space(scene, site.width, names), split.scopes, site.width)
+            raise no_axis_fault(scene, find_shard_space(scene, site.width, site.num_rows, names), split.scopes, site.width)
         if (*key, budget) not in self._cuts:
             self._cuts[*key, budget] = _within_memory(first, budget)
         cut, bound_by_memory = self._cuts[*key, budget]
@@ -186,7 +186,7 @@ class Sharder:
         """The kinds of axes along which all ops must work that can."""
         if split.axes is None and not any(scope.axis for scope in split.scopes):
             return ()
-        space = find_shard_space(scene, site.width, names)
+        space = find_shard_space(scene, site.width, site.num_rows, names)
         insisted, faults = find_insisted(scene, space, split.scopes, site.width)
         raise_faults(faults)
         own = {space.kind_of[axis] for axis in written_axes(split.axes or (), scene) if axis in space.kind_of}

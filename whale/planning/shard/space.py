@@ -87,11 +87,17 @@ class ShardSpace:
         return {axis: index for index, kind in enumerate(self.kinds) for axis in kind}
 
 
-def find_shard_space(scene: Scene, width: int, only: Collection[str] | None = None) -> ShardSpace:
-    """Finds what can be cut over groups of `width` devices; `only`: axes that a written plan allows, None for all."""
+def find_shard_space(scene: Scene, width: int, num_rows: float, only: Collection[str] | None = None) -> ShardSpace:
+    """Finds what can be cut over groups of `width` devices.
+
+    Args:
+        num_rows: that a group takes.
+        only: axes that a written plan allows; None for all.
+    """
     refused: dict[str, Refusal] = {}
     for axis in scene.members:
-        refusal = _refusal(scene, axis, width) if only is None or axis in only or axis == BATCH else OTHER_AXES
+        size = num_rows if axis == BATCH else scene.axes.by_name[axis].size
+        refusal = _refusal(scene, axis, size, width) if only is None or axis in only or axis == BATCH else OTHER_AXES
         if refusal is not None:
             refused[axis] = refusal
     allowed = tuple(axis.name for axis in scene.axes.axes if axis.name in scene.members and axis.name not in refused)
@@ -105,7 +111,7 @@ def whole_refusal(op: Op, role: Role) -> Refusal:
     return Refusal(f"{op.target} {role.reason} (%{op.name})", op.where, _hint(op, role.reason))
 
 
-def _refusal(scene: Scene, axis: str, width: int) -> Refusal | None:
+def _refusal(scene: Scene, axis: str, size: float, width: int) -> Refusal | None:
     """Why an axis is cut nowhere: no op can work on its parts, it is too short, or a parameter would be held in two ways."""
     members = scene.members[axis]
     if not any(scene.may_work(op, axis) for op in members):
@@ -115,9 +121,8 @@ def _refusal(scene: Scene, axis: str, width: int) -> Refusal | None:
         return Refusal(f"{silent.target} has no rule for it (%{silent.name})", silent.where)
     if axis != BATCH and axis in scene.axes.of_rows:
         return Refusal(f"the size of {axis} depends on the number of rows, which changes from batch to batch", members[0].where)
-    size = scene.axes.by_name[axis].size
     if size < width:
-        return Refusal(f"{axis} has size {size}, less than the {width} devices of the split")
+        return Refusal(f"{axis} has size {size:g}, less than the {width} devices of the split")
     return _sharing(scene, axis)
 
 
@@ -214,7 +219,7 @@ def find_insisted(scene: Scene, space: ShardSpace, scopes: Sequence[Scope], widt
 
 def check_axes(scene: Scene, scopes: Sequence[Scope]) -> None:
     """Raises AnnotationError for an axis of a split on one device that does not exist or cannot be cut: it would fail on several."""
-    _, faults = find_insisted(scene, find_shard_space(scene, 1), scopes, 1)
+    _, faults = find_insisted(scene, find_shard_space(scene, 1, 1), scopes, 1)
     raise_faults(faults)
 
 

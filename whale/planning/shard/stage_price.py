@@ -211,8 +211,7 @@ def _rows_apart(prices: Prices, assignment: Assignment, stage: int, pipeline: Pi
     """Values from stages on the same devices which divide the rows, and values that only such stages read."""
     rank, width = pipeline.stage_rank, pipeline.width
     narrower = {other for other in range(len(rank)) if rank[other] == rank[stage] and width(other) < width(stage)}
-    batch = prices.axes.by_name.get(BATCH)
-    if not narrower or batch is None or batch.size < width(stage):
+    if not narrower or BATCH not in prices.axes.by_name:
         return frozenset(), frozenset()
     arriving = {name for source, names in assignment.parts[stage].received if source in narrower for name in names}
     readers: dict[str, set[int]] = {}

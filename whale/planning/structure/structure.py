@@ -94,7 +94,9 @@ def _repeatable(graph: ModelGraph, inputs: Mapping[str, tuple[str, ...]], exclud
 
 
 def _is_cheap(op: Op, sources: Iterable[Op]) -> bool:
-    elements = max((spec.num_elements for each in (op, *sources) for spec in each.outputs), default=0)
+    specs = [*op.outputs, *(spec for source in sources for spec in source.outputs)]
+    has_rows = any(any(spec.row_factors) for spec in op.outputs)  # what has none does not count then: the example's rows decide nothing
+    elements = max((spec.num_elements for spec in specs if any(spec.row_factors) or not has_rows), default=0)
     return op.forward_flops <= CHEAP_FLOPS * elements
 
 
