@@ -8,10 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from whale.capture import CapturedProgram, capture
+from whale.ir.graph import ModelGraph
 
 Batch = dict[str, Tensor]
 VOCABULARY = 61
@@ -172,3 +176,12 @@ BUILDERS: dict[str, Callable[..., tuple[nn.Module, Batch]]] = {
 
 OTHERS: dict[str, Callable[..., tuple[nn.Module, Batch]]] = {"bart": bart, "fnet": fnet, "mamba": mamba}
 """Models of other kinds, which the rules for operators were not written for."""
+
+ALL = {**BUILDERS, **OTHERS}
+
+
+@cache
+def captured(family: str, mode: Any = "train", **settings: Any) -> tuple[nn.Module, Batch, ModelGraph, CapturedProgram]:
+    """A model, its batch and their capture, for all tests of a process that change none of them."""
+    model, batch = ALL[family](**settings)
+    return model, batch, *capture(model, batch, mode=mode)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 import random
 import traceback
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib import import_module
@@ -22,7 +23,7 @@ from tests.unit.axes.test_rules_alone import bits, ids, labels, x
 from whale.axes import Axes, discover
 from whale.ir.graph import ModelGraph, Op, Parameter, Ref
 from whale.ir.plan import Shard
-from whale.runtime.program.shard import lower_shards
+from whale.runtime.program.shard import Group, ShardProgram, lower_shards
 
 
 @dataclass(frozen=True)
@@ -80,13 +81,17 @@ def run(module: fx.GraphModule, tensors: list[Tensor], trained: bool, *first: ob
     return [v.detach() for v in values], [leaf.grad for leaf in leaves]
 
 
+Results = tuple[list[Tensor], list[Tensor | None]]
+
+
 @cache
-def _read(module: str, name: str) -> list[tuple[Case, Single, Axes]]:
-    """The cases of a list in a module, as models."""
+def _read(module: str, name: str) -> list[tuple[Case, Single, Axes, Results]]:
+    """The cases of a list in a module, as models, with the results and gradients of the whole call."""
     found = []
     for case in getattr(import_module(module), name):
         whole = single(case)
-        found.append((case, whole, discover(whole.model)))
+        expected = run(fx.GraphModule(nn.Module(), whole.graph), list(whole.tensors), whole.trained)
+        found.append((case, whole, discover(whole.model), expected))
     return found
 
 
@@ -95,50 +100,66 @@ def prepare_cases(module: str, name: str) -> None:
     _read(module, name)
 
 
+@dataclass(frozen=True)
+class Attempt:
+    """A call on this rank's parts.
+
+    Attributes:
+        program: as lowered.
+        made, gradients: of this rank.
+        error: the traceback, or "".
+    """
+
+    program: ShardProgram | None
+    made: list[Tensor]
+    gradients: list[Tensor | None]
+    error: str = ""
+
+
 def failures(rank: int, num_ranks: int, module: str, name: str) -> list[str]:
     """What goes wrong for the cases of a list in a module, cut along every axis in turn."""
-    found: list[str] = []
-    tried = 0
-    for case, whole, axes in _read(module, name):
+    group, tried = everyone(), []
+    for case, whole, axes, expected in _read(module, name):
         for axis, role in axes.ops["op"].roles.items():
             if role.kind == "whole" or axes.by_name[axis].size < num_ranks:
                 continue
             draw = random.Random(str(case) + axis)
             ends = [0, *sorted(draw.sample(range(1, axes.by_name[axis].size), num_ranks - 1)), axes.by_name[axis].size]
             shard = Shard(axis, tuple(b - a for a, b in pairwise(ends)))
-            tried += 1
-            text = _try(whole, axes, shard, rank)
-            if text:
-                found.append(f"{case} {role} {shard}: {text}")
-    return [f"{tried} tried", *found]
+            tried.append((f"{case} {role} {shard}", expected, axes, shard, _try(whole, axes, shard, rank, group)))
+    gathered: list[Any] = [None] * num_ranks
+    dist.all_gather_object(gathered, [(attempt.error, attempt.gradients) for *_, attempt in tried])  # once: it takes longer than a try
+    found = []
+    for (title, expected, axes, shard, attempt), of_ranks in zip(tried, zip(*gathered, strict=True), strict=True):
+        if text := _fault(attempt, of_ranks, expected, axes, shard, rank):
+            found.append(f"{title}: {text}")
+    return [f"{len(tried)} tried", *found]
 
 
-def _try(whole: Single, axes: Axes, shard: Shard, rank: int) -> str:
+def _try(whole: Single, axes: Axes, shard: Shard, rank: int, group: Group) -> Attempt:
     model, shards = whole.model, (shard,)
-    expected, gradients = run(fx.GraphModule(nn.Module(), whole.graph), list(whole.tensors), whole.trained)
     try:
         program = lower_shards(whole.graph, model, axes, shards, rank)
     except Exception:
-        return traceback.format_exc(limit=-3)
+        return Attempt(None, [], [], traceback.format_exc(limit=-3))
     local = [
         cut_out(t, axes.ops[f"t{i}"].outputs[0], axes, shards, rank) if model.by_name[f"t{i}"].kind == "parameter" else t
         for i, t in enumerate(whole.tensors)
     ]
-    error = ""
-    made: list[Tensor] = []
-    own: list[Tensor | None] = []
     try:
-        made, own = run(fx.GraphModule(nn.Module(), program.graph), local, whole.trained, everyone())
+        return Attempt(program, *run(fx.GraphModule(nn.Module(), program.graph), local, whole.trained, group))
     except Exception:
-        error = traceback.format_exc(limit=-3)
-    errors: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(errors, (error, own))
-    if any(text for text, _ in errors):
-        return str([text for text, _ in errors])
-    for value, right in zip(made, expected, strict=True):
+        return Attempt(program, [], [], traceback.format_exc(limit=-3))
+
+
+def _fault(attempt: Attempt, of_ranks: Sequence[Any], expected: Results, axes: Axes, shard: Shard, rank: int) -> str:
+    if any(error for error, _ in of_ranks):
+        return str([error for error, _ in of_ranks])
+    results, gradients = expected
+    for value, right in zip(attempt.made, results, strict=True):
         if not _close(value, right):
             return f"value {value} instead of {right}"
-    return _compare_gradients(program, [grads for _, grads in errors], gradients, axes, shards, rank)
+    return _compare_gradients(attempt.program, [own for _, own in of_ranks], gradients, axes, (shard,), rank)
 
 
 def _compare_gradients(program: Any, pieces: list[Any], gradients: list[Tensor | None], axes: Axes, shards: Any, rank: int) -> str:

@@ -24,7 +24,6 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from itertools import pairwise
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -153,9 +152,21 @@ def _be(words: list[str], environment: dict[str, str], folder: str, output: str,
     multiprocessing.set_start_method(None, force=True)  # of which the data loader's are made as in any script
     blanks = Blanks(num_blanks)
     handler = "torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler.Popen"
-    # torchrun names each event by its stack; to find the source of each frame among all modules that are here takes most of its time
-    with mock.patch(handler, blanks.start), mock.patch("inspect.stack", partial(inspect.stack, 0)):
+    with mock.patch(handler, blanks.start), mock.patch("inspect.stack", _stack):
         _live(words, environment)
+
+
+def _stack(context: int = 1) -> list[inspect.FrameInfo]:
+    """`inspect.stack` without sources.
+
+    torchrun names each event by its stack. To look for the source of a frame that has none, among all modules that are here, takes so
+    long that a launcher would not get to write into the rendezvous between two signs of life of the others.
+    """
+    frames = []
+    frame = inspect.currentframe()
+    while frame is not None and (frame := frame.f_back) is not None:
+        frames.append(inspect.FrameInfo(frame, frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name, None, None))
+    return frames
 
 
 def _live(words: list[str], environment: Mapping[str, str]) -> NoReturn:

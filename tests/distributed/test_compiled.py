@@ -42,8 +42,8 @@ def train_half(rank: int, num_ranks: int, case: test_precision.Case, path: str) 
 
 
 def counting(made: list[object]) -> Callable[..., Any]:
-    """A backend of torch.compile that adds each graph that it has made."""
-    compile_graph = torch._dynamo.lookup_backend("aot_eager_decomp_partition")
+    """A backend of torch.compile that adds each graph that it has made. Decompositions, which are torch's, take most of the time."""
+    compile_graph = torch._dynamo.lookup_backend("aot_eager")
 
     def compile_and_count(module: fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
         made.append(found := compile_graph(module, inputs))

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import groupby
@@ -17,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.distributed.test_launch import PATIENCE_SECONDS, wait_until
+from tests.distributed.launched import PATIENCE_SECONDS, Started, python, start, wait_until
 from tests.distributed.world import World
 from whale.cli.elastic import SILENT_SECONDS
 from whale.comm import Launched, connect
@@ -39,22 +37,22 @@ class Launchers:
 
     def __init__(self, folder: Path, num_ranks: int, *words: str, bounds: str = "1:2", silent_seconds: int = PATIENCE_SECONDS) -> None:
         self.folder, self.words = folder, words
-        self.started: list[subprocess.Popen[str]] = []
+        self.started: list[Started] = []
         self.environment: dict[str, str] = {}
         self._store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
         meeting = f"is_host=0,keep_alive_max_attempt={silent_seconds}"  # of one second each
         place = ("--rdzv-endpoint", f"localhost:{self._store.port}", "--rdzv-conf", meeting, "--local-addr", "localhost")
         flags = ("--elastic", bounds, *place, "--ranks", str(num_ranks), "--timeout", "60")
-        self._command = [sys.executable, "-m", "whale", "run", *flags, str(SCRIPT), str(folder), str(NUM_STEPS), *words]
+        self._words = ["-m", "whale", "run", *flags, str(SCRIPT), str(folder), str(NUM_STEPS), *words]
 
     def start(self, enough: int) -> None:
         """One more; its ranks train on until they are enough."""
         environment = {**os.environ, **self.environment, "ENOUGH_RANKS": str(enough)}
-        self.started.append(subprocess.Popen(self._command, stderr=subprocess.PIPE, text=True, env=environment))
+        self.started.append(start(*self._words, env=environment))
 
     def end(self) -> list[tuple[int, str]]:
         """The exit code of each, and what it said."""
-        said = [launcher.communicate(timeout=PATIENCE_SECONDS)[1] for launcher in self.started]
+        said = [launcher.communicate()[1] for launcher in self.started]
         return [(launcher.returncode, text) for launcher, text in zip(self.started, said, strict=True)]
 
     @property
@@ -86,7 +84,8 @@ def check_undisturbed(losses: list[tuple[int, float, list[int]]], folder: Path) 
     """Holds the last loss of each step to those of one rank that nothing happens to: no sample came twice, and none was left out."""
     last = {step: loss for step, loss, _ in losses}
     folder.mkdir()
-    subprocess.run([sys.executable, str(SCRIPT), str(folder), str(max(last))], check=True, timeout=PATIENCE_SECONDS)
+    done = python(str(SCRIPT), str(folder), str(max(last)))
+    assert done.returncode == 0, done.stderr
     assert last == pytest.approx({step: loss for step, loss, _ in losses_in(folder)}, rel=1e-10)
 
 

@@ -164,12 +164,20 @@ def losses_of(text: str) -> list[float]:
     return [float(loss) for loss in re.findall(r"step \d+: (?:held-out )?loss ([\d.]+)", text)]
 
 
+THREE_STEPS = ("--global-batch-size", "8", "--steps", "3", "--print-every", "1", "--evaluate-batches", "1")
+
+
+@pytest.fixture(scope="module")
+def alone(world: World) -> list[float]:
+    """The losses of three steps of the GPT on one rank, and of held-out text."""
+    return losses_of(printed_by(world, 1, "examples/train_gpt.py", *SMALL, *THREE_STEPS))
+
+
 @pytest.mark.parametrize("axis", ["heads", slow(None, id="chosen")])
-def test_the_gpt_trains_in_split_stages_of_pipelines(world: World, axis: str | None) -> None:
-    script = ("examples/train_gpt.py", *SMALL, "--global-batch-size", "8", "--steps", "3", "--print-every", "1", "--evaluate-batches", "1")
-    alone = losses_of(printed_by(world, 1, *script))
+def test_the_gpt_trains_in_split_stages_of_pipelines(world: World, alone: list[float], axis: str | None) -> None:
     assert len(alone) == 4 and alone[2] < alone[0], "after each step, and of held-out text"
     words = ("--axis", axis) if axis else ()
+    script = ("examples/train_gpt.py", *SMALL, *THREE_STEPS)
     text = printed_by(world, 4, *script, "--stages", "2", "--split", "2", *words, recipe="strategies/recipes/gpt_3d.yaml")
     assert "1 replica x 2 stages on 4 devices" in text and text.count("groups of 2 cut") == 2
     if axis:

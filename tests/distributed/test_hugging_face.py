@@ -6,7 +6,7 @@ Parts of these models compute in float32 whatever their weights are, so the boun
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import pytest
@@ -128,6 +128,7 @@ def train_rank(rank: int, num_ranks: int, case: Case) -> reference.Run:
         engine.close()
 
 
+@lru_cache(maxsize=1)  # both plans of a family come one after the other
 def train_reference(family: str) -> reference.Run:
     model = build(family)
     return reference.train(model, own_loss, [make_batch(family, seed) for seed in (1, 2)], optimizer)

@@ -6,6 +6,7 @@ Parts of these models compute in float32 whatever their weights are, so the boun
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any, Literal
 
 import pytest
@@ -18,7 +19,7 @@ from tests.captures import Captured, captured_once
 from tests.distributed.split_training import whole_gradients
 from tests.distributed.training import OPTIMIZERS, largest_of
 from tests.distributed.world import World
-from tests.hf_models import BUILDERS, OTHERS
+from tests.hf_models import ALL, BUILDERS, OTHERS
 from whale.ir.cluster import Cluster, Device, Host, Link
 from whale.ir.plan import Plan
 
@@ -39,9 +40,6 @@ STAGES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 
 Speeds = tuple[tuple[float, ...], ...]
 """Of the devices of each host, relative."""
-
-
-ALL = {**BUILDERS, **OTHERS}
 
 
 @dataclass(frozen=True)
@@ -137,6 +135,12 @@ def train_rank(rank: int, num_ranks: int, case: Case, expected: reference.Run) -
 
 
 def train_reference(case: Case) -> reference.Run:
+    """Once for all layouts and speeds."""
+    return _train_plainly(replace(case, widths=(), speeds=()))
+
+
+@lru_cache(maxsize=2)
+def _train_plainly(case: Case) -> reference.Run:
     return reference.train(build(case), lambda output, batch: output.loss, make_batches(case.family), OPTIMIZERS["adam"])
 
 

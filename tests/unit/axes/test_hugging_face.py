@@ -9,11 +9,11 @@ from functools import cache
 import pytest
 import torch
 
+from tests import hf_models
 from tests.hf_models import BUILDERS, LENGTH, VOCABULARY
 from whale.axes import Axes, Axis, batch_axes, discover
 from whale.axes.operators import operator_of
 from whale.axes.values import Concatenation
-from whale.capture import capture
 from whale.ir.graph import ModelGraph
 
 torch.set_num_threads(1)
@@ -22,8 +22,7 @@ pytestmark = pytest.mark.slow
 
 @cache
 def captured(family: str) -> tuple[ModelGraph, Axes]:
-    model, batch = BUILDERS[family]()
-    graph, _ = capture(model, batch)
+    *_, graph, _ = hf_models.captured(family)
     return graph, discover(graph)
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.hf_models import BUILDERS
+from tests.hf_models import BUILDERS, captured
 from tests.unit.capture.running import assert_same
 from whale.capture import capture
 from whale.errors import CaptureError
@@ -27,9 +27,8 @@ def own_loss(model: nn.Module, batch: Any) -> Tensor:
 
 @pytest.mark.parametrize("family", BUILDERS)
 def test_loss_and_gradients_equal_the_models(family: str) -> None:
-    model, batch = BUILDERS[family]()
+    model, batch, graph, program = captured(family)
     _, other = BUILDERS[family](rows=3, seed=1)
-    graph, program = capture(model, batch)
     assert graph.dynamic and not graph.warnings
     assert all(term.exact and term.weight_from_inputs for term in graph.loss)
     assert from_json(ModelGraph, to_json(graph)) == graph
@@ -39,8 +38,7 @@ def test_loss_and_gradients_equal_the_models(family: str) -> None:
 
 @pytest.mark.parametrize("family", ["gpt2", "mixtral"])
 def test_meta_model_is_captured_as_on_the_cpu(family: str) -> None:
-    model, batch = BUILDERS[family]()
-    graph, _ = capture(model, batch)
+    _, batch, graph, _ = captured(family)
     with torch.device("meta"):
         empty, _ = BUILDERS[family]()
     meta_graph, meta_program = capture(empty, batch)
@@ -79,8 +77,7 @@ def test_predict_returns_the_models_output() -> None:
 
 
 def test_stacks_trace_to_the_models_own_file() -> None:
-    model, batch = BUILDERS["gpt2"]()
-    graph, _ = capture(model, batch)
+    *_, graph, _ = captured("gpt2")
     where = next(op.where for op in graph.ops if op.target == "aten.scaled_dot_product_attention.default")
     assert where is not None and "transformers" in where.file
     assert {op.module for op in graph.ops} >= {"transformer.wte", "transformer.h.0.ln_1", "transformer.h.1.mlp.c_fc", "lm_head"}

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 import whale
+from tests.captures import alike, at_hand, captured_once
 from tests.examples import slow
 from tests.unit.runtime.program.test_segments import graph_of
 from whale.errors import OpFault
@@ -104,10 +105,16 @@ def test_the_numbers_are_those_of_eager_ops(name: str, cut: bool) -> None:
     compare(name, cut)
 
 
+def built(drop: float, cut: bool) -> tuple[nn.Module, dict[str, Tensor], Callable[..., Tensor]]:
+    return make_model(drop, cut), make_batch(6), loss
+
+
+@at_hand()
 def compare(name: str, cut: bool) -> None:
     config, drop = SETTINGS[name]
-    expected = numbers(make_engine(make_model(drop, cut), **config))
-    engine = make_engine(make_model(drop, cut), runtime__compile=True, **config)
+    made = captured_once(built, drop, cut)
+    expected = numbers(make_engine(alike(made, make_model(drop, cut)), **config))
+    engine = make_engine(alike(made, make_model(drop, cut)), runtime__compile=True, **config)
     for value, wanted in zip(numbers(engine), expected, strict=True):
         torch.testing.assert_close(value, wanted, rtol=1e-10, atol=1e-10)
     assert compilation(engine).num_graphs
