@@ -444,6 +444,12 @@ class Snapshot:
             place.write(value)
         return changes
 
+    def changed_dicts(self) -> Iterator[tuple[NearPlace, dict[Any, Any], dict[Any, Any]]]:
+        """The dicts of the model that are still there and have other items now, with those of then."""
+        for place, value, contents, then in self._held:
+            if isinstance(contents, dict) and place.is_of_model and place.read() is value and not are_same(then, comparable(value)):
+                yield place, value, contents
+
     @contextmanager
     def in_place(self) -> Iterator[None]:
         """While open, the places have the values of then."""
