@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx, nn
@@ -45,7 +45,7 @@ from whale.capture.tagging import tag_of
 from whale.errors import CaptureError, WhaleError, first_few, raise_faults
 from whale.ir.graph import LossTerm, ModelGraph, Op, Parameter
 from whale.ir.precision import Precision
-from whale.ir.scope import Scope
+from whale.ir.scope import Scope, SourceLine
 from whale.ir.writes import with_reached_gradients, written_buffers
 from whale.progress import without_collecting
 
@@ -297,7 +297,7 @@ def _warnings_of_left(
         now = captured(effects)
         found = difference(first, now)
     except WhaleError as error:
-        found = Difference(error.message, error.where)
+        found = Difference(error.message, cast(SourceLine | None, error.where))
     if found is not None:
         raise CaptureError(
             f"forward leaves {names} for its next call, which computes something else then: {found.what}; each step would be a first one",
