@@ -18,12 +18,22 @@ def _places(h: Tensor) -> Tensor:
     return torch.arange(h.shape[0], device=h.device)
 
 
+def _bags(words: Tensor, mode: str = "sum", **options: object) -> Tensor:
+    table = torch.linspace(-1, 1, WIDTH * WIDTH, dtype=torch.float64).view(WIDTH, WIDTH)
+    return F.embedding_bag(words, table, mode=mode, **options)
+
+
 MIDDLES: dict[str, Callable[[Tensor], Tensor]] = {
     "nothing": lambda h: h,
     "softmax of columns": lambda h: h.softmax(1),
     "own row": lambda h: h[_places(h), h.argmax(1)][:, None] * h,
     "repeated rows": lambda h: h.repeat_interleave(2, 0).unflatten(0, (-1, 2)).sum(1),
     "halves": lambda h: torch.sub(*torch.cat([h, h.square()]).chunk(2)),
+    "bags": lambda h: h * _bags(h.detach().abs().mul(9).long() % WIDTH),
+    "weighted bags": lambda h: h * _bags(h.detach().abs().mul(9).long() % WIDTH, per_sample_weights=h.tanh()),
+    "longest word of a bag": lambda h: h * _bags(h.detach().abs().mul(9).long() % WIDTH, mode="max"),
+    "bags by frequency": lambda h: h * _bags(h.detach().abs().mul(9).long() % WIDTH, scale_grad_by_freq=True),
+    "bags across rows": lambda h: h * _bags(h.T.detach().abs().mul(9).long().reshape(h.shape) % WIDTH),
     "softmax": lambda h: h.softmax(0),
     "cumsum": lambda h: h.cumsum(0),
     "sort": lambda h: h.sort(0).values,

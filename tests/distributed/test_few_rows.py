@@ -1,4 +1,4 @@
-"""Evaluation and prediction of batches with fewer rows than replicas: those without rows have no part in it."""
+"""Batches with fewer rows than replicas: those without rows compute nothing, and add nothing to sums."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from tests.distributed.world import World
 from whale.errors import BatchError
 
 Batch = dict[str, Tensor]
+SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 
 CONFIGS: dict[str, tuple[int, dict[str, Any]]] = {
     "replicas": (3, {"pipeline.num_micro_batch": 2, "planning.search": "off"}),
@@ -77,6 +78,108 @@ def test_few_rows_are_those_of_the_first_replicas(world: World, name: str) -> No
         assert sorted(row for found in on_ranks for row in found[index][6].tolist()) == list(range(num_rows))
     whole = float(loss(model()(batch_of(8)["input"]), batch_of(8))["loss"].detach())
     assert [found[-1] for found in on_ranks] == pytest.approx([whole] * num_ranks, rel=1e-5)
+
+
+def ragged(samples: list[tuple[Tensor, Tensor]]) -> Batch:
+    """Padded to the longest row."""
+    inputs, targets = zip(*samples, strict=True)
+    return {"input": nn.utils.rnn.pad_sequence(list(inputs), batch_first=True), "target": torch.stack(targets)}
+
+
+def of_loader() -> list[tuple[Tensor, Tensor]]:
+    """Nine samples of other lengths, in batches of four: one is left."""
+    generator = torch.Generator().manual_seed(1)
+    return [(torch.randn(1 + number % 3, 4, generator=generator), torch.ones(1) * (number % 2)) for number in range(9)]
+
+
+def long_loss(output: Tensor, batch: Batch) -> Tensor:
+    return (output.sum(1) - batch["target"]).square().mean()
+
+
+def load(rank: int, num_ranks: int, config: dict[str, Any]) -> tuple[list[float], Batch]:
+    samples = of_loader()
+    engine = whale.parallelize(
+        model(), loss=long_loss, optimizer=SGD, batch=ragged(samples[:4]), config=config, cluster=make_cluster((1.0,) * num_ranks)
+    )
+    loader = engine.loader(samples, global_batch_size=4, collate=ragged, whole_batches=True)
+    found = [float(engine.step(batch)) for _ in range(2) for batch in loader]
+    found += [float(engine.evaluate(batch)) for batch in loader]
+    state = engine.state_dict() or {}
+    engine.close()
+    return found, state
+
+
+@pytest.mark.parametrize("name", ["replicas", "pipelines"])
+def test_the_last_row_of_a_loader_is_trained_by_the_first_replica(world: World, name: str) -> None:
+    num_ranks, config = CONFIGS[name][0], CONFIGS[name][1] | {"pipeline.num_micro_batch": 1}
+    plain, samples = model(), of_loader()
+    batches = [ragged(samples[start : start + 4]) for start in (0, 4, 8)]
+    optimizer, expected = SGD(plain.parameters()), []
+    for batch in [*batches, *batches]:
+        optimizer.zero_grad()
+        value = long_loss(plain(batch["input"]), batch)
+        value.backward()
+        optimizer.step()
+        expected.append(float(value.detach()))
+    expected += [float(long_loss(plain(batch["input"]), batch).detach()) for batch in batches]
+    for found, state in world.run(load, config, num_ranks=num_ranks):
+        assert found == pytest.approx(expected, rel=1e-5, abs=1e-6)
+        torch.testing.assert_close(state, dict(plain.state_dict()), rtol=1e-5, atol=1e-6)
+
+
+class Counting(nn.Module):
+    """Counts its calls, keeps a mean and a sum over rows, and a table that is read sparsely."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.table = model(), nn.Embedding(5, 4, sparse=True)
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("load", torch.zeros(4))
+        self.register_buffer("seen", torch.zeros(4, dtype=torch.float64))
+        self.register_buffer("turn", torch.ones(3, dtype=torch.complex64))
+
+    def forward(self, input: Tensor, ids: Tensor) -> Tensor:
+        self.calls.add_(1)
+        self.turn.mul_(1j)
+        self.load.mul_(0.9).add_(input.mean(0), alpha=0.1)
+        self.seen.add_(input.sum(0))
+        return self.layers(input + self.table(ids))
+
+
+def counting() -> tuple[nn.Module, list[Batch]]:
+    torch.manual_seed(0)
+    return Counting(), [{**batch_of(num_rows), "ids": torch.arange(num_rows) % 5} for num_rows in (8, 1, 5, 2, 1, 8)]
+
+
+def count(rank: int, num_ranks: int, config: dict[str, Any]) -> tuple[list[float], Batch]:
+    made, batches = counting()
+    engine = whale.parallelize(made, loss=loss, optimizer=SGD, batch=batches[0], config=config, cluster=make_cluster((1.0,) * num_ranks))
+    found = [float(engine.step(batch)) for batch in batches]
+    engine.forward_backward(batches[2])
+    engine.forward_backward(batches[1])
+    engine.update(scale=0.5)
+    engine.step(batches[0])
+    state = engine.state_dict() or {}
+    kept = {name: own for name, own in engine.tensors.items() if own.shape == state[name].shape}
+    torch.testing.assert_close({name: own.detach() for name, own in kept.items()}, {name: state[name] for name in kept})
+    engine.close()
+    return found, state
+
+
+def test_what_training_writes_is_equal_where_replicas_had_no_rows(world: World) -> None:
+    plain, batches = counting()
+    optimizer, expected = SGD(plain.parameters()), []
+    for group in (*([each] for each in batches), [batches[2], batches[1]], [batches[0]]):
+        optimizer.zero_grad()
+        for batch in group:
+            value = loss(plain(batch["input"], batch["ids"]), batch)["loss"]
+            (value / len(group)).backward()
+            expected.append(float(value.detach()))
+        optimizer.step()
+    for config, num_ranks in (({"planning.search": "off"}, 3), ({"pipeline.num_stages": 2, "planning.search": "off"}, 4)):
+        for found, state in world.run(count, config, num_ranks=num_ranks):
+            assert found == pytest.approx(expected[: len(found)], rel=1e-5)
+            torch.testing.assert_close(state, dict(plain.state_dict()), rtol=1e-5, atol=1e-6)
 
 
 def refuse(rank: int, num_ranks: int) -> list[str]:

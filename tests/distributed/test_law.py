@@ -37,7 +37,7 @@ TOLERANCE = 1e-10
 
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
-    """Random cases that have a plan: no fewer rows than the devices need, and first no fewer than their micro-batches do."""
+    """Random cases that have a plan: no fewer rows than a replica's devices need, and first no fewer than all micro-batches do."""
     num_ranks = draw(st.integers(1, 4))
     description = draw(descriptions(max_devices=num_ranks))
     num_micro_batch = draw(st.integers(1, 3))
@@ -49,7 +49,7 @@ def cases(draw: st.DrawFn) -> Case:
     if draw(st.booleans()):
         config["communication.bucket_bytes"] = 200
     least = max(2, num_ranks * num_micro_batch * 2)
-    fewest = max(2, num_ranks * 2)
+    fewest = 1 if description.placement == "none" and "pipeline.num_stages" not in config else max(2, num_ranks * 2)
     rows = [draw(st.integers(least, least + 5)), *draw(st.lists(st.integers(fewest, least + 5), min_size=2, max_size=3))]
     speeds = draw(st.lists(st.sampled_from((1.0, 1.0, 2.0, 3.0)), min_size=num_ranks, max_size=num_ranks))
     return Case(
@@ -111,6 +111,18 @@ FIXED: dict[str, Case] = {
         with_scopes(*TWO), (8, 3, 1), (1.0, 1.0), (("pipeline.num_micro_batch", 4), ("pipeline.schedule", "zb_h1"))
     ),
     "fewer rows than micro-batches, accumulation": Case(TOKENS, (8, 3, 2, 8), (1.0, 2.0), (("pipeline.num_micro_batch", 4),)),
+    "fewer rows than replicas": Case(
+        TOKENS, (8, 1, 2, 8), (1.0, 3.0, 2.0), (("memory.zero", 2), ("gradient.clip_norm", 0.1), ("communication.bucket_bytes", 200))
+    ),
+    "fewer rows than replicas, zero bubble": Case(
+        with_scopes(*TWO),
+        (8, 1, 1, 8),
+        (1.0, 2.0, 1.0, 1.0),
+        (("pipeline.num_micro_batch", 2), ("pipeline.schedule", "zb_h1")),
+        "adam",
+        num_accumulated=2,
+        decay=0.5,
+    ),
     "automatic stages": Case(
         TOKENS, (8, 8), (1.0, 1.0, 1.0), (("pipeline.num_stages", 3), ("pipeline.num_micro_batch", 3)), evaluates=True
     ),

@@ -157,26 +157,24 @@ class BatchPasses:
         """Prepares a mode without backward for global batches of so many rows, under a plan made from the training's; its name."""
         runtime, name = self.runtime, captured.key
         fitting = runtime.roster.plan.with_micro_batches_for(num_rows)
-        # where ranks gather weights together in each pass, all replicas run it
-        busy = fitting if runtime.gathers_weights else fitting.with_idle_replicas_for(num_rows)
-        if self._lacks(name, busy):
-            plan = retarget_plan(fitting, self._modes.train.graph, captured.graph)
-            plan = plan if busy is fitting else plan.with_idle_replicas_for(num_rows)
+        if self._lacks(name, fitting.with_idle_replicas_for(num_rows)):
+            plan = retarget_plan(fitting, self._modes.train.graph, captured.graph).with_idle_replicas_for(num_rows)
             if name == captured.graph.mode:  # at other sizes the warning would come again
                 warn_where_apart(plan, captured.graph, runtime.roster.world)
             runtime.prepare(name, captured, plan, forward_schedules_of(plan))
         return name
 
     def _prepare_training(self, captured: CapturedMode, num_rows: int) -> str:
-        """Prepares training on global batches of so many rows, in fewer micro-batches where these are too few; its name."""
+        """Prepares training on global batches of so many rows, in fewer micro-batches or replicas where these are too few; its name."""
         train, whole = self._modes.train, self.runtime.roster.plan
         fitting = whole.with_micro_batches_for(num_rows)
         name = captured.key if fitting is whole else _in_fewer(captured.key)
-        if self._lacks(name, fitting):
+        if self._lacks(name, fitting.with_idle_replicas_for(num_rows)):
             plan = fitting
             if captured is not train:
                 has_idle = len(whole.devices) < self.runtime.roster.world.size
                 plan = carry_plan(fitting, train.graph, captured.graph, same_loss=has_idle)
+            plan = plan.with_idle_replicas_for(num_rows)
             self.runtime.prepare(name, captured, plan, short_schedules_of(plan, whole))
         return name
 

@@ -29,7 +29,7 @@ class RankRows:
     """Where a batch of a loader comes from.
 
     Attributes:
-        rows: which rows of the global batch this rank has in it, ascending; none where the plan leaves the rank idle.
+        rows: which rows of the global batch this rank has in it, ascending; none on a rank outside the plan.
         num_rows: rows of the global batch.
         plan: that divided it.
         source: the loader.
@@ -89,7 +89,7 @@ class RankBatch:
         origin = self.origin
         if origin.plan is plan:
             return
-        needed = rank_rows(plan.with_micro_batches_for(origin.num_rows), rank, origin.num_rows)
+        needed = rank_rows(plan.fitting(origin.num_rows), rank, origin.num_rows)
         if not all(any(low <= start and stop <= high for low, high in origin.rows) for start, stop in needed):
             raise BatchError(
                 f"a batch of engine.loader has other rows than the current plan gives this rank ({origin.place}: of "

@@ -59,15 +59,20 @@ class Division:
         return {}
 
     def rows(self, num_rows: int) -> Rows:
-        """Intervals of a global batch's rows that this rank reads; cached by number of rows."""
+        """Intervals of a global batch's rows that this rank reads; cached by number of rows.
+
+        A rank of the plan without rows of its own reads the first: from its form it knows what the others train.
+        """
         if num_rows not in self._known_rows:
-            own = rank_rows(self.plan.with_micro_batches_for(num_rows), self.rank, num_rows)
+            own: Rows = ()
+            if self.rank is not None:
+                own = rank_rows(self.plan.fitting(num_rows), self.rank, num_rows) or ((0, 1),)
             self._known_rows[num_rows] = ((0, num_rows),) if own and self.whole_batches else own
         return self._known_rows[num_rows]
 
     def check(self, num_rows: int) -> None:
         """Raises a BatchError where the plan cannot divide batches of so many rows."""
-        check_rows(self.plan.with_micro_batches_for(num_rows), num_rows)
+        check_rows(self.plan.fitting(num_rows), num_rows)
 
     def positions(self, num_rows: int) -> Iterator[int]:
         """Row numbers of a global batch that this rank reads, ascending: the first where it needs none, for the script to see its form."""

@@ -2,7 +2,8 @@
 
 An op mixes samples if it needs rows whole, combines them, or computes with their number or positions. Exceptions: the sums from rows to an
 exact term of the loss, which add up over pieces of the batch; what neither the loss nor an output depends on (but for conditions that
-decide which ops run), such as writes into a buffer; and conditions that parts of the batch can decide for the whole.
+decide which ops run), such as writes into a buffer; bags of as many words for each row (`EmbeddingBag` of ids [b w]); and conditions that
+parts of the batch can decide for the whole.
 
     h [b d] -> mean [d]  -> sub [b d] -> mse []    mean mixes: a piece has another mean
     h [b d] -> sum [d]   -> sum []       (a term)  adds up
@@ -19,7 +20,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Literal
 
-from whale.axes.outcome import CONTRACTED_AND_KEPT, NO_RULE, NUMBERS, TWICE
+from whale.axes.atoms import ROWS
+from whale.axes.outcome import CONTRACTED_AND_KEPT, NO_RULE, NUMBERS, TWICE, argument
 from whale.axes.values import Mixing, OpAxes, Role, axes_of
 from whale.ir.graph import LossTerm, ModelGraph, Op, Ref
 from whale.ir.writes import Reads, written_storages
@@ -48,9 +50,12 @@ class _MixingSearch:
         chains = {name for term in graph.loss for name in self._chain(term)}
         chains |= {name for decision in deciding for name in decided_by_parts(graph, decision, self._combined)}
         self._added_up = {name for name in chains if all(user in chains for user in graph.users[name])}
+        bags = {op.name: offsets for op in graph.ops if op.operator == "embedding_bag" and (offsets := self._even_bags(op))}
+        # what it counts is only where each row's own words begin
+        self._bags = {*bags, *(name for name in bags.values() if all(user in bags for user in graph.users[name]))}
 
     def found(self) -> Iterator[Mixing]:
-        mixers = (self._needed & self._ops.keys()) - self._added_up
+        mixers = (self._needed & self._ops.keys()) - self._added_up - self._bags
         for op in self._graph.ops:
             if op.name in self._terms:
                 term = self._terms[op.name]
@@ -98,6 +103,23 @@ class _MixingSearch:
         own = next(dim for dim in self._ops[positions].outputs[0] if dim)
         dims = self._ops[source.op].outputs[0]
         return any(index == Ref(positions) and dims[place] != own for place, index in enumerate(indices))
+
+    def _even_bags(self, op: Op) -> str | None:
+        """The offsets of bags that each have all words of one row (of ids [b w]: 0, w, 2w ...); None for other bags."""
+        listed = [op.args[1], argument(op, 6, "per_sample_weights") or op.args[1]]
+        words, offsets = [each.op for each in listed if isinstance(each, Ref)], argument(op, 2, "offsets")
+        counting = self._graph.by_name[offsets.op] if isinstance(offsets, Ref) else op
+        start, _, step = counting.args if counting.operator == "arange" and len(counting.args) == 3 else (None, None, None)
+        if len(words) != 2 or start != 0 or not isinstance(step, int):
+            return None
+        if argument(op, 3, "scale_grad_by_freq", False) or argument(op, 7, "include_last_offset", False):
+            return None
+        dims = {self._ops[name].outputs[0] for name in words}
+        sizes = [self._graph.by_name[name].outputs[0].shape_at(ROWS) for name in (words[0], counting.name)]
+        if len(dims) > 1 or sizes[0] != (sizes[1][0] * step,):
+            return None
+        factors = dims.pop()[0]
+        return counting.name if factors[:1] and factors[0] in self._rows and self._rows.isdisjoint(axes_of(factors[1:])) else None
 
     def _combined(self, name: str) -> str | None:
         """How an op combines samples; None if it does not."""

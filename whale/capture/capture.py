@@ -16,17 +16,17 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from whale.capture.batch import BatchDims, BatchStructure
-from whale.capture.comparing import difference, write_rows
+from whale.capture.comparing import Difference, difference, write_rows
 from whale.capture.exporting.near_values import NearValues
 from whale.capture.exporting.refusals import check_model
-from whale.capture.exporting.side_effects import AttributeAccess, KeptTensor, SideEffects, warning_of
+from whale.capture.exporting.side_effects import AttributeAccess, KeptTensor, Left, SideEffects, warning_of
 from whale.capture.exporting.trace import Traced, trace
 from whale.capture.exporting.wrapper import Loss, Mode, check_loss
 from whale.capture.flat.aliasing import ancestors, memory_roots, written_arguments
@@ -45,7 +45,7 @@ from whale.capture.tagging import tag_of
 from whale.errors import CaptureError, WhaleError, first_few, raise_faults
 from whale.ir.graph import LossTerm, ModelGraph, Op, Parameter
 from whale.ir.precision import Precision
-from whale.ir.scope import Scope
+from whale.ir.scope import Scope, SourceLine
 from whale.ir.writes import with_reached_gradients, written_buffers
 from whale.progress import without_collecting
 
@@ -94,10 +94,13 @@ def capture(
     near = NearValues(model, loss)
     effects, lines = SideEffects(near), tuple[str, ...]()
     kind = _Kind(device, None if precision is None else Autocast.of(precision, device or "cuda"), read_as)
-    graph, program = _captured(model, loss, structure, mode, static, kind, near, effects)
+    captured = partial(_captured, model, loss, structure, mode, static, kind, near)
+    graph, program = captured(effects)
     if effects.drawn:
-        lines = _lines_of_draws(partial(_captured, model, loss, structure, mode, static, kind, near), near, (graph, program))
+        lines = _lines_of_draws(captured, near, (graph, program))
     texts = effects.warnings(lines)
+    if effects.left:
+        texts += _warnings_of_left(captured, near, effects.left, (graph, program))
     return replace(graph, warnings=(*graph.warnings, *texts)), replace(program, warnings=(*program.warnings, *texts))
 
 
@@ -132,7 +135,7 @@ def _captured(
     default, access = default_scope(), AttributeAccess(near)
     with torch.random.fork_rng(devices=[]), kind.in_force():
         first, double = trace(model, loss, structure, mode, static, access, effects)
-    graph, program = _build(model, structure, first, double, mode, default, kind)
+    graph, program = _build(model, structure, first, double, mode, default, kind, effects)
     return graph, replace(program, reads=access.read)
 
 
@@ -148,16 +151,25 @@ def _lines_of_draws(
 
 
 def _build(
-    model: nn.Module, structure: BatchStructure, first: Traced, double: Traced | None, mode: Mode, default: Scope | None, kind: _Kind
+    model: nn.Module,
+    structure: BatchStructure,
+    first: Traced,
+    double: Traced | None,
+    mode: Mode,
+    default: Scope | None,
+    kind: _Kind,
+    effects: SideEffects,
 ) -> tuple[ModelGraph, CapturedProgram]:
     held = holdings(model)
     _check_patterns(held, kind.autocast)
     flat = flatten(first, structure, held, kind.device, kind.autocast)
     second = None if double is None else flatten(double, structure, held, kind.device, kind.autocast)
+    changing = set[str]()
     for each in (flat, second):
         if each is not None:
             settle_writes(each)
-            _check_kept(each, first.found.kept, held)
+            changing |= _check_kept(each, first.found.kept, held)
+    effects.left = tuple(_may_be_read(effects.left, first.found.kept, changing))
     knows_rows = first.dynamic or (second is not None and write_rows(flat, second))
     if not first.dynamic:
         mark_factors(flat.graph, None if second is None else second.graph, first.rows)
@@ -229,10 +241,15 @@ def _check_patterns(held: TiedTensors, autocast: Autocast | None) -> None:
         )
 
 
-def _check_kept(flat: Flat, kept: Sequence[KeptTensor], held: TiedTensors) -> None:
-    """Takes what `forward` makes for its next call off the results; refuses what is made of what changes from step to step."""
+def _check_kept(flat: Flat, kept: Sequence[KeptTensor], held: TiedTensors) -> set[str]:
+    """Takes what `forward` makes for its next call off the results; refuses what is made of what changes from step to step.
+
+    Returns:
+        Of what the next call may not read, the names of that.
+    """
+    found = set[str]()
     if not kept:
-        return
+        return found
     flat.results, made = flat.results[: -len(kept)], flat.results[-len(kept) :]
     roots = memory_roots(flat.graph)
     replaced = {held.canonical.get(each.name) for each in kept if not each.is_attribute} - {None}
@@ -244,7 +261,9 @@ def _check_kept(flat: Flat, kept: Sequence[KeptTensor], held: TiedTensors) -> No
         for each in flat.graph.nodes:
             written = {roots[base] for base in written_arguments(each)} & memory
             changing += [each] if any(each not in sources or root.op == "placeholder" for root in written) else []
-        if changing or tensor.is_written:
+        if tensor.left is not None:
+            found |= {tensor.name} if changing else set()
+        elif changing or tensor.is_written:
             how = f"is made of %{changing[0].name}" if changing else "is written to after that"
             if tensor.is_attribute:
                 fault = f"forward looks for {tensor.name} of its last call, makes it where it is missing"
@@ -255,6 +274,37 @@ def _check_kept(flat: Flat, kept: Sequence[KeptTensor], held: TiedTensors) -> No
                 hint = "register it in __init__, with its first value; what others are to read goes into a plain attribute"
             faults.append(CaptureError(fault, where=tensor.where, hint=hint))
     raise_faults(faults)
+    return found
+
+
+def _may_be_read(left: Sequence[Left], kept: Sequence[KeptTensor], changing: Collection[str]) -> Iterator[Left]:
+    """What the next call is to begin with: tensors that change from step to step, and plain values of modules that keep no tables, which a
+    plain value may belong to.
+    """
+    with_tables = {each.owner for each in kept if each.is_attribute and each.name not in changing}
+    return (each for each in left if each.name in changing or (not each.tensors and each.owner not in with_tables))
+
+
+def _warnings_of_left(
+    captured: Callable[[SideEffects], tuple[ModelGraph, CapturedProgram]],
+    near: NearValues,
+    left: tuple[Left, ...],
+    first: tuple[ModelGraph, CapturedProgram],
+) -> tuple[str, ...]:
+    """Captures the next call, which begins with what the first has left. Raises CaptureError where it computes something else."""
+    effects, names = SideEffects(near, carried=left), first_few(list(dict.fromkeys(each.name for each in left)))
+    try:
+        now = captured(effects)
+        found = difference(first, now)
+    except WhaleError as error:
+        found = Difference(error.message, cast(SourceLine | None, error.where))
+    if found is not None:
+        raise CaptureError(
+            f"forward leaves {names} for its next call, which computes something else then: {found.what}; each step would be a first one",
+            where=found.where,
+            hint="keep what the next step needs in a buffer, registered in __init__ with its first value",
+        )
+    return (warning_of(effects.moved),) if effects.moved else ()
 
 
 def _changes(flat: Flat, node: fx.Node, replaced: Collection[str | None]) -> bool:

@@ -131,11 +131,6 @@ class Runtime:
         if trains:
             self._kept[mode] = KeptBuffers(self._tensors[name] for name in self._workers[mode].written if name in self._tensors)
 
-    @property
-    def gathers_weights(self) -> bool:
-        """Whether ranks gather weights, bucket by bucket, while they compute."""
-        return self._weights is not None
-
     def forget(self, mode: str) -> None:
         """Closes a mode, if it was prepared."""
         if mode in self._workers:
@@ -198,7 +193,7 @@ class Runtime:
         """Writes the buffer updates of a mode's last run, on a global batch of `num_rows` rows. A collective of the world."""
         worker = self._workers[mode]
         with self.status.reporting():
-            self._buffers.settle(worker.model, worker.copied, worker.made, num_rows)
+            self._buffers.settle(worker.model, worker.plan, worker.copied, worker.made, num_rows)
 
     def forget_lost(self) -> None:
         """Drops the rounding errors of gradients on this rank: their steps do not count, or the weights were replaced."""

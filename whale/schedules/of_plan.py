@@ -44,6 +44,8 @@ def short_schedules_of(plan: Plan, whole: Plan) -> tuple[Schedule, ...]:
 
     Any schedule can be cut like this, also one that can only be built for some numbers of micro-batches.
 
+    Of a replica without micro-batches, the schedule of one, which nobody runs.
+
     Args:
         plan: with the micro-batches that are left.
         whole: the same pipelines with all their micro-batches.
@@ -52,7 +54,7 @@ def short_schedules_of(plan: Plan, whole: Plan) -> tuple[Schedule, ...]:
         ConfigError, ScheduleError: as `schedules_of`.
     """
     return tuple(
-        _short_schedule(all_of.pipeline, edge_pairs(replica), replica.pipeline.num_micro_batch)
+        _short_schedule(all_of.pipeline, edge_pairs(replica), max(1, replica.pipeline.num_micro_batch))
         for replica, all_of in zip(plan.replicas, whole.replicas, strict=True)
     )
 

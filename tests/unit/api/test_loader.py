@@ -7,7 +7,7 @@ import random
 import weakref
 from collections import UserDict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from types import SimpleNamespace
@@ -26,7 +26,7 @@ from whale.api.loader import DataPosition, Loader, make_loader
 from whale.api.rank_batch import RankBatch, recognized
 from whale.errors import BatchError, CheckpointError
 from whale.ir.division import intervals
-from whale.ir.plan import BATCH, Pipeline, Plan, Replica, Shard, Stage, VirtualDevice
+from whale.ir.plan import BATCH, Form, ParameterState, Pipeline, Plan, Replica, Shard, Stage, VirtualDevice
 from whale.runtime.execute.batch import check_rows, merge, rank_rows
 from whale.runtime.state.engine_state import EngineState
 
@@ -209,12 +209,13 @@ def test_a_position_of_other_samples_is_refused() -> None:
 
 def test_batches_that_are_too_small_fail_when_the_loader_is_made() -> None:
     plan = plan_of([(1, [[1]]), (1, [[1]])], num_micro_batch=4)
+    gathers = replace(plan, parameter_states=(ParameterState(("w",), Form("float32", "owners")),))
     with pytest.raises(
         BatchError, match=r"the batch has 1 row, fewer than the plan needs: one for each of 2 replicas of 1 micro-batch each"
     ):
-        load(Samples(12), 1, plan)
+        load(Samples(12), 1, gathers)
     with pytest.raises(BatchError, match="the batch has 1 row, fewer"):
-        load(Samples(17), 16, plan)
+        load(Samples(17), 16, gathers)
     assert len(load(Samples(17), 16, plan, drop_last=True)) == 1
     with pytest.raises(BatchError, match=r"fewer than the 2 devices of stage 0 of replica 0"):
         load(Samples(12), 1, plan_of([(1, [[1, 1]])], num_micro_batch=2))
@@ -224,6 +225,14 @@ def test_a_batch_with_too_few_rows_for_all_micro_batches_is_divided_into_fewer()
     plan = plan_of([(1, [[1]]), (1, [[1]])], num_micro_batch=4)
     assert len(load(Samples(12), 6, plan)) == 2
     assert len(load(Samples(19), 16, plan)) == 2
+
+
+def test_a_replica_without_rows_reads_the_first_to_see_their_form() -> None:
+    plan = plan_of([(1, [[1]]), (1, [[1]])], num_micro_batch=4)
+    assert [len(each) for each in values(load(Samples(17), 16, plan, 1))] == [8, 1]
+    assert values(load(Samples(17), 16, plan, 1))[-1] == values(load(Samples(17), 16, plan, 0))[-1]
+    last = list(load(Samples(18), 16, plan_of([(1, [[1, 1]]), (1, [[1]])]), 2, whole_batches=True))[-1]
+    assert last.tolist() == [16, 17] and recognized(last).origin.rows == ((0, 2),)
 
 
 def test_options_that_do_not_go_together() -> None:
@@ -243,8 +252,7 @@ def test_options_that_do_not_go_together() -> None:
 def test_streams_are_read_by_all_and_kept_in_part() -> None:
     assert values(load(Stream(11), 8, FIVE_THREE, 1)) == [[5, 6, 7], [10]]
     assert values(load(Stream(11), 8, FIVE_THREE, 1, drop_last=True)) == [[5, 6, 7]]
-    with pytest.raises(BatchError, match="the batch has 1 row, fewer"):
-        values(load(Stream(9), 8, FIVE_THREE, 1))
+    assert values(load(Stream(9), 8, FIVE_THREE, 1)) == [[5, 6, 7], [8]]
     with pytest.raises(TypeError):
         len(load(Stream(9), 8))
 

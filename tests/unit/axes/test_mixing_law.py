@@ -19,7 +19,8 @@ from whale.ir.graph import ModelGraph
 
 torch.set_num_threads(1)
 
-APART = (*(name for name in MIDDLES if name not in ("nothing", "softmax of columns", "own row", "repeated rows", "halves")),)
+BAGS = ("bags", "weighted bags", "longest word of a bag")
+APART = (*(name for name in MIDDLES if name not in ("nothing", "softmax of columns", "own row", "repeated rows", "halves", *BAGS)),)
 EXACT_LOSSES = tuple(LOSSES)[: tuple(LOSSES).index("root")]
 
 
@@ -75,7 +76,7 @@ def test_what_mixes_in_the_loss_is_found_and_nothing_else(loss: str) -> None:
     check("nothing", loss, [4, 2, 3], 1)
 
 
-@pytest.mark.parametrize("middle", ["own row", slow("softmax of columns")])
+@pytest.mark.parametrize("middle", ["own row", *BAGS, slow("softmax of columns")])
 def test_what_does_not_mix_is_not_said_to(middle: str) -> None:
     assert captured(middle, "mean")[3] == ()
     check(middle, "mean", [4, 2, 3], 1)

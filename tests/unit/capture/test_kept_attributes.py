@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -54,6 +56,64 @@ class ForOthers(Average):
         self.last = self.kept.mean()
 
 
+class Counter(Average):
+    def keep(self, hidden: Tensor) -> None:
+        self.number = getattr(self, "number", 0) + 1
+        self.kept = torch.zeros(())
+
+
+class CountedInto(Average):
+    def keep(self, hidden: Tensor) -> None:
+        self.number = getattr(self, "number", 0) + 1
+        self.kept = hidden.detach().mean() / self.number
+
+
+class Dicts(Average):
+    def __init__(self) -> None:
+        super().__init__()
+        self.cache: dict[object, Any] = {}
+
+
+class Item(Dicts):
+    def keep(self, hidden: Tensor) -> None:
+        self.kept = self.cache["last"] if "last" in self.cache else torch.zeros(4)
+        self.cache["last"] = hidden.detach().mean(0)
+
+
+class CountedItem(Dicts):
+    def keep(self, hidden: Tensor) -> None:
+        self.cache["calls"] = self.cache.get("calls", 0) + 1
+        self.kept = torch.zeros(())
+
+
+class Named(Average):
+    def keep(self, hidden: Tensor) -> None:
+        self.kept = getattr(self, "state_" + "0", hidden.detach().mean())
+        setattr(self, "state_" + "0", hidden.detach().mean())
+
+
+class TablesByLength(Dicts):
+    def keep(self, hidden: Tensor) -> None:
+        if hidden.shape[1] not in self.cache:
+            self.cache[hidden.shape[1]] = torch.arange(float(hidden.shape[1])).sqrt()
+            setattr(self, "num_" + "tables", len(self.cache))
+        self.kept = self.cache[hidden.shape[1]]
+
+
+class NumberMadeOnce(Average):
+    def keep(self, hidden: Tensor) -> None:
+        if not hasattr(self, "scale"):
+            self.scale = 1 / hidden.shape[1] ** 0.5
+        self.kept = torch.full((), self.scale)
+
+
+class ItemsForOthers(Dicts):
+    def keep(self, hidden: Tensor) -> None:
+        self.cache["last"] = self.kept = hidden.detach().mean()
+        self.layer.last_input = hidden.detach()
+        setattr(self, "attention_" + "0", hidden.detach())
+
+
 def loss(output: Tensor, batch: Tensor) -> Tensor:
     return output.square().mean()
 
@@ -69,7 +129,32 @@ def test_what_the_next_call_would_read_is_refused_with_its_line(kind: type[Avera
     assert not hasattr(model[0] if isinstance(model, nn.Sequential) else model, name)
 
 
-@pytest.mark.parametrize("kind", [Table, ForOthers])
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [(CountedInto, "number"), (Item, r"cache\['last'\]"), (Named, "state_0")],
+    ids=lambda each: getattr(each, "__name__", each),
+)
+def test_what_the_next_call_reads_of_this_one_is_refused(kind: type[Average], name: str) -> None:
+    model = nn.Sequential(kind())
+    before = set(vars(model[0]))
+    with pytest.raises(CaptureError, match=rf"forward leaves \w+\.{name} for its next call, which computes something else then"):
+        capture(model, torch.randn(6, 4), loss)
+    assert set(vars(model[0])) == before and not getattr(model[0], "cache", None)
+
+
+@pytest.mark.parametrize(("kind", "name"), [(Counter, "number"), (CountedItem, "cache['calls']")])
+def test_what_is_only_counted_is_told_of(kind: type[Average], name: str) -> None:
+    graph, _ = capture(kind(), torch.randn(6, 4), loss)
+    (told,) = graph.warnings
+    assert f"written only during capture: each step starts from the values at capture ({kind.__name__}.{name})" in told
+
+
+@pytest.mark.parametrize("kind", [Table, ForOthers, TablesByLength, NumberMadeOnce, ItemsForOthers])
+def test_nothing_is_said_of_what_is_exact(kind: type[Average]) -> None:
+    assert capture(kind(), torch.randn(6, 4), loss)[0].warnings == ()
+
+
+@pytest.mark.parametrize("kind", [Table, ForOthers, TablesByLength, NumberMadeOnce, ItemsForOthers])
 def test_what_is_the_same_or_written_first_is_exact(kind: type[Average]) -> None:
     torch.manual_seed(0)
     model, plain = kind(), kind()

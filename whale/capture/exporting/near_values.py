@@ -31,7 +31,7 @@ from itertools import chain, compress
 from operator import call, is_not
 from random import Random, SystemRandom
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor, nn
 
@@ -443,6 +443,13 @@ class Snapshot:
                 _refill(value, contents)
             place.write(value)
         return changes
+
+    def changed_dicts(self) -> Iterator[tuple[NearPlace, dict[Any, Any], dict[Any, Any]]]:
+        """The dicts of the model that are still there and have other items now, with those of then."""
+        for place, value, contents, then in self._held:
+            is_there = isinstance(value, dict) and contents is not None and place.is_of_model and place.read() is value
+            if is_there and not are_same(then, comparable(value)):
+                yield place, cast(dict[Any, Any], value), contents
 
     @contextmanager
     def in_place(self) -> Iterator[None]:

@@ -19,15 +19,21 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
+from operator import call
 from typing import Any
 from unittest import mock
 
+import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch._subclasses.functional_tensor import disable_functional_mode
+from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 from torch.nn.modules.module import register_module_buffer_registration_hook
 from torch.utils import _pytree as pytree
 
 from whale.capture.exporting.held_values import MISSING
-from whale.capture.exporting.near_values import OF_EVERY_MODULE, VARIABLE, NearValues, Noted, Snapshot, of_globals
+from whale.capture.exporting.near_values import OF_EVERY_MODULE, VARIABLE, NearValues, Noted, Snapshot, are_same, comparable, of_globals
 from whale.capture.source import is_of_a_library, user_line
 from whale.errors import CaptureError, first_few
 from whale.ir.scope import SourceLine
@@ -39,14 +45,16 @@ class SideEffects:
     The global generators of Python and NumPy get `seed`: traces of one seed draw alike, whatever the script has drawn.
     """
 
-    def __init__(self, near: NearValues, seed: int = 0) -> None:
-        self._near, self._seed = near, seed
+    def __init__(self, near: NearValues, seed: int = 0, carried: tuple[Left, ...] = ()) -> None:
+        self._near, self._seed, self._carried = near, seed, carried
+        self.left: tuple[Left, ...] = ()  # what the model's last call may have left for its next
+        self.moved: tuple[str, ...] = ()  # the plain values of `carried` that it has changed
         self.drawn: tuple[str, ...] = ()  # the generators that were drawn from
         self.written: tuple[str, ...] = ()  # changes of closures, classes, globals and objects of the loss
 
     @contextmanager
-    def undone(self) -> Iterator[None]:
-        """Around one call of the model and its loss."""
+    def undone(self) -> Iterator[Snapshot]:
+        """Around one call of the model and its loss, which starts with what is `carried` from an earlier one."""
         numpy = sys.modules.get("numpy.random")
         shared = {"random": random, **({} if numpy is None else {"numpy.random": numpy})}
         generators = {**shared, **self._near.generators}
@@ -55,13 +63,19 @@ class SideEffects:
             generator.seed(self._seed)
         began = {name: pickle.dumps(_state(generator)) for name, generator in generators.items()}
         kept = Snapshot([*self._near.places.values(), *of_globals(self._near.functions)])
+        for each in self._carried:
+            each.put()
         try:
-            yield
+            yield kept
         finally:
             self.written = tuple(kept.restore())
             self.drawn = tuple(name for name, generator in generators.items() if pickle.dumps(_state(generator)) != began[name])
             for name, generator in generators.items():
                 _set_state(generator, states[name])
+
+    def note(self, left: tuple[Left, ...]) -> None:
+        """Takes what a call has left, before it is undone."""
+        self.left, self.moved = left, tuple(each.name for each in self._carried if each.has_moved)
 
     def warnings(self, lines: tuple[str, ...]) -> tuple[str, ...]:
         """The warnings; `lines` are those where other draws give another graph."""
@@ -180,12 +194,21 @@ class AttributeAccess:
     def made(self) -> tuple[KeptTensor, ...]:
         """The tensors in attributes of the model that the call has looked for in vain, and then made for the next."""
         return tuple(
-            KeptTensor(f"{self._near.owners[key[0]][0]}.{key[1]}", line, tensor, False, is_attribute=True)
+            KeptTensor(f"{self._near.owners[key[0]][0]}.{key[1]}", line, tensor, False, is_attribute=True, owner=key[0])
             for key, (held, line) in self._written.items()
             if key in self._missed and key[0] in self._near.owners
             for tensor in pytree.tree_leaves(held.get(key[1]))
             if isinstance(tensor, Tensor)
         )
+
+    def left(self, before: Iterable[Fresh]) -> Iterator[Left]:
+        """Attributes of the model that are new after the call: plain ones that it has looked for, and those whose reads are not noted."""
+        for each in before:
+            for name in sorted(each.live.keys() - each.names):
+                key, label = (id(each.live), name), self._near.owners.get(id(each.live), ("model", True))[0]
+                for left in Left.of(f"{label}.{name}", id(each.live), partial(_itself, each.live), name):
+                    if key not in self._written or (key in self._missed and not left.tensors):
+                        yield left
 
     def misses(self, held: dict[str, Any], name: str) -> None:
         if (id(held), name) not in self._written:
@@ -271,6 +294,59 @@ def forget_new(before: Iterable[Fresh]) -> None:
 
 
 @dataclass(frozen=True)
+class Left:
+    """A value that a call has put into an attribute, or a dict, of the model; whether the next call reads it is not known."""
+
+    name: str
+    owner: int  # id of the namespace of the module
+    read: Callable[[], Any]  # gives the namespace or dict, of which torch's export makes copies
+    key: Any
+    value: Any  # with what makes zeros in place of tensors
+    tensors: tuple[Tensor, ...]  # of the call
+
+    @staticmethod
+    def of(name: str, owner: int, read: Callable[[], Any], key: Any) -> Iterator[Left]:
+        """The value that is there, if it is made of tensors and plain values."""
+        value = read()[key]
+        leaves = pytree.tree_leaves(value)
+        if all(isinstance(leaf, _PLAIN) for leaf in leaves):
+            tensors = tuple(leaf for leaf in leaves if isinstance(leaf, Tensor))
+            yield Left(name, owner, read, key, pytree.tree_map_only(Tensor, _zeros, value), tensors)
+
+    def put(self) -> None:
+        """Puts it where it was, as no part of a trace."""
+        with unset_fake_temporarily(), disable_proxy_modes_tracing(), disable_functional_mode():
+            self.read()[self.key] = pytree.tree_map_only(partial, call, self.value)
+
+    @property
+    def has_moved(self) -> bool:
+        """Whether a call that began with a plain value has put another one there."""
+        return not self.tensors and not are_same(comparable(self.value), comparable(self.read().get(self.key, MISSING)))
+
+
+def _itself(held: dict[str, Any]) -> dict[str, Any]:
+    return held
+
+
+def _zeros(tensor: Tensor) -> partial[Tensor]:
+    """Makes a tensor of the sizes at the example, in the memory of one element."""
+    sizes = [size if isinstance(size, int) else size.node.hint for size in tensor.shape]
+    return partial(_of_one_zero, sizes, tensor.dtype, tensor.device)
+
+
+def _of_one_zero(sizes: list[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.zeros((), dtype=dtype, device=device).expand(sizes)
+
+
+def left_in(kept: Snapshot) -> Iterator[Left]:
+    """What a call has left in dicts of the model's modules."""
+    for place, held, before in kept.changed_dicts():
+        for key in held:
+            if before.get(key, MISSING) is not held[key] and place.entry is not None:
+                yield from Left.of(f"{place.label}[{key!r}]", id(place.entry[0]), place.read, key)
+
+
+@dataclass(frozen=True)
 class KeptTensor:
     """A buffer that a call registers, or a tensor that it keeps in an attribute that it has made."""
 
@@ -279,6 +355,8 @@ class KeptTensor:
     tensor: Tensor
     is_written: bool  # whether it was written to after it was registered
     is_attribute: bool = False
+    owner: int = 0  # of an attribute, id of the module's namespace
+    left: Left | None = None  # where it may not be read again
 
 
 class Registrations:

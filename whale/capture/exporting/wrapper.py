@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 from whale.capture.batch import BatchStructure, is_record, plain
 from whale.capture.exporting.reads import KnownValues, ReadAnswers
-from whale.capture.exporting.side_effects import AttributeAccess, KeptTensor, Registrations, SideEffects, forget_new, fresh
+from whale.capture.exporting.side_effects import AttributeAccess, KeptTensor, Registrations, SideEffects, forget_new, fresh, left_in
 from whale.capture.program import ObjectStructure, OutputStructure
 from whale.capture.source import line_of_function
 from whale.errors import BatchError, CaptureError
@@ -64,14 +64,17 @@ class Wrapper(nn.Module):
         before = [(module, name, held) for module in self.model.modules() for name, held in module._buffers.items() if held is not None]
         modules = fresh(self.model)
         registrations = Registrations(modules)
-        with self._effects.undone(), registrations.noted():
+        with self._effects.undone() as held_before, registrations.noted():
             self._access.begin()
             try:
                 with KnownValues(self._answers.op, self._read) as known, self._answers.asked(known.knows):
                     results = self._results(list(tensors))
                     for module, name, held in before:
                         _keep_written(module, name, held)
-                    self.found.kept = (*registrations.checked(self.model), *self._access.made())
+                    left = (*self._access.left(modules), *left_in(held_before))
+                    last = (KeptTensor(each.name, None, tensor, False, True, each.owner, each) for each in left for tensor in each.tensors)
+                    self.found.kept = (*registrations.checked(self.model), *self._access.made(), *last)
+                    self._effects.note(left)
                 has_new_hooks = any(module.new_hooks for module in modules)
                 self.found.handed_on = self._access.handed_on(known.knows, has_new_hooks=has_new_hooks)
             finally:

@@ -300,14 +300,24 @@ class Plan:
         )
         return replace(self, replicas=replicas)
 
+    def fitting(self, num_rows: int) -> Plan:
+        """The plan for a batch of this size: with fewer micro-batches, and then fewer replicas, where it has too few rows for all."""
+        return self.with_micro_batches_for(num_rows).with_idle_replicas_for(num_rows)
+
+    @property
+    def has_idle_replicas(self) -> bool:
+        """Whether some replica has no part in a batch (`with_idle_replicas_for`)."""
+        return not all(pipeline.num_micro_batch for pipeline in self.pipelines)
+
     def with_idle_replicas_for(self, num_rows: int) -> Plan:
         """The plan, if a batch has fewer rows than all replicas need, with only as many of the first as it has rows for.
 
-        The others have no share and no micro-batch; without backward passes nobody waits for them. Unchanged if the first needs more rows.
+        The others have no share and no micro-batch. Unchanged if the first needs more rows, or if weights are gathered in each pass: then
+        all replicas take part in it.
         """
         needed = list(accumulate(replica.least_rows for replica in self.replicas))
         count = bisect_right(needed, num_rows)
-        if count in (0, len(needed)):
+        if count in (0, len(needed)) or any(state.is_gathered for state in self.parameter_states):
             return self
         replicas = tuple(
             replace(

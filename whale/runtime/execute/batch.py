@@ -35,10 +35,7 @@ Rows = tuple[tuple[int, int], ...]
 """Half-open intervals of global row numbers, ascending, not adjacent."""
 
 
-_SMALL_BATCH = (
-    "use larger batches, or fewer devices that divide rows; drop_last=True leaves out a loader's short last batch, which evaluate and "
-    "predict take from a DataLoader of global batches"
-)
+_SMALL_BATCH = "use larger batches, or fewer devices that divide rows; drop_last=True leaves out a loader's short last batch"
 
 
 def rank_rows(plan: Plan, rank: int | None, num_rows: int) -> Rows:

@@ -159,6 +159,8 @@ class Worker:
         if self._executor is None:
             agree()
             reduce()
+            if with_gradients and self.sync is not None:  # it adds nothing to the gradients, and takes their sums
+                self.sync.finish()
         else:
             self._executor.run(state, agree, reduce)
         return state

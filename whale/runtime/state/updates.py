@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import torch
 
 from whale.ir.graph import ModelGraph
+from whale.ir.plan import Plan
 from whale.ir.updates import Update, UpdateKind
 from whale.runtime.program.shard.pieces import Index, part, write_part
 from whale.runtime.state.holdings import Holdings
@@ -209,16 +210,19 @@ class SharedBuffers:
     add: Callable[[torch.Tensor, str], None]  # sums a tensor over all ranks, in place; its text names the wait
     device: torch.device
 
-    def settle(self, model: ModelGraph, updates: Mapping[str, Update], made: Mapping[str, torch.Tensor], num_rows: int) -> None:
-        """Writes the new values into the buffers. A collective of the world if some buffer is a mean or a sum.
+    def settle(self, model: ModelGraph, plan: Plan, updates: Mapping[str, Update], made: Mapping[str, torch.Tensor], num_rows: int) -> None:
+        """Writes the new values into the buffers. A collective of the world if some buffer is a mean or a sum, or some replica had no rows.
 
         Args:
             model: in the mode that was run.
+            plan: that it was run by.
             made: by this rank's micro-batches.
             num_rows: rows of the global batch.
         """
         if not updates:
             return
+        if plan.has_idle_replicas:
+            made = {**made, **self._from_first_replica(model, [name for name in updates if updates[name].kind not in ADDED], made)}
         moved = [name for name in made if updates[name].kind not in ADDED]
         copy_all([self.tensors[name].detach() for name in moved], [made[name] for name in moved])
         names = sorted(name for name, update in updates.items() if update.kind in ADDED)
@@ -236,6 +240,37 @@ class SharedBuffers:
             if self.rank is not None and name in self.tensors:
                 as_real(whole).copy_(total.view_as(as_real(whole)))
                 self._take(name, whole, updates[name], num_rows)
+
+    def _from_first_replica(self, model: ModelGraph, names: Sequence[str], made: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """What the first replica has written, for the ranks that hold it: in bytes, to which the others add zeros."""
+        if not names:
+            return {}
+        specs = [model.parameter_by_name[name].spec for name in names]
+        wholes = [torch.zeros(spec.shape, dtype=getattr(torch, spec.dtype), device=self.device) for spec in specs]
+        for name, whole in zip(names, wholes, strict=True):
+            if name in made and self._speaks_for(name):
+                write_held(whole, self._index(name), made[name])
+        flat = torch.cat([as_real(whole).reshape(-1).view(torch.uint8) for whole in wholes])
+        self.add(flat, "copying what was written into buffers to replicas without rows")
+        found, start = {}, 0
+        for name, whole in zip(names, wholes, strict=True):
+            own = as_real(whole)
+            stop = start + own.numel() * own.element_size()
+            own.copy_(flat[start:stop].clone().view(own.dtype).view(own.shape))
+            start = stop
+            if self.rank is not None and name in self.tensors:
+                index = self._index(name)
+                found[name] = whole if index is None else part(whole, index)
+        return found
+
+    def _speaks_for(self, name: str) -> bool:
+        """Whether this rank, which has written a buffer, is the first of those of the first replica that have the same of it."""
+        assert self.rank is not None, "an idle rank has written nothing"
+        device = self.holdings.plan.devices[self.rank]
+        for stage in self.holdings.plan.replicas[0].stages:
+            if device in stage.virtual_device.devices and name in stage.parameters:
+                return stage.virtual_device.devices.index(device) < (1 if self._index(name) is None else stage.split)
+        return False
 
     def _take(self, name: str, total: torch.Tensor, update: Update, num_rows: int) -> None:
         """Sets a buffer to the mean over the rows, or adds a sum to it."""
