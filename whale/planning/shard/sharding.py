@@ -75,7 +75,8 @@ class Question:
         groups = {
             (tuple(kind for kind, _ in each.devices), frozenset(link for _, _, link in each.links), each.network) for each in self.groups
         }
-        return self.outline, frozenset(groups), math.frexp(self.num_rows)[1], self.num_micro_batch, self.only
+        suffices = self.num_rows >= len(self.groups[0].devices)  # as of `Sharder._classes`
+        return self.outline, frozenset(groups), math.frexp(self.num_rows)[1], suffices, self.num_micro_batch, self.only
 
 
 @dataclass(frozen=True, eq=False)
