@@ -303,8 +303,7 @@ class ClosedForms:
             times[:, :, rank] += own
             hosts[:, rank] += host
         crossing = self._crossing(solver, units, hops)
-        loads, rooms = solver.tables.loads(placed, about, units), solver.tables.rooms(placed)
-        held, room = (np.bincount(pipeline.stage_rank, each).astype(np.float64) for each in (loads, rooms))
+        held, room = solver.tables.on_ranks(placed, about, units)
         places = tuple((rank, units[stage], units[stage + 1]) for stage, rank in enumerate(pipeline.stage_rank))
         return Lane(replica, pipeline, times, hosts, repeated, crossing, places, held, room)
 

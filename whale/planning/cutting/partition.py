@@ -73,7 +73,7 @@ def cut_into_stages(tables: StageTables, placed: Placed, num_rows: int, margin: 
     if key not in known:
         known[key] = tuple(_best_of(tables, placed, num_rows, None))
     chosen: Sequence[int] = known[key]
-    if np.any(tables.loads(placed, num_rows, chosen) > margin * tables.rooms(placed)):
+    if not tables.fit(placed, num_rows, chosen, margin):
         chosen = _best_of(tables, placed, num_rows, margin)
 
     def slowest(bounds: Iterable[int]) -> float:
@@ -183,7 +183,7 @@ def fill(tables: StageTables, placed: Placed, num_rows: int) -> tuple[int, ...]:
     found = _least(sums, len(places) - 1, None)
     assert found is not None, "there is a unit for every stage"
     bounds: Sequence[int] = places[found].tolist()
-    if np.any(tables.loads(placed, num_rows, bounds) > tables.rooms(placed)):
+    if not tables.fit(placed, num_rows, bounds):
         lowest = tables.lowest(placed, num_rows, 1.0)[:, places].tolist()
         fitting = _least(sums, len(places) - 1, partial(_fits, lowest, places.tolist()))
         bounds = bounds if fitting is None else places[fitting].tolist()

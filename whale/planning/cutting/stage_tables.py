@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import combinations
 
 import numpy as np
 from numpy.typing import NDArray
@@ -191,6 +192,20 @@ class StageTables:
             found[own] = self.held(own, kind, width, num_rows, places[own], places[own + 1])
         return found
 
+    def fit(self, placed: Placed, num_rows: int, bounds: Sequence[int], margin: float = 1.0) -> bool:
+        """Whether the stages of each rank fit together into this share of its memory, for a given cut."""
+        loads, rooms = self.on_ranks(placed, num_rows, bounds)
+        return bool(np.all(loads <= margin * rooms))
+
+    def on_ranks(self, placed: Placed, num_rows: int, bounds: Sequence[int]) -> tuple[Floats, Floats]:
+        """Per rank, bytes of all its stages on a device, for a given cut, and those that it may hold."""
+        ranks = self.pipeline.stage_rank
+        loads, rooms = (np.bincount(ranks, own).astype(np.float64) for own in (self.loads(placed, num_rows, bounds), self.rooms(placed)))
+        for (first, rank), (second, other) in combinations(enumerate(ranks), 2) if self.pipeline.num_chunks > 1 else ():
+            if rank == other and self.pipeline.width(first) == 1:
+                loads[rank] -= self.points.read_twice((bounds[first], bounds[first + 1]), (bounds[second], bounds[second + 1]))
+        return loads, rooms
+
     def _alike(self, placed: Placed) -> dict[tuple[Device | None, int], NDArray[np.int64]]:
         """The stages by device type and width of their split groups; for unsplit stages the type does not matter."""
         groups: dict[tuple[Device | None, int], list[int]] = {}
@@ -200,7 +215,7 @@ class StageTables:
         return {key: np.array(stages) for key, stages in groups.items()}
 
     def rooms(self, placed: Placed) -> Floats:
-        """Bytes that each stage may hold on its devices."""
+        """Bytes that each stage may hold on its devices: an equal part for each stage of a rank."""
         capacity = np.array([self.prices.capacity(names[0]) for names in placed], dtype=np.float64)
         found: Floats = capacity[list(self.pipeline.stage_rank)] / self.pipeline.num_chunks
         return found

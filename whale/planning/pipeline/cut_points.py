@@ -36,6 +36,11 @@ class CutPoints:
     def num_units(self) -> int:
         return len(self.bounds) - 1
 
+    def read_twice(self, first: tuple[int, int], second: tuple[int, int]) -> float:
+        """Bytes of the parameters that two pieces both read, and none between them: summed over pairs, what the pieces count too often."""
+        (start, end), (begin, stop), known = first, second, self.parameters
+        return float(known[start, begin] + known[end, stop] - known[start, stop] - known[end, begin])
+
 
 def find_cut_points(structure: Structure, prices: Prices, kept: Mapping[str, tuple[str, ...]]) -> CutPoints:
     """Finds the units of a graph; `kept`: per op, what it keeps for backward."""

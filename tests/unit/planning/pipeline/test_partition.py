@@ -89,3 +89,36 @@ def test_a_cut_counts_what_comes_back() -> None:
     chosen = make_plan(graph, there, Config({"planning.search": "off", "pipeline": pipeline}), rows=32)
     by_blocks = {"planning.search": "off", "plan": {"replicas": 1, **pipeline, "blocks": [5, 6, 1, 0]}}
     assert chosen.step_seconds < 1.01 * make_plan(graph, there, Config(by_blocks), rows=32).step_seconds
+
+
+def tied_in_two_chunks(memory: int) -> StageTables:
+    """A GPT whose first and last pieces share the embedding, in two chunks on each of two ranks."""
+    graph = GPT(layers=2, hidden=64, heads=4, sequence=16, vocabulary=5000, tied=True).graph()
+    prices = Prices(graph, cluster([1e12, 1e12], memory=memory), Costs())
+    pipeline = shape_pipeline(Config({"pipeline.num_stages": 2, "pipeline.schedule": "zb_v", "pipeline.num_micro_batch": 2}), None, 2)
+    points = find_cut_points(analyse(graph), prices, kept_under(prices, KEEP_ALL))
+    return StageTables(points, Pieces(prices, points, 4), prices, pipeline, KEEP_ALL)
+
+
+def test_a_rank_holds_what_its_stages_share_once() -> None:
+    tables, placed = tied_in_two_chunks(2**30), (("h0/0",), ("h0/1",))
+    graph, points = tables.prices.graph, tables.points
+    for bounds in combinations(range(points.num_units + 1), 5):
+        if bounds[0] or bounds[-1] != points.num_units:
+            continue
+        loads, (on_ranks, _) = tables.loads(placed, 2, bounds), tables.on_ranks(placed, 2, bounds)
+        pieces = [points.spine[points.bounds[start] : points.bounds[stop]] for start, stop in zip(bounds, bounds[1:], strict=False)]
+        names = [{each.name for op in piece for each in graph.parameters_among(points.structure.inputs[op])} for piece in pieces]
+        for rank, (first, second) in enumerate(((0, 3), (1, 2))):
+            twice = sum(map(tables.prices.parameter_bytes, names[first] & names[second]))
+            assert on_ranks[rank] == loads[first] + loads[second] - twice
+
+
+def test_a_stage_may_take_more_of_its_rank_than_another() -> None:
+    placed, roomy = (("h0/0",), ("h0/1",)), tied_in_two_chunks(2**30)
+    look = likeness_of(placed, roomy.prices.cluster)
+    best = cut_into_stages(roomy, placed, 2, 1.0, look).units
+    needed = int(roomy.on_ranks(placed, 2, best)[0].max())
+    assert roomy.loads(placed, 2, best).max() > needed / 2  # more than an equal part of its rank
+    tight = tied_in_two_chunks(round(1.01 * needed / roomy.prices.costs.memory_fraction))
+    assert cut_into_stages(tight, placed, 2, 1.0, look).units == best
