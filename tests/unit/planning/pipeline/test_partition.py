@@ -103,9 +103,8 @@ def tied_in_two_chunks(memory: int) -> StageTables:
 def test_a_rank_holds_what_its_stages_share_once() -> None:
     tables, placed = tied_in_two_chunks(2**30), (("h0/0",), ("h0/1",))
     graph, points = tables.prices.graph, tables.points
-    for bounds in combinations(range(points.num_units + 1), 5):
-        if bounds[0] or bounds[-1] != points.num_units:
-            continue
+    for inner in list(combinations(range(1, points.num_units), 3))[::37]:
+        bounds = 0, *inner, points.num_units
         loads, (on_ranks, _) = tables.loads(placed, 2, bounds), tables.on_ranks(placed, 2, bounds)
         pieces = [points.spine[points.bounds[start] : points.bounds[stop]] for start, stop in zip(bounds, bounds[1:], strict=False)]
         names = [{each.name for op in piece for each in graph.parameters_among(points.structure.inputs[op])} for piece in pieces]
