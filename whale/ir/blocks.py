@@ -3,12 +3,12 @@
     prefix | block | block | block | suffix
 
 The longest run of calls in which every block does the same as the one before, on its own parameters and on the results of that one.
-What follows reads the last block only.
+What follows reads the last block only. Scopes inside blocks correspond; those around several blocks are the same in each.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -42,9 +42,15 @@ def find_repeated_blocks(graph: ModelGraph) -> RepeatedBlocks | None:
     """The blocks that cover the most calls of a graph; of equal ones the shortest and first. None if no blocks repeat."""
     calls = tuple(op for op in graph.ops if op.kind == "call")
     numbers: dict[object, int] = {}
-    looks = np.array([numbers.setdefault(_look(graph, op), len(numbers)) for op in calls], dtype=np.int64)
+    bare = [numbers.setdefault(_look(graph, op), len(numbers)) for op in calls]
+    spans, around, looks = _spans(calls), None, np.array(bare, dtype=np.int64)
     best: RepeatedBlocks | None = None
     for length in range(1, len(calls) // 2 + 1):
+        longer = frozenset(key for key, span in spans.items() if span > length)
+        if spans and longer != around:
+            around = longer
+            scoped = ((look, _scopes_look(op, longer)) for look, op in zip(bare, calls, strict=True))
+            looks = np.array([numbers.setdefault(each, len(numbers)) for each in scoped], dtype=np.int64)
         for start, stop in _equal_stretches(looks, length):
             if best is not None and (stop - start) // length * length <= best.stop - best.start:
                 continue
@@ -67,7 +73,25 @@ def _look(graph: ModelGraph, op: Op) -> tuple[object, ...]:
 
     arguments = (*map(shown, op.args), *((key, shown(value)) for key, value in op.kwargs))
     tags = frozenset(tag for tag in op.tags if not tag.startswith(REGION))
-    return op.target, arguments, op.outputs, op.scope, op.forward_flops, op.backward_flops, tags, op.region is None, op.requires_grad
+    return op.target, arguments, op.outputs, op.forward_flops, op.backward_flops, tags, op.region is None, op.requires_grad
+
+
+def _spans(calls: Sequence[Op]) -> dict[str, int]:
+    """Per key of a scope, the number of calls from its first to its last."""
+    first, last = dict[str, int](), dict[str, int]()
+    for number, op in enumerate(calls):
+        for scope in op.scope:
+            first.setdefault(scope.key, number)
+            last[scope.key] = number + 1
+    return {key: last[key] - first[key] for key in first}
+
+
+def _scopes_look(op: Op, around: Collection[str]) -> tuple[object, ...]:
+    """The scopes of an op: those `around` several blocks by their key, others by what they ask for."""
+    return tuple(
+        scope.key if scope.key in around else (scope.kind, scope.device_count, scope.axis, scope.is_default, scope.name is None)
+        for scope in op.scope
+    )
 
 
 def _equal_stretches(looks: NDArray[np.int64], length: int) -> Iterator[tuple[int, int]]:
@@ -88,12 +112,29 @@ def _checked(graph: ModelGraph, calls: tuple[Op, ...], start: int, length: int, 
         if not all(same.holds(*pair) for pair in zip(calls[low - length : low], calls[low : low + length], strict=True)):
             return None
         own = same.own
+    if not _scopes_correspond(calls[start : start + count * length], length):
+        return None
     run = RepeatedBlocks(calls, start, length, count, own)
     earlier = {op.name for op in calls[start : run.stop - length]}
     outside = {source for op in (*calls[:start], *calls[run.stop :]) for source in op.inputs}
     wanted = {*graph.outputs, *(name for term in graph.loss for name in (term.sum, term.weight) if name)}
     is_open = earlier & (outside | wanted) or outside & {*own, *own.values()} or own.keys() & own.values()
     return None if is_open else run
+
+
+def _scopes_correspond(calls: Sequence[Op], length: int) -> bool:
+    """Whether each scope is the same in all blocks, or lies in one of them and corresponds to one of the next."""
+    steps, places = dict[str, str](), dict[str, set[int]]()
+    for number, op in enumerate(calls):
+        for scope in op.scope:
+            places.setdefault(scope.key, set()).add(number // length)
+    for one, other in zip(calls, calls[length:], strict=False):
+        for before, after in zip(one.scope, other.scope, strict=True):
+            if steps.setdefault(before.key, after.key) != after.key:
+                return False
+    moved = {before: after for before, after in steps.items() if before != after}
+    inside = moved.keys() | moved.values()
+    return len(set(steps.values())) == len(steps) and all(len(places[key]) == 1 for key in inside)
 
 
 class _Correspondence:

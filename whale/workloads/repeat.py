@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from whale.errors import CaptureError
 from whale.ir.blocks import RepeatedBlocks, find_repeated_blocks
 from whale.ir.graph import REGION, Argument, ModelGraph, Op, Parameter, Ref
+from whale.ir.scope import Scope
 from whale.progress import progress
 
 
@@ -115,6 +116,11 @@ class _Repeated:
         self._names = _Names(graph, run)
         self._before = {after: first for first, after in run.own.items()}
         self._blocks: list[_RepeatedBlock] = []
+        self._inside = {
+            b.key: (a, b) for first, after in run.pairs for a, b in zip(first.scope, after.scope, strict=True) if a.key != b.key
+        }
+        self._last_entry = max((b.entry for _, b in self._inside.values()), default=0)
+        self._new_entries = num_added * len({b.entry for _, b in self._inside.values()})
         for times in range(1, num_added + 1):
             self._blocks.append(self._block(times))
         self._num_regions = len({op.region for _, op in run.pairs} - {None}) * num_added
@@ -137,11 +143,25 @@ class _Repeated:
         last_leaf = {op.kind: op.name for op in self._graph.ops if op.name in self._before}
         last_call = self._run.calls[self._run.stop - 1].name
         for op in self._graph.ops:
+            if self._new_entries:
+                op = dataclasses.replace(op, scope=tuple(map(self._renumbered, op.scope)))
             yield self._behind(op) if op.name in self._suffix else op
             if op.name == last_leaf.get(op.kind):
                 yield from (leaf for block in self._blocks for leaf in block.leaves if leaf.kind == op.kind)
             if op.name == last_call:
                 yield from (call for block in self._blocks for call in block.calls)
+
+    def _renumbered(self, scope: Scope) -> Scope:
+        """A captured scope; those that were entered after the blocks follow the new ones."""
+        return dataclasses.replace(scope, entry=scope.entry + self._new_entries) if scope.entry > self._last_entry else scope
+
+    def _scope(self, scope: Scope, times: int) -> Scope:
+        """A scope of the last captured block, so many blocks later."""
+        if scope.key not in self._inside:
+            return self._renumbered(scope)
+        before, last = self._inside[scope.key]
+        name = None if before.name is None or last.name is None else _step(before.name, last.name, times)
+        return dataclasses.replace(last, entry=last.entry + times * (last.entry - before.entry), name=name)
 
     def _behind(self, op: Op) -> Op:
         """An op after the blocks; regions there are numbered after those of the blocks."""
@@ -171,7 +191,8 @@ class _Repeated:
         calls = []
         for a, b in self._run.pairs:
             tags = b.tags if a.region is None or b.region is None else b.tags - {b.region} | {_step(a.region, b.region, times)}
-            op = dataclasses.replace(b, tags=tags, module=_step(a.module, b.module, times))
+            scopes = tuple(self._scope(scope, times) for scope in b.scope)
+            op = dataclasses.replace(b, tags=tags, module=_step(a.module, b.module, times), scope=scopes)
             calls.append(_with_names(op, lambda name: names.get(name) or entering.get(name, name)))
         known = {self._parameter(op).name: (self._parameter(self._before[op]), self._parameter(op)) for op in self._before}
         own = [known[each.name] for each in self._graph.parameters if each.name in known]

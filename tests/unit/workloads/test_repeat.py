@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from functools import cache
 
 import pytest
@@ -10,11 +11,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+import whale
 from tests.examples import slow
 from whale.capture import capture
 from whale.errors import CaptureError
 from whale.ir.graph import ModelGraph
 from whale.workloads import repeat_blocks
+from whale.workloads.repeat import count_blocks
 
 
 class Block(nn.Module):
@@ -104,3 +107,64 @@ class Dense(nn.Module):
 def test_blocks_that_are_read_from_behind_do_not_count_as_repeated() -> None:
     with pytest.raises(CaptureError, match="the model has no repeated blocks"):
         repeat_blocks(of(Dense()), 6)
+
+
+class Scoped(nn.Module):
+    """Scopes around the first layer, inside each block (one of them inside the other), around all blocks, and around the last layer."""
+
+    def __init__(self, layers: int, around: str) -> None:
+        super().__init__()
+        self.around = around
+        self.blocks = nn.ModuleList(nn.ModuleList(nn.Linear(8, 8) for _ in range(3)) for _ in range(layers))
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 3)
+
+    def block(self, layers: nn.ModuleList, x: Tensor) -> Tensor:
+        up, middle, down = layers
+        with whale.replicate(2):
+            x = up(x).relu()
+            with whale.split(2):
+                x = middle(x)
+        return torch.tanh(x) + down(x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with whale.replicate(1):
+            x = self.first(x)
+        with whale.replicate(2, name="all") if self.around else contextlib.nullcontext():
+            for layers in self.blocks:
+                x = self.block(layers, x)
+        with whale.split(2):
+            out: Tensor = self.last(x)
+        return out
+
+
+@pytest.mark.parametrize("around", ["", slow("all")])
+def test_scopes_inside_blocks_are_in_each_block_anew(around: str) -> None:
+    deep = of(Scoped(5, around))
+    assert len({scope.key for op in deep.ops for scope in op.scope}) == 12 + (around == "all")
+    assert repeat_blocks(of(Scoped(2, around)), 5) == deep
+
+
+class Staged(nn.Module):
+    """Four equal blocks: three under one scope, and one under another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with whale.replicate(1):
+            x = torch.tanh(self.first(x))
+            for block in self.blocks[:3]:
+                x = block(x).relu()
+        with whale.replicate(1):
+            out: Tensor = self.last(self.blocks[3](x).relu())
+        return out
+
+
+def test_blocks_of_another_stage_are_not_repeated() -> None:
+    graph = of(Staged())
+    assert count_blocks(graph) == 3
+    first = next(scope.key for op in graph.ops for scope in op.scope)
+    linear = [op for op in repeat_blocks(graph, 5).ops if op.operator == "linear"]
+    assert sum(first in {scope.key for scope in op.scope} for op in linear) == 6  # with the one before the blocks
