@@ -150,4 +150,4 @@ def test_files_are_told_apart_by_their_keys(folder: Path, capsys: pytest.Capture
     Path("written.yaml").write_text("num_stages: 2\nrecompute: blocks\n")
     Path("chunks.yaml").write_text("pipeline: {num_stages: 1, num_chunks: 2, num_micro_batch: 2, schedule: aiao}\nrecompute: auto\n")
     _, found = compared(capsys, "--plan", "written.yaml", "--against", "chunks.yaml", "--cluster", "fast.yaml")
-    assert found["chunks"] == ("-", "2 per device")
+    assert found["chunks"] == ("2 per device, group size 1", "2 per device")

@@ -63,7 +63,7 @@ def every_strategy(cluster: Cluster, num_rows: int) -> Iterator[Strategy]:
         for placed in all_grouped(replicas, cluster):
             for num_micro_batch in micro_batch_counts(num_rows, num_rows // len(placed)):
                 deepest = max(map(len, placed))
-                for order in ORDERS[: 1 if deepest == 1 or num_micro_batch == 1 else None]:
+                for order in ORDERS[: 1 if deepest == 1 else None]:
                     yield Strategy(tuple(replica_of(own, cluster, order if len(own) > 1 else ORDERS[0], num_micro_batch) for own in placed))
 
 
@@ -144,7 +144,7 @@ def every_division(
     names = [device.name for device in cluster.devices]
     asked = sizes_of(graph, config, len(names), ORDERS[0])
     for number, order, num_micro_batch in product(range(1, len(names) + 1), ORDERS, micro_batch_counts(num_rows, num_rows)):
-        plain = len(asked) == 1 or num_micro_batch == 1
+        plain = len(asked) == 1
         if sizes_of(graph, config, number, ORDERS[0]) != asked or (order != ORDERS[0] and plain):
             continue
         if sizes_of(graph, config, number, order) == asked:
