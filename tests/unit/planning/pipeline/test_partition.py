@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import combinations
+from itertools import combinations, pairwise
 from pathlib import Path
 
 import numpy as np
@@ -106,7 +106,7 @@ def test_a_rank_holds_what_its_stages_share_once() -> None:
     for inner in list(combinations(range(1, points.num_units), 3))[::37]:
         bounds = 0, *inner, points.num_units
         loads, (on_ranks, _) = tables.loads(placed, 2, bounds), tables.on_ranks(placed, 2, bounds)
-        pieces = [points.spine[points.bounds[start] : points.bounds[stop]] for start, stop in zip(bounds, bounds[1:], strict=False)]
+        pieces = [points.spine[points.bounds[start] : points.bounds[stop]] for start, stop in pairwise(bounds)]
         names = [{each.name for op in piece for each in graph.parameters_among(points.structure.inputs[op])} for piece in pieces]
         for rank, (first, second) in enumerate(((0, 3), (1, 2))):
             twice = sum(map(tables.prices.parameter_bytes, names[first] & names[second]))
