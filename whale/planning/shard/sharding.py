@@ -217,7 +217,7 @@ def _with_labels(costs: SplitCosts, model: Cut) -> Cut | None:
     """The cut of another stage with the same classes, with sizes of its own; None where it is not allowed."""
     sizes = tuple(_by_speed(costs, kind, model.working(kind)) for kind in costs.kinds)
     chosen = costs.problem(sizes, model.insisted).evaluate(model.chosen.labels)
-    return chosen and replace(model, costs=costs, sizes=sizes, chosen=replace(chosen, gap=model.chosen.gap))
+    return None if chosen is None else replace(model, costs=costs, sizes=sizes, chosen=replace(chosen, gap=model.chosen.gap))
 
 
 def _with_time_of_messages(cut: Cut) -> Cut:
