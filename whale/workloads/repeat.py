@@ -119,8 +119,11 @@ class _Repeated:
         self._inside = {
             b.key: (a, b) for first, after in run.pairs for a, b in zip(first.scope, after.scope, strict=True) if a.key != b.key
         }
-        self._last_entry = max((b.entry for _, b in self._inside.values()), default=0)
-        self._new_entries = num_added * len({b.entry for _, b in self._inside.values()})
+        entries = [b.entry for _, b in self._inside.values()]
+        self._last_entry = max(entries, default=0)
+        # of a block: those of scopes without ops too, so that no two scopes get one number
+        self._num_entries = max((max(b.entry - a.entry, self._last_entry - min(entries) + 1) for a, b in self._inside.values()), default=0)
+        self._num_added = num_added
         for times in range(1, num_added + 1):
             self._blocks.append(self._block(times))
         self._num_regions = len({op.region for _, op in run.pairs} - {None}) * num_added
@@ -143,7 +146,7 @@ class _Repeated:
         last_leaf = {op.kind: op.name for op in self._graph.ops if op.name in self._before}
         last_call = self._run.calls[self._run.stop - 1].name
         for op in self._graph.ops:
-            if self._new_entries:
+            if self._inside:
                 op = dataclasses.replace(op, scope=tuple(map(self._renumbered, op.scope)))
             yield self._behind(op) if op.name in self._suffix else op
             if op.name == last_leaf.get(op.kind):
@@ -153,7 +156,8 @@ class _Repeated:
 
     def _renumbered(self, scope: Scope) -> Scope:
         """A captured scope; those that were entered after the blocks follow the new ones."""
-        return dataclasses.replace(scope, entry=scope.entry + self._new_entries) if scope.entry > self._last_entry else scope
+        is_behind = scope.entry > self._last_entry
+        return dataclasses.replace(scope, entry=scope.entry + self._num_added * self._num_entries) if is_behind else scope
 
     def _scope(self, scope: Scope, times: int) -> Scope:
         """A scope of the last captured block, so many blocks later."""
@@ -161,7 +165,7 @@ class _Repeated:
             return self._renumbered(scope)
         before, last = self._inside[scope.key]
         name = None if before.name is None or last.name is None else _step(before.name, last.name, times)
-        return dataclasses.replace(last, entry=last.entry + times * (last.entry - before.entry), name=name)
+        return dataclasses.replace(last, entry=last.entry + times * self._num_entries, name=name)
 
     def _behind(self, op: Op) -> Op:
         """An op after the blocks; regions there are numbered after those of the blocks."""

@@ -124,6 +124,8 @@ class Scoped(nn.Module):
             x = up(x).relu()
             with whale.split(2):
                 x = middle(x)
+        with whale.split(2):
+            pass  # a number without ops
         return torch.tanh(x) + down(x)
 
     def forward(self, x: Tensor) -> Tensor:
