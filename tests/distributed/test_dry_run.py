@@ -35,7 +35,7 @@ NESTED = of(Segment(0, 2, is_split=True), Segment(3, 1))
 SHORT, SMALL = (("pipeline.num_micro_batch", 4),), ("communication.bucket_bytes", 1 << 15)
 TWICE = ("pipeline.num_micro_batch", 2)  # where each gathers all weights, which makes the dry run long
 FROZEN = tuple(replace(block, frozen=number in (0, 1, 4)) for number, block in enumerate(BLOCKS))
-MOST_LOOKS = 200
+LEAST_LOOKS, MOST_LOOKS = 8, 200
 """Gloo's thread lets go of a message a moment after the wait for it; where it gets no core, as late as in the next step. So the least of
 some steps is what one holds before, and at its peak; more of them are looked at while that is not what the dry run says."""
 CASES = {
@@ -70,13 +70,13 @@ def memory_of_a_step(rank: int, num_ranks: int, case: Case, plan: Plan, wanted: 
             device, held, peak = plan.devices[engine.rank], sys.maxsize, sys.maxsize
             counts = BLOCK_BYTES * len(engine.state.optimizer.state)  # of Adam's steps: a real `torch.tensor` is not seen being made
             kept, more = wanted[device]
-            for _ in range(MOST_LOOKS):
+            for number in range(1, MOST_LOOKS + 1):
                 engine.state.forget_gradients()
                 held = min(held, live.start_anew())
                 engine.step(second)
                 peak = min(peak, live.peak)
                 is_seen = held <= kept <= held + counts and 0 <= more - (peak - held) <= BLOCK_BYTES
-                if all(engine.runtime.roster.world.gather_objects(is_seen)):
+                if number >= LEAST_LOOKS and all(engine.runtime.roster.world.gather_objects(is_seen)):
                     break
             return device, held, counts, peak - held
         finally:
