@@ -82,7 +82,7 @@ class DryRank:
             OpFault: an op of the model depends on the values of tensors.
         """
         live = LiveBytes(BLOCK_BYTES)
-        self._fakes.cache_enabled = not self._gathers  # a cached view would bring back memory of freed weights
+        self._fakes.cache_enabled = not self.plan.gathers_weights  # a cached view would bring back memory of freed weights
         with _without_values(), imagined_world(rank, len(self.plan.devices)) as world, self._fakes:
             batch = _batch(self.captured.graph, self.plan.planned_rows)  # is the data source's memory, and not counted
             with live:
@@ -99,10 +99,6 @@ class DryRank:
                 finally:
                     runtime.close()
         return Peak(live.peak, held, live.peak_action, live.peak_op)
-
-    @property
-    def _gathers(self) -> bool:
-        return any(state.is_gathered for state in self.plan.parameter_states)
 
     def _start(self, world: World, watch: Watch) -> tuple[Runtime, EngineState]:
         roster = Roster(self.plan, world, tuple(range(world.size)))

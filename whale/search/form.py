@@ -387,7 +387,6 @@ class ClosedForms:
     @cached_property
     def _tied(self) -> float:
         """Gradient bytes of parameters that distant pieces share (tied weights)."""
-        parameters = self.planner.points.parameters
-        twice = float(np.diagonal(parameters, 1).sum() - parameters[0, -1])
+        points = self.planner.points
         trained = float(self.planner.pieces.trained(self.planner.cluster.devices[0].kind, 1)[-1])
-        return twice / max(1.0, float(parameters[0, -1])) * trained
+        return points.read_again / max(1.0, float(points.parameters[0, -1])) * trained

@@ -98,11 +98,10 @@ class FreeSpace:
         order, policy = self.freedom.orders[0], self.freedom.policies[0]
         for strategy in self.space.data_parallel():
             number = min(self.space.micro_batches(self.space.num_rows // strategy.num_replicas), default=0)
-            if number:
-                own = ordered(strategy, order, order, number, policy)
-                form = self.forms.of(own)
-                if form.lack <= 0:
-                    yield Ranked(own, self.objective.likely(own, form.seconds, form.held), effort_of(own))
+            if number and not self._overflows(strategy, number):
+                own = self._by_form(ordered(strategy, order, order, number, policy))
+                if own.lack <= 0:
+                    yield own
 
     def ranked(self) -> Iterator[Ranked]:
         """All strategies, best first; those that seem not to fit come last, the least lacking first."""
@@ -128,12 +127,16 @@ class FreeSpace:
         """Families with the lower bound of their value from computing alone."""
         for strategy in self.space.lineups(self.alone):
             orders, counts = self.space.turns(strategy)
-            if not orders or not counts or any(self.forms.shortage(replica, counts[0]) for replica in strategy.replicas):
+            if not orders or not counts or self._overflows(strategy, counts[0]):
                 continue
             if strategy.near is not False or self.freedom.near is False:
                 self.num_strategies += len(orders) * len(counts) * len(self.freedom.policies)
             seconds, held = self.forms.least(strategy, counts[0])
             yield self.objective.likely(strategy, seconds, held), _Family(strategy, orders, counts)
+
+    def _overflows(self, strategy: Strategy, num_micro_batch: int) -> bool:
+        """Whether the parameters alone do not fit."""
+        return any(self.forms.shortage(replica, num_micro_batch) for replica in strategy.replicas)
 
     def _relaxed(self, family: _Family) -> Floats:
         strategy, orders, counts = family.strategy, family.orders, family.counts
@@ -159,9 +162,13 @@ class FreeSpace:
         family.values[order, place] = math.inf
         for policy in self.freedom.policies:
             strategy = ordered(family.strategy, family.orders[order], self.freedom.orders[0], family.counts[place], policy)
-            form = self.forms.of(strategy)
-            value = self.objective.likely(strategy, form.seconds, form.held)
-            yield Ranked(strategy, value, effort_of(strategy, self.forms.places.num_looks(strategy)), form.lack)
+            yield self._by_form(strategy)
+
+    def _by_form(self, strategy: Strategy) -> Ranked:
+        """A strategy by its closed form with its cuts."""
+        form = self.forms.of(strategy)
+        value = self.objective.likely(strategy, form.seconds, form.held)
+        return Ranked(strategy, value, effort_of(strategy, self.forms.places.num_looks(strategy)), form.lack)
 
 
 def effort_of(strategy: Strategy, num_looks: int | None = None) -> float:

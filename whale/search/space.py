@@ -57,7 +57,7 @@ class Space:
         """
         found = self._every() if self.is_small else self._in_a_row(seconds)
         for strategy in dict.fromkeys(found):
-            if self._is_allowed(strategy) and (self.freedom.using is None or strategy.taken.get(self.freedom.using)):
+            if self._is_asked_for(strategy):
                 yield from (Strategy(strategy.replicas, near=near) for near in self._rules(strategy))
 
     def data_parallel(self) -> Iterator[Strategy]:
@@ -67,9 +67,7 @@ class Space:
         for host in {look: host for host, look in zip(self.cluster.hosts, host_looks(self.cluster).values(), strict=True)}.values():
             found.append(Strategy(tuple(replace(one[device.kind], count=1, names=((device.name,),)) for device in host.devices)))
         found += [Strategy((replace(own, count=1),), near=True) for own in one.values()]
-        for strategy in dict.fromkeys(found):
-            if self._is_allowed(strategy) and (self.freedom.using is None or strategy.taken.get(self.freedom.using)):
-                yield strategy
+        yield from filter(self._is_asked_for, dict.fromkeys(found))
 
     def turns(self, strategy: Strategy) -> tuple[Sequence[Order], Sequence[int]]:
         """The distinct orders of a set of replicas, and numbers of micro-batches; with one rank only the first order."""
@@ -101,6 +99,9 @@ class Space:
         own = strategy.unnamed.replicas
         deep = all(each.num_ranks <= self.num_places and self._num_ranks in (None, each.num_ranks) for each in own)
         return deep and (not self.freedom.alike or (len(own) == 1 and (not own[0].is_split or own[0].count == 1)))
+
+    def _is_asked_for(self, strategy: Strategy) -> bool:
+        return self._is_allowed(strategy) and (self.freedom.using is None or strategy.taken.get(self.freedom.using, 0) > 0)
 
     def _every(self) -> Iterator[Strategy]:
         """All replicas on all choices of devices, one per class of equivalent devices and hosts."""

@@ -305,6 +305,11 @@ class Plan:
         return self.with_micro_batches_for(num_rows).with_idle_replicas_for(num_rows)
 
     @property
+    def gathers_weights(self) -> bool:
+        """Whether ranks gather weights, bucket by bucket, while they compute."""
+        return any(state.is_gathered for state in self.parameter_states)
+
+    @property
     def has_idle_replicas(self) -> bool:
         """Whether some replica has no part in a batch (`with_idle_replicas_for`)."""
         return not all(pipeline.num_micro_batch for pipeline in self.pipelines)
@@ -317,7 +322,7 @@ class Plan:
         """
         needed = list(accumulate(replica.least_rows for replica in self.replicas))
         count = bisect_right(needed, num_rows)
-        if count in (0, len(needed)) or any(state.is_gathered for state in self.parameter_states):
+        if count in (0, len(needed)) or self.gathers_weights:
             return self
         replicas = tuple(
             replace(

@@ -201,9 +201,10 @@ class StageTables:
         """Per rank, bytes of all its stages on a device, for a given cut, and those that it may hold."""
         ranks = self.pipeline.stage_rank
         loads, rooms = (np.bincount(ranks, own).astype(np.float64) for own in (self.loads(placed, num_rows, bounds), self.rooms(placed)))
-        for (first, rank), (second, other) in combinations(enumerate(ranks), 2) if self.pipeline.num_chunks > 1 else ():
-            if rank == other and self.pipeline.width(first) == 1:
-                loads[rank] -= self.points.read_twice((bounds[first], bounds[first + 1]), (bounds[second], bounds[second + 1]))
+        for rank in range(self.pipeline.num_ranks) if self.points.read_again else ():
+            for first, second in combinations(self.pipeline.stages_of(rank), 2):
+                if self.pipeline.width(first) == 1:
+                    loads[rank] -= self.points.read_twice((bounds[first], bounds[first + 1]), (bounds[second], bounds[second + 1]))
         return loads, rooms
 
     def _alike(self, placed: Placed) -> dict[tuple[Device | None, int], NDArray[np.int64]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 
 import numpy as np
@@ -35,6 +36,11 @@ class CutPoints:
     @property
     def num_units(self) -> int:
         return len(self.bounds) - 1
+
+    @cached_property
+    def read_again(self) -> float:
+        """Bytes of the parameters that several units read, in each but the first of them."""
+        return float(np.diagonal(self.parameters, 1).sum() - self.parameters[0, -1])
 
     def read_twice(self, first: tuple[int, int], second: tuple[int, int]) -> float:
         """Bytes of the parameters that two pieces both read, and none between them: summed over pairs, what the pieces count too often."""

@@ -70,13 +70,17 @@ class Question:
     only: frozenset[int] | None  # outline numbers of the axes that a written plan allows; None for all
 
     @property
+    def has_rows_for_all(self) -> bool:
+        """Whether the rows can be cut over a group."""
+        return self.num_rows >= len(self.groups[0].devices)
+
+    @property
     def kin(self) -> Hashable:
         """Equal for questions that have mostly equal answers: up to twice the rows, and hosts shared in other proportions."""
         groups = {
             (tuple(kind for kind, _ in each.devices), frozenset(link for _, _, link in each.links), each.network) for each in self.groups
         }
-        suffices = self.num_rows >= len(self.groups[0].devices)  # as of `Sharder._classes`
-        return self.outline, frozenset(groups), math.frexp(self.num_rows)[1], suffices, self.num_micro_batch, self.only
+        return self.outline, frozenset(groups), math.frexp(self.num_rows)[1], self.has_rows_for_all, self.num_micro_batch, self.only
 
 
 @dataclass(frozen=True, eq=False)
@@ -148,7 +152,7 @@ class Sharder:
         number = self._numbers.setdefault(outline.signature, len(self._numbers))
         question = Question(number, groups, site.num_rows, site.num_micro_batch, only)
         if question not in self._costs:
-            place = number, site.width, site.num_rows >= site.width, only
+            place = number, site.width, question.has_rows_for_all, only
             if place not in self._classes:
                 self._classes[place] = Classes(scene, find_shard_space(scene, site.width, site.num_rows, names), self.prices.kept)
             self._costs[question] = SplitCosts(self._classes[place], self.prices, site)

@@ -30,7 +30,7 @@ T = TypeVar("T", bound=Estimated)
 
 MAX_ROUNDS = 4  # attempts per plan
 
-KEEPING_ROUNDS = 2  # attempts without recomputation: the plan that recomputes as needed is a little slower at most
+KEEPING_ROUNDS = 2  # attempts without recomputation: where they fail, the plan that recomputes as needed is made all the same
 
 CLOSED_FORM_EXCESS = 0.3
 """Share of a device's memory by which closed forms may exceed the estimate: they add all gradients to all activations, and gradients are
@@ -83,7 +83,7 @@ def decide_in_memory(
     kept: list[T] = []
     if keeping is not None:
         with suppress(MemoryShortage):
-            kept.append(_decide_in_rounds(prices, keeping, KEEPING_ROUNDS))
+            kept.append(_decide_in_rounds(prices, keeping, KEEPING_ROUNDS, may_be_unlimited=False))
             if all(each.peak.total <= FULL * each.capacity for each in kept[0].step.devices):
                 return kept[0]
     try:
@@ -97,13 +97,13 @@ def decide_in_memory(
         raise
 
 
-def _decide_in_rounds(prices: Prices, decide: Callable[[Prices], T], max_rounds: int = MAX_ROUNDS) -> T:
-    """The plan with all memory, or with less or more of it, as the estimate demands; after all rounds, with unlimited memory."""
+def _decide_in_rounds(prices: Prices, decide: Callable[[Prices], T], num_rounds: int = MAX_ROUNDS, *, may_be_unlimited: bool = True) -> T:
+    """The plan with all memory, or with less or more of it, as the estimate demands; at last with unlimited memory, if it may be so."""
     kinds = {device.kind: prices.capacity(device.name) for device in prices.cluster.devices}
     spared, too_little, too_much = dict.fromkeys(kinds, 0), dict[Device, int](), dict[Device, int]()
     refused: Refused | None = None
     lack: MemoryShortage | None = None
-    for _ in range(max_rounds):
+    for _ in range(num_rounds):
         try:
             return decide(prices.with_reserved_memory(spared) if any(spared.values()) else prices)
         except Refused as fault:
@@ -120,7 +120,7 @@ def _decide_in_rounds(prices: Prices, decide: Callable[[Prices], T], max_rounds:
             spared = {kind: (too_little[kind] + too_much[kind]) // 2 for kind in kinds}
             if spared in (too_little, too_much):
                 break
-    if max_rounds == MAX_ROUNDS:
+    if may_be_unlimited:
         with suppress(MemoryShortage):
             return decide(prices.with_reserved_memory(dict.fromkeys(kinds, -UNLIMITED_BYTES)))
     first = refused or lack
