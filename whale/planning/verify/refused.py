@@ -9,8 +9,9 @@ last attempt assumes unlimited memory: its best plan may still fit.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
+from itertools import islice
 from typing import Protocol, TypeVar
 
 from whale.errors import OutOfMemory, raise_faults
@@ -30,7 +31,9 @@ T = TypeVar("T", bound=Estimated)
 
 MAX_ROUNDS = 4  # attempts per plan
 
-KEEPING_ROUNDS = 2  # attempts without recomputation: where they fail, the plan that recomputes as needed is made all the same
+KEEPING_ROUNDS = 2  # attempts without recomputation before the plan that recomputes as needed is made
+
+WORTH_KEEPING = 0.9  # the others follow if a plan without recomputation that does not fit takes at most this part of its step
 
 CLOSED_FORM_EXCESS = 0.3
 """Share of a device's memory by which closed forms may exceed the estimate: they add all gradients to all activations, and gradients are
@@ -46,6 +49,7 @@ class Refused(MemoryShortage):
     """The estimate of a plan does not fit; `lacking`: per device type, the missing bytes."""
 
     lacking: Mapping[Device, int] = {}
+    step_seconds = 0.0  # of the plan
 
 
 def refuse_overfull(step: StepEstimate, cluster: Cluster) -> None:
@@ -57,7 +61,7 @@ def refuse_overfull(step: StepEstimate, cluster: Cluster) -> None:
         faults.append(memory_fault(each, short))
     if faults:
         refused = Refused("\n".join(fault.message for fault in faults), hint=faults[0].hint)
-        refused.num_bytes, refused.lacking = max(lacking.values()), lacking
+        refused.num_bytes, refused.lacking, refused.step_seconds = max(lacking.values()), lacking, step.step_seconds
         raise refused
     raise_faults(list(host_faults(step, cluster)))
 
@@ -74,55 +78,85 @@ def decide_in_memory(
         prices: of the graph on the cluster.
         as_needed: makes a plan, and raises `Refused` where it does not fit.
         keeping: the same without recomputation, where memory decides on that; taken if it fits, and compared with the one as needed if
-            it fills a device.
+            it fills a device, or fits only after more than two attempts, which must promise a tenth of the step.
         least: the same with most recomputation; taken where the one as needed does not fit.
 
     Raises:
         MemoryShortage: nothing fits; after a refusal, with the estimate's figures of the first plan as needed.
     """
-    kept: list[T] = []
-    if keeping is not None:
-        with suppress(MemoryShortage):
-            kept.append(_decide_in_rounds(prices, keeping, KEEPING_ROUNDS, may_be_unlimited=False))
-            if all(each.peak.total <= FULL * each.capacity for each in kept[0].step.devices):
-                return kept[0]
+    attempts: Iterator[T | MemoryShortage] = iter(()) if keeping is None else _attempts(prices, keeping)
+    kept, refused_seconds = list[T](), 0.0
+    for found in islice(attempts, KEEPING_ROUNDS):
+        if isinstance(found, Refused):
+            refused_seconds = found.step_seconds
+        elif not isinstance(found, MemoryShortage):
+            kept.append(found)
+    if kept and all(each.peak.total <= FULL * each.capacity for each in kept[0].step.devices):
+        return kept[0]
     try:
-        return min((*kept, _decide_in_rounds(prices, as_needed)), key=lambda each: each.step.step_seconds)
+        needed = _decide_in_rounds(prices, as_needed)
     except MemoryShortage:
+        kept = kept or _fitting(attempts)
         if kept:
             return kept[0]
         if least is not None:
             with suppress(MemoryShortage):
                 return _decide_in_rounds(prices, least)
         raise
+    if refused_seconds < WORTH_KEEPING * needed.step.step_seconds:
+        kept = kept or _fitting(attempts)
+    return min((*kept, needed), key=lambda each: each.step.step_seconds)
 
 
-def _decide_in_rounds(prices: Prices, decide: Callable[[Prices], T], num_rounds: int = MAX_ROUNDS, *, may_be_unlimited: bool = True) -> T:
-    """The plan with all memory, or with less or more of it, as the estimate demands; at last with unlimited memory, if it may be so."""
-    kinds = {device.kind: prices.capacity(device.name) for device in prices.cluster.devices}
+def _fitting(attempts: Iterable[T | MemoryShortage]) -> list[T]:
+    return [found for found in attempts if not isinstance(found, MemoryShortage)]
+
+
+def _decide_in_rounds(prices: Prices, decide: Callable[[Prices], T]) -> T:
+    """The first plan of the attempts that fits; at last the one with unlimited memory, where it may fit."""
+    faults = list[MemoryShortage]()
+    for found in _attempts(prices, decide):
+        if not isinstance(found, MemoryShortage):
+            return found
+        faults.append(found)
+    refused = next((fault for fault in faults if isinstance(fault, Refused)), None)
+    if refused is None and _is_hopeless(faults[-1], prices):
+        raise faults[-1]
+    with suppress(MemoryShortage):
+        return decide(prices.with_reserved_memory(dict.fromkeys(_room(prices), -UNLIMITED_BYTES)))
+    raise refused or faults[0]
+
+
+def _attempts(prices: Prices, decide: Callable[[Prices], T]) -> Iterator[T | MemoryShortage]:
+    """The plan with all memory, or with less or more of it, as the estimate demands: each attempt's fault, and the plan that fits."""
+    kinds = _room(prices)
     spared, too_little, too_much = dict.fromkeys(kinds, 0), dict[Device, int](), dict[Device, int]()
-    refused: Refused | None = None
-    lack: MemoryShortage | None = None
-    for _ in range(num_rounds):
+    is_refused = False
+    for _ in range(MAX_ROUNDS):
         try:
-            return decide(prices.with_reserved_memory(spared) if any(spared.values()) else prices)
+            yield decide(prices.with_reserved_memory(spared) if any(spared.values()) else prices)
+            return
         except Refused as fault:
-            refused, too_little = refused or fault, spared
+            yield fault
+            is_refused, too_little = True, spared
             spared = {kind: number + fault.lacking.get(kind, 0) for kind, number in spared.items()}
         except MemoryShortage as fault:
-            if refused is None and not 0 < fault.num_bytes <= min(kinds.values()):
-                raise
-            lack, too_much = lack or fault, spared
-            if refused is None and fault.num_bytes > CLOSED_FORM_EXCESS * min(kinds.values()):
-                break
+            yield fault
+            if not is_refused and (_is_hopeless(fault, prices) or fault.num_bytes > CLOSED_FORM_EXCESS * min(kinds.values())):
+                return
+            too_much = spared
             spared = {kind: number - fault.num_bytes for kind, number in spared.items()}
         if too_little and too_much:
             spared = {kind: (too_little[kind] + too_much[kind]) // 2 for kind in kinds}
             if spared in (too_little, too_much):
-                break
-    if may_be_unlimited:
-        with suppress(MemoryShortage):
-            return decide(prices.with_reserved_memory(dict.fromkeys(kinds, -UNLIMITED_BYTES)))
-    first = refused or lack
-    assert first is not None
-    raise first
+                return
+
+
+def _room(prices: Prices) -> dict[Device, int]:
+    """Per device type, the bytes it may use."""
+    return {device.kind: prices.capacity(device.name) for device in prices.cluster.devices}
+
+
+def _is_hopeless(fault: MemoryShortage, prices: Prices) -> bool:
+    """Whether closed forms miss what no attempt with more memory makes up for."""
+    return not 0 < fault.num_bytes <= min(_room(prices).values())

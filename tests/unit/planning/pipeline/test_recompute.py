@@ -27,7 +27,7 @@ from whale.planning.pipeline.scheduling import shape_pipeline
 from whale.planning.pipeline.segments import find_blocks, find_cores, find_ground
 from whale.planning.plan import plan_and_estimate
 from whale.planning.verify import verify
-from whale.planning.verify.refused import FULL
+from whale.planning.verify.refused import FULL, WORTH_KEEPING
 from whale.schedules import count_recomputed, edge_pairs, most_held, training_schedule
 
 TWO_STAGES = {"pipeline.num_stages": 2, "pipeline.num_micro_batch": 2}
@@ -175,6 +175,7 @@ def fullest(step: StepEstimate) -> float:
 @example(memory=[706_420, 706_420], schedule="1f1b", num_micro_batch=1, rows=64, blocks=6)  # all of it fits by the estimate alone
 @example(memory=[935_148, 331_061], schedule="eager_1f1b", num_micro_batch=6, rows=16, blocks=9)  # of blocks, only all of them
 @example(memory=[419_738, 376_289], schedule="zb_h1", num_micro_batch=5, rows=64, blocks=6)
+@example(memory=[1_217_315, 411_304], schedule="zb_h1", num_micro_batch=2, rows=61, blocks=6)  # none only after three attempts
 @example(memory=[200_000, 580_839], schedule="zb_h1", num_micro_batch=8, rows=61, blocks=6)  # some again, and faster
 @given(
     memory=st.lists(st.integers(200_000, 3_000_000), min_size=2, max_size=2),
@@ -183,7 +184,7 @@ def fullest(step: StepEstimate) -> float:
     rows=st.sampled_from((16, 61, 64)),
     blocks=st.sampled_from((6, 9)),
 )
-def test_auto_fits_where_recomputing_everything_does_and_keeps_everything_where_that_fits_and_is_as_fast(
+def test_auto_fits_where_recomputing_everything_does_and_keeps_everything_where_that_fits_and_is_about_as_fast(
     memory: list[int], schedule: str, num_micro_batch: int, rows: int, blocks: int
 ) -> None:
     there, graph = tight(tuple(memory)), thick(blocks)
@@ -203,7 +204,7 @@ def test_auto_fits_where_recomputing_everything_does_and_keeps_everything_where_
     if keeping is not None:
         assert auto is not None
         if replace(auto, choices=()) != replace(keeping, choices=()):  # what nearly fills a device may have been cut for its memory
-            assert fullness["none"] > FULL and auto.step_seconds < keeping.step_seconds
+            assert fullness["none"] > FULL and auto.step_seconds * WORTH_KEEPING <= keeping.step_seconds
     elif everything is not None:
         assert auto is not None
     if auto is not None:
