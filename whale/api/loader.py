@@ -22,7 +22,7 @@ from whale.api.rank_batch import ORIGINS, RankBatch, RankRows, living, mark, rec
 from whale.api.row_source import Collate, Division, IndexedSource, IterableSource, RowSource, Share
 from whale.errors import BatchError, CheckpointError
 from whale.ir.plan import Plan
-from whale.runtime.execute.randomness import seed_of
+from whale.runtime.program.randomness import seed_of
 from whale.runtime.state.engine_state import EngineState
 
 _OWN_OPTIONS = frozenset({"batch_size", "batch_sampler", "sampler", "generator", "collate_fn"})

@@ -20,7 +20,7 @@ from torch.utils.data import Dataset, IterableDataset
 from whale.errors import BatchError
 from whale.ir.plan import Plan
 from whale.runtime.execute.batch import Rows, check_rows, rank_rows
-from whale.runtime.execute.randomness import seed_of
+from whale.runtime.program.randomness import seed_of
 from whale.units import counted
 
 Collate = Callable[[list[Any]], Any]
