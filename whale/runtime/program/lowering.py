@@ -73,7 +73,8 @@ def lower(
             local, model, shards.axes, shards.shards, shards.position, complete=complete, gathered=shards.gathered, num_rows=num_rows
         )
         local, first = program.graph, (GROUP,)
-        divide_gradients(local, model, (shards.terms or frozenset()) - program.partial, shards.width)
+        whole = (shards.terms or frozenset()) - program.parameters.keys() - shards.gathered.keys()
+        divide_gradients(local, model, whole - program.partial, shards.width)
         if halving is not None:
             local = overlap(local, model, halving, outputs)
         number_draws(local, random, is_alike=shards.is_alike)
