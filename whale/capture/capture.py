@@ -204,7 +204,7 @@ def _build(
     check_memory(held, changed)
     _check_constants(flat, held, changed)
     _check_trains(graph)
-    return _with_sparse(graph, flat.graph), _program(flat, structure, held, first, whole)
+    return _with_sparse(graph, flat.graph, _sparse_tables(model, held)), _program(flat, structure, held, first, whole)
 
 
 def _described(
@@ -485,8 +485,18 @@ def _check_trains(graph: ModelGraph) -> None:
         )
 
 
-def _with_sparse(graph: ModelGraph, nodes: fx.Graph) -> ModelGraph:
-    """The graph with the number of lookups of each parameter that gets a sparse gradient: one that only such lookups read."""
+def _sparse_tables(model: nn.Module, held: TiedTensors) -> Iterator[str]:
+    """The tables of modules that look up sparsely, which a step may read that this capture does not."""
+    for name, module in model.named_modules():
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
+            yield held.canonical[f"{name}.weight" if name else "weight"]
+
+
+def _with_sparse(graph: ModelGraph, nodes: fx.Graph, tables: Iterable[str]) -> ModelGraph:
+    """The graph with the number of lookups of each parameter that gets a sparse gradient: one that only such lookups read.
+
+    Of those `tables` that nothing reads the number is unknown, and taken for one per row.
+    """
     counts, faults, sparse = Counter[str](), list[WhaleError](), set[str]()
     for node in nodes.nodes if graph.mode == "train" else ():
         arguments = node.target._schema.arguments if isinstance(node.target, torch._ops.OpOverload) else ()
@@ -518,6 +528,8 @@ def _with_sparse(graph: ModelGraph, nodes: fx.Graph) -> ModelGraph:
                     )
                 )
     raise_faults(faults)
+    unread = set(tables if graph.mode == "train" else ()) - {each.name for each in graph.parameters_among(op.name for op in graph.ops)}
+    counts.update({own.name: graph.num_rows for own in graph.parameters if own.name in unread and own.trainable})
     return replace(graph, parameters=tuple(replace(own, num_lookups=counts[own.name]) for own in graph.parameters)) if counts else graph
 
 

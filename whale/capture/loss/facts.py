@@ -83,9 +83,10 @@ class BatchFacts:
     def row_dims(self, node: object) -> tuple[int, ...] | None:
         """Dimensions of rows, all or selected ones; None if some size depends on them in another way, or for no tensor."""
         factors = self._factors(node) if isinstance(node, Node) else None
-        if factors is None:
+        value = tensor_of(node) if isinstance(node, Node) else None
+        if factors is None or value is None:
             return None
-        sizes = value_of(node).shape  # type: ignore[union-attr]
+        sizes = value.shape
         dims = tuple(dim for dim, factor in enumerate(factors) if factor > 0 or (factor < 0 and self.selected(sizes[dim]) is not None))
         return dims if all(factor >= 0 or dim in dims for dim, factor in enumerate(factors)) else None
 
@@ -143,8 +144,8 @@ class BatchFacts:
         if is_made or (node.op == "placeholder" and node in self._dependent):
             self._of_batch.add(node)
         if node in self._dependent and (mask := _mask_of(node)) is not None and not self.is_written(mask):
-            sizes = (size for tensor in tensors_of(node) for size in tensor.shape if isinstance(size, torch.SymInt))
-            self._masks |= {size.node.expr: mask for size in sizes if free_unbacked_symbols(size) == {size.node.expr}}
+            for size in (size for tensor in tensors_of(node) for size in tensor.shape):
+                self._masks |= dict.fromkeys(free_unbacked_symbols(size), mask)
         if may_have_gradient(node) and self._gets_gradient(node):
             self._differentiable.add(node)
         if node in self._dependent and node.op == "call_function":
@@ -271,9 +272,11 @@ def growth(value: object, facts: BatchFacts) -> Growth:
 def _reduced(how: Growth) -> Callable[[Node, BatchFacts], Growth]:
     def rule(node: Node, facts: BatchFacts) -> Growth:
         operand = node.args[0]
-        has_rows = _has_plain_rows(operand, facts)
-        is_counted = how == "mean" and has_rows and facts.proportion(value_of(operand).numel()) is None  # type: ignore[union-attr]
-        return None if is_counted else how if has_rows else growth(operand, facts)
+        if not _has_plain_rows(operand, facts):
+            return growth(operand, facts)
+        value = _tensor(operand)
+        is_counted = value is not None and facts.proportion(value.numel()) is None  # its rows are chosen
+        return None if how == "mean" and is_counted else how
 
     return rule
 
