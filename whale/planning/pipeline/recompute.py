@@ -227,8 +227,9 @@ class Chooser:
         pipeline, count = self.pipeline, len(placed[rank])
         width = max(map(pipeline.width, recomputes))
         if width == 1:
-            parts = assignment.parts
-            costs = [(self.prices.part(parts[stage], own, self.budget), pipeline.alive(stage)) for stage, own in recomputes.items()]
+            costs = [
+                (self.prices.part(assignment.parts[stage], own, self.budget), pipeline.alive(stage)) for stage, own in recomputes.items()
+            ]
             yield from [rank_memory(costs)] * count
             return
         every, tightest = (tuple(own.get(stage, NOTHING) for stage in range(pipeline.num_stages)) for own in (recomputes, cut_for))
