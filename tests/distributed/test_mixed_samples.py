@@ -127,6 +127,7 @@ CASES = {
     "batch normalisation, a root": Case("nothing", "root", normalised=True),
     "statistics over all batches": Case("nothing", "mean", (1.0, 2.0), (10, 7, 9), normalised=True, momentum=None),
     "two stages, statistics over all batches": Case("nothing", "mean", (1.0,) * 4, num_stages=2, normalised=True, momentum=None),
+    "experts, statistics": Case("experts", "chosen", normalised=True),
     "halves of two views": Case("halves", rows=(12, 6), normalised=True),
     "two stages": Case("nothing", "contrastive", (1.0, 1.0, 1.0, 1.0), num_stages=2),
     "two stages, statistics": Case("sort", "dice", (1.0, 1.0, 1.0, 1.0), num_stages=2, normalised=True),
