@@ -102,10 +102,10 @@ def test_no_two_lines_disagree_however_short_the_searches(graph: ModelGraph, clu
 
 
 @at_most(8)
-@given(graph=models, cluster=clusters(3), rows=st.integers(1, 9))
+@given(graph=models, cluster=clusters(2), rows=st.integers(1, 2))
 def test_every_value_is_what_a_search_with_that_change_gives(graph: ModelGraph, cluster: Cluster, rows: int) -> None:
-    """With enough effort a search on few devices looks at every plan; only links change what is fast in ways that it approximates."""
-    config = Config({"planning.effort": 100_000})
+    """With enough effort a search on few devices looks at every plan; links change what is fast in ways that it approximates."""
+    config = Config({"planning.effort": 100})
     try:
         _, step = decide(None, graph, cluster, config, rows=rows)
     except WhaleError:
@@ -298,15 +298,15 @@ def test_advice_from_measured_times(tmp_path: Path) -> None:
 
 
 def test_where_nothing_fits_it_says_what_would() -> None:
-    found = advised(made([[(1e9, 100_000)]], network=1e9))
+    found = advised(made([[(1e9, 100_000)]], network=1e9), effort=2)
     assert found.best is None and "out of memory" in found.fault
     nothing, memory = found.advice
     assert nothing.says == "nothing fits either with memory.offload: auto; one more 1e+09 in host h0"
     assert memory.value is not None and memory.beside == 100_000 < memory.value
 
-    (hosts,) = about(advised(made([[(1e9, 190_000)]], network=1e9)), "state")
+    (hosts,) = about(advised(made([[(1e9, 190_000)]], network=1e9), effort=2), "state")
     assert hosts.says.startswith("memory.offload: auto: then it fits (") and "memory.offload: optimizer (" in hosts.says
-    asked = advise(GRAPH, made([[(1e9, 190_000)]], network=1e9), Config({"memory.offload": "none"}), rows=16)
+    asked = advise(GRAPH, made([[(1e9, 190_000)]], network=1e9), Config({"memory.offload": "none", "planning.effort": 2}), rows=16)
     assert asked.best is None and not about(asked, "state")
 
 
