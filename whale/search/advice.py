@@ -305,7 +305,7 @@ class _Adviser:
             return self._as_good(kind, used, best)
         worse = "slower" if self.base.objective.name == "step_time" else "worse"
         numbers = f"{used.value / best.value - 1:.0%} {worse} ({self._numbers(kind, used, best)}; {shares(used.step)})"
-        return Advice("devices", name, f"leave the {name} out: with {them} {numbers}", best.value, used.value)
+        return Advice("devices", name, f"leave the {name} out: {numbers}", best.value, used.value)
 
     def _as_good(self, kind: Device, used: Answer, unused: Answer) -> Advice:
         name = self.names[kind]

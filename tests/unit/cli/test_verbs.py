@@ -275,7 +275,7 @@ def test_advice_is_told_in_words_and_numbers(searched: list[str], capsys: pytest
     told = capsys.readouterr()
     found = json.loads(told.out)
     assert {each["about"] for each in found["advice"]} >= {"devices", "redundancy"}
-    assert "whale advise: links between hosts twice as fast" in told.err
+    assert "whale advise: memory.redundancy: 1" in told.err
     assert all(each["says"] for each in found["advice"])
     assert found["facts"][0]["value"] == found["plan"]["value"] and found["facts"][0]["devices"]
     values = {each["value"] for each in found["facts"]}
