@@ -135,9 +135,9 @@ class _Adviser:
 
     @cached_property
     def names(self) -> Mapping[Device, str]:
-        """What the devices of each type are called: ``T4``, ``2 T4``."""
+        """What the devices of each type are called: ``T4``, ``2 x T4``."""
         return {
-            kind: f"{self.counts[kind]} {name}" if self.counts[kind] > 1 else name for kind, name in self.base.cluster.kind_names.items()
+            kind: f"{self.counts[kind]} x {name}" if self.counts[kind] > 1 else name for kind, name in self.base.cluster.kind_names.items()
         }
 
     @cached_property
@@ -304,7 +304,7 @@ class _Adviser:
         if used.value < WORTH * best.value:
             return self._as_good(kind, used, best)
         worse = "slower" if self.base.objective.name == "step_time" else "worse"
-        numbers = f"{used.value / best.value - 1:.0%} {worse} ({self._numbers(kind, used, best)}; {shares(used.step)})"
+        numbers = f"{used.value / best.value - 1:.0%} {worse} ({self._numbers(kind, used, best)}; {used.arrangement}: {shares(used.step)})"
         return Advice("devices", name, f"leave the {name} out: {numbers}", best.value, used.value)
 
     def _as_good(self, kind: Device, used: Answer, unused: Answer) -> Advice:

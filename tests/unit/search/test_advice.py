@@ -65,7 +65,7 @@ def clusters(most: int) -> st.SearchStrategy[Cluster]:
 def kinds_of(cluster: Cluster) -> dict[str, Device]:
     """Device types by what the lines call them."""
     counts = {kind: sum(device.kind == kind for device in cluster.devices) for kind in cluster.kind_names}
-    return {f"{counts[kind]} {name}" if counts[kind] > 1 else name: kind for kind, name in cluster.kind_names.items()}
+    return {f"{counts[kind]} x {name}" if counts[kind] > 1 else name: kind for kind, name in cluster.kind_names.items()}
 
 
 def conditions(found: Advised, cluster: Cluster) -> list[tuple[Answer, Device | None, bool]]:
@@ -150,7 +150,7 @@ def test_devices_that_slow_a_run_are_to_be_left_out_and_the_others_used() -> Non
     assert fast.says.startswith("use the 1e+10: ") and fast.beside == alone.value
     assert slow.says.startswith("leave the 1e+09 out: ") and slow.beside is not None and slow.beside > found.best.value
     assert slow.beside == alone.value and "% slower (" in slow.says, "alone it does better than behind that link"
-    assert slow.says.endswith("; h1/0 computes 100% of the step)")
+    assert slow.says.endswith("; 1 x (1e+09), 1 micro-batch: h1/0 computes 100% of the step)")
 
 
 def test_devices_that_are_as_good_bring_nothing() -> None:
@@ -190,7 +190,7 @@ def test_a_question_that_finds_a_better_plan_gives_the_plan(monkeypatch: pytest.
     monkeypatch.setattr(advice, "answers", poor)
     found = advised(cluster)
     assert found.best is not None and found.best.value == decide(None, GRAPH, cluster, Config(), rows=16)[1].step_seconds
-    assert [each.says.split(" 1e+")[0] for each in about(found, "devices")] == ["use the", "leave the 2"]
+    assert [each.says.split(" 1e+")[0] for each in about(found, "devices")] == ["use the", "leave the 2 x"]
     lines_agree(found, cluster)
 
 
@@ -278,7 +278,7 @@ def test_devices_that_no_plan_uses_for_want_of_effort_are_looked_at_by_themselve
     assert few.best is not None and not any("h1" in name for name in few.best.plan.devices)
     _, slow = about(few, "devices")
     assert slow.beside is not None and slow.beside > few.best.value
-    assert slow.says.startswith("leave the 3 1e+09 out: "), slow.says
+    assert slow.says.startswith("leave the 3 x 1e+09 out: "), slow.says
 
 
 def test_several_devices_compute_and_wait_in_shares_of_the_step() -> None:
