@@ -33,6 +33,8 @@ SPREAD = 3  # split groups over several hosts, or of unlike devices, that are pl
 
 FORMS = 2  # closed forms with cuts, per small plan of the effort
 
+FEWEST_FORMS = 32  # closed forms with cuts, however small the effort: the relaxed ones rank too roughly to plan by
+
 
 @dataclass(frozen=True, slots=True)
 class Ranked:
@@ -131,7 +133,7 @@ class FreeSpace:
             if isinstance(first, Ranked):
                 yield first
                 continue
-            if value == math.inf or num_forms >= FORMS * self.effort:
+            if value == math.inf or num_forms >= max(FEWEST_FORMS, FORMS * self.effort):
                 continue
             if first.values is None:
                 first.values = self._relaxed(first)
