@@ -191,6 +191,7 @@ def search(
         run.look_at(space.known(start), is_must=True)
         run.look_at(space.ranked(), count=lambda: space.num_strategies)
         run.look_at(space.plain(None if run.best is None else run.best.strategy), is_must=True)
+        run.look_at(space.spread(), is_must=True)
     run.conclude()
     if run.best is None:
         raise failure(run.faults, run.short, space, free)
