@@ -1,11 +1,18 @@
-"""What a search with its usual effort gives away: its plan beside the best of every plan of its space, over random cases.
+"""What a search with its usual effort gives away: its plan beside the best of all plans of small clusters, over random cases.
 
-    python examples/benchmarks/regret.py --cases 500 --json regret.json
+    python examples/benchmarks/regret.py --cases 30 --json regret.json
+    python examples/benchmarks/regret.py --memory --cases 15
     python examples/benchmarks/regret.py --first 120 --cases 1 --devices 4
 
 A case is drawn by its number, and so drawn again by it: up to 4 devices on any hosts, some rows, and a model. Half of the models are GPTs
 of any size, from a few words to 400,000, on devices and links of the catalogue; half are ops of any cost, wired at random, on devices and
-links of any speed (`tests/unit/search/many.py`). The regret is how much slower the found plan is than the best one, by the same estimate.
+links of any speed (`tests/unit/search/many.py`). With --memory each device type has 0.6 to 1.2 of the memory that its fullest device needs
+in the plan that is best without limits.
+
+All plans: written down here, without the space of the search, its closed forms and its bounds. Every part of the devices, in every division
+into replicas, every order of each pipeline, every split of neighbours; every schedule with 1 to 4 chunks; powers of two and divisors of the
+rows as numbers of micro-batches, one for all replicas; what memory demands computed again, nothing, or all blocks. Devices that can be
+exchanged are tried once. The regret is how much slower the found plan is than the best one, by the same estimate.
 """
 
 from __future__ import annotations
@@ -17,17 +24,29 @@ import random
 import statistics
 import sys
 import time
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from functools import cache
+from itertools import permutations, product
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # for tests, whose random models and clusters this uses
 
 from tests.unit.search.many import drawn_cluster, drawn_graph
 from whale.config import Config
 from whale.errors import WhaleError
+from whale.estimate import Costs
+from whale.estimate.prices.prices import Prices
 from whale.hardware import parse_cluster
-from whale.ir.cluster import Cluster
+from whale.ir.cluster import Cluster, Device
 from whale.ir.graph import ModelGraph
+from whale.planning.plan import EstimatedPlan
+from whale.planning.realizing import Realizer
+from whale.planning.strategy import Placed, RankSpec, ReplicaSpec, Strategy
+from whale.progress import without_collecting
+from whale.schedules import BUILDERS
 from whale.search import SearchResult, search
 from whale.workloads import GPT
 
@@ -35,6 +54,12 @@ NUM_DEVICES = (2, 2, 3, 3, 4)
 """Of the clusters; as often as they stand here."""
 KINDS = ("A100-80GB", "A100-40GB", "V100-32GB", "V100-16GB", "T4", "P100", "3090")
 NETWORKS = ("ethernet-10g", "ethernet-25g", "ethernet-50g", "ethernet-100g", "infiniband-hdr")
+MOST_CHUNKS = 4
+"""Of schedules that have any number."""
+UNLIMITED = 2**50
+"""Bytes that are enough for all plans."""
+NEARLY_FULL = 0.9
+"""Share of a memory up to which a plan that computes nothing again is taken as the one that memory does not touch."""
 
 
 @dataclass(frozen=True)
@@ -65,9 +90,9 @@ class Outcome:
 
 
 def drawn_gpt(draw: random.Random) -> GPT:
-    """A GPT of one to four blocks."""
+    """A GPT of one or two blocks."""
     return GPT(
-        layers=draw.randint(1, 4),
+        layers=draw.randint(1, 2),
         hidden=draw.choice((128, 256, 512, 1024)),
         heads=draw.choice((4, 8)),
         sequence=draw.choice((8, 32, 128, 512)),
@@ -96,23 +121,151 @@ def drawn_case(number: int, num_devices: int | None = None) -> tuple[str, str, M
     return str(model), text.replace("\n", ", "), model.graph(), parse_cluster(text), draw.choice((4, 8, 16))
 
 
-def searched(graph: ModelGraph, cluster: Cluster, rows: int, effort: float | None) -> SearchResult | None:
+def with_memory(cluster: Cluster, memory: dict[Device, int]) -> Cluster:
+    """The cluster whose devices have this memory, by their type."""
+    return replace(
+        cluster,
+        hosts=tuple(replace(host, devices=tuple(replace(own, memory=memory[own.kind]) for own in host.devices)) for host in cluster.hosts),
+    )
+
+
+def scarce(number: int, graph: ModelGraph, cluster: Cluster, rows: int) -> Cluster:
+    """The cluster with 0.6 to 1.2 of the memory that the best plan without limits needs on its fullest device of each type."""
+    kinds = dict.fromkeys(device.kind for device in cluster.devices)
+    ample = with_memory(cluster, dict.fromkeys(kinds, UNLIMITED))
+    best = min((plan for _, plan in every_plan(graph, ample, rows)), key=lambda each: each.plan.step_seconds)
+    draw, fullest = random.Random(number), max(each.peak.total for each in best.step.devices)
+    needed = dict[Device, float]()
+    for each in best.step.devices:
+        for name in each.devices:
+            kind = cluster.by_name[name].kind
+            needed[kind] = max(needed.get(kind, 0.0), each.peak.total)
+    fraction = Config().memory.fraction
+    return with_memory(cluster, {kind: int(draw.uniform(0.6, 1.2) * needed.get(kind, fullest) / fraction) for kind in kinds})
+
+
+def every_plan(graph: ModelGraph, cluster: Cluster, rows: int) -> Iterator[tuple[Strategy, EstimatedPlan]]:
+    """All plans that fit."""
+    config = Config({"recompute.policy": "auto"})
+    realizer = Realizer(Prices(graph, cluster, Costs.for_model(config, graph, cluster)), config, rows)
+    for placed in every_placement(cluster):
+        most = max(map(len, placed))
+        for (schedule, chunks), count in product(orders() if most > 1 else [("1f1b", 1)], counts(rows, rows // len(placed))):
+            policy = "full" if schedule in ("recompute_early", "last_no_recompute", "shifted_critical_path") else "auto"
+            strategy = Strategy(tuple(_replica(own, cluster, schedule, chunks, count, policy) for own in placed))
+            with suppress(WhaleError):
+                found = realizer.realize(strategy)
+                yield strategy, found
+                if policy == "full" or _is_plain(found):
+                    continue
+            for other in ("none", "blocks"):
+                own = Strategy(tuple(replace(replica, recompute=other) for replica in strategy.replicas))
+                with suppress(WhaleError):
+                    yield own, realizer.realize(own)
+
+
+def _is_plain(found: EstimatedPlan) -> bool:
+    """Whether it computes nothing again, with memory to spare: so would the other policies, or do more."""
+    stages = (stage for replica in found.plan.replicas for stage in replica.stages)
+    is_full = any(each.peak.total > NEARLY_FULL * each.capacity for each in found.step.devices)
+    return not is_full and not any(segment.recompute for stage in stages for segment in stage.program)
+
+
+def _replica(placed: Placed, cluster: Cluster, schedule: str, chunks: int, count: int, policy: str) -> ReplicaSpec:
+    ranks = tuple(RankSpec(cluster.by_name[names[0]].kind, len(names)) for names in placed)
+    order = (schedule, chunks) if len(placed) > 1 else ("1f1b", 1)
+    return ReplicaSpec(ranks, 1, placed, *order, count, policy)
+
+
+@cache
+def orders() -> tuple[tuple[str, int], ...]:
+    """Every schedule with its chunks; interleaving one chunk is 1F1B."""
+    found = list[tuple[str, int]]()
+    for name, builder in BUILDERS.items():
+        found += [(name, builder.chunks)] if builder.chunks is not None else [(name, chunks) for chunks in range(2, MOST_CHUNKS + 1)]
+    return tuple(found)
+
+
+def counts(rows: int, most: int) -> list[int]:
+    """Powers of two and divisors of the rows."""
+    return [count for count in range(1, most + 1) if rows % count == 0 or count & (count - 1) == 0]
+
+
+def every_placement(cluster: Cluster) -> Iterator[tuple[Placed, ...]]:
+    """All replicas on some of the devices, of one for each set that exchanging equivalent devices makes equal."""
+    names = [device.name for device in cluster.devices]
+    same, seen = exchanges(cluster), set[object]()
+    for number in range(1, len(names) + 1):
+        for row in permutations(names, number):
+            for groups in compositions(row):
+                for replicas in compositions(groups):
+                    look = min(_look(replicas, exchange) for exchange in same)
+                    if look not in seen:
+                        seen.add(look)
+                        yield replicas
+
+
+def _look(replicas: tuple[Placed, ...], exchange: dict[str, str]) -> tuple[object, ...]:
+    """Equal for replicas in any order, and for devices in any order within a group."""
+    return tuple(sorted(tuple(tuple(sorted(exchange[name] for name in group)) for group in replica) for replica in replicas))
+
+
+def compositions(row: Sequence[Any]) -> Iterator[Any]:
+    """All ways to cut a row into parts."""
+    if not row:
+        yield ()
+    for size in range(1, len(row) + 1):
+        yield from ((tuple(row[:size]), *others) for others in compositions(row[size:]))
+
+
+def exchanges(cluster: Cluster) -> list[dict[str, str]]:
+    """The ways to rename the devices after which all is as before."""
+    devices = cluster.devices
+
+    def look(device: Device) -> object:
+        host = cluster.host_by_name[device.host]
+        return device.kind, device.price_per_hour, host.link, host.card, host.price_per_hour
+
+    found = []
+    for other in permutations(devices):
+        pairs = list(zip(devices, other, strict=True))
+        if all(look(a) == look(b) for a, b in pairs) and all(
+            cluster.link(a.name, b.name) == cluster.link(c.name, d.name) and (a.host == b.host) == (c.host == d.host)
+            for a, c in pairs
+            for b, d in pairs
+            if a != b
+        ):
+            found.append({a.name: b.name for a, b in pairs})
+    return found
+
+
+def searched(graph: ModelGraph, cluster: Cluster, rows: int) -> SearchResult | None:
     try:
-        return search(graph, cluster, Config(), rows=rows, effort=effort)
+        return search(graph, cluster, Config(), rows=rows)
     except WhaleError:
         return None
 
 
-def outcome(number: int, num_devices: int | None = None) -> Outcome:
-    """One case."""
+@without_collecting()
+def outcome(number: int, num_devices: int | None = None, *, is_scarce: bool = False) -> Outcome:
+    """One case.
+
+    Args:
+        is_scarce: whether memory binds.
+    """
     model, hosts, graph, cluster, rows = drawn_case(number, num_devices)
+    if is_scarce:
+        cluster = scarce(number, graph, cluster, rows)
     start = time.process_time()
-    found = searched(graph, cluster, rows, None)
+    found = searched(graph, cluster, rows)
     cpu_seconds = time.process_time() - start
-    best = searched(graph, cluster, rows, math.inf)
-    regret = math.inf
-    if best is None or found is not None:
-        regret = 0.0 if found is None or best is None else found.value / best.value - 1
+    best, seconds, num_plans = "", math.inf, 0
+    for strategy, plan in every_plan(graph, cluster, rows):
+        num_plans += 1
+        if plan.plan.step_seconds < seconds and not plan.not_joined:
+            best, seconds = said(strategy), plan.plan.step_seconds
+    regret = math.inf if best and found is None else 0.0 if found is None else found.plan.step_seconds / seconds - 1
+    assert found is None or best, "what the search finds is among all plans"
     return Outcome(
         number,
         model,
@@ -120,11 +273,17 @@ def outcome(number: int, num_devices: int | None = None) -> Outcome:
         rows,
         regret,
         "" if found is None else str(found),
-        "" if best is None else str(best),
+        best and f"{best}: {1e3 * seconds:.4g} ms",
         0 if found is None else found.num_planned,
-        0 if best is None else best.num_planned,
+        num_plans,
         cpu_seconds,
     )
+
+
+def said(strategy: Strategy) -> str:
+    """A strategy with the names of its devices."""
+    places = " | ".join(" -> ".join("+".join(names) for names in replica.names or ()) for replica in strategy.replicas)
+    return f"{strategy}, recompute {strategy.replicas[0].recompute}, on {places}"
 
 
 def summary(outcomes: list[Outcome]) -> str:
@@ -132,25 +291,28 @@ def summary(outcomes: list[Outcome]) -> str:
     regrets = [each.regret for each in outcomes if each.best]
     missed, known = sum(map(math.isinf, regrets)), [each for each in regrets if math.isfinite(each)]
     within = sum(each <= 0.005 for each in known)
+    plans = [each.num_plans for each in outcomes if each.best]
     return (
-        f"{len(outcomes)} cases, {len(regrets)} with a plan, {missed} of these not found; regret {statistics.fmean(known or [0.0]):.2%} in "
+        f"{len(outcomes)} cases, {len(regrets)} with a plan, {missed} of these not found; {min(plans, default=0):,} to "
+        f"{max(plans, default=0):,} plans each, {sum(plans):,} in all; regret {statistics.fmean(known or [0.0]):.2%} in "
         f"the mean, {max(known, default=0.0):.1%} at worst, {within} within 0.5 %"
     )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cases", type=int, default=500, help="how many (default: %(default)s)")
+    parser.add_argument("--cases", type=int, default=30, help="how many (default: %(default)s)")
     parser.add_argument("--first", type=int, default=0, metavar="NUMBER", help="of the first case (default: %(default)s)")
     parser.add_argument("--step", type=int, default=1, help="from a case to the next: 2 for one half of the models (default: %(default)s)")
     parser.add_argument("--devices", type=int, choices=sorted(set(NUM_DEVICES)), help="of each cluster (default: drawn)")
+    parser.add_argument("--memory", action="store_true", help="devices with 0.6 to 1.2 of what the best plan without limits needs")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the outcomes here")
     options = parser.parse_args()
     outcomes = list[Outcome]()
     for place in range(options.cases):
-        own = outcome(options.first + place * options.step, options.devices)
+        own = outcome(options.first + place * options.step, options.devices, is_scarce=options.memory)
         outcomes.append(own)
-        if own.regret > 0.005:
+        if abs(own.regret) > 0.005:
             print(
                 f"case {own.number}: {own.regret:+.2%}, {own.model}, {own.cluster}, {own.rows} rows: {own.found}, best: {own.best}",
                 flush=True,

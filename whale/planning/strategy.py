@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
@@ -24,14 +24,21 @@ Placed = tuple[tuple[str, ...], ...]
 
 @dataclass(frozen=True)
 class RankSpec:
-    """The devices of a rank: `width` of one type, over which its stages are split."""
+    """The devices of a rank, over which its stages are split: `width` of one type, or of `unlike` types that begin with `kind`."""
 
     kind: Device
     width: int = 1
+    unlike: tuple[Device, ...] = ()  # the types of all its devices, where they differ
+
+    @staticmethod
+    def of(devices: Sequence[Device]) -> RankSpec:
+        """The rank on these devices."""
+        kinds = tuple(device.kind for device in devices)
+        return RankSpec(kinds[0], len(kinds), kinds if len(set(kinds)) > 1 else ())
 
     @cached_property
     def _hash(self) -> int:
-        return hash((self.kind, self.width))
+        return hash((self.kind, self.width, self.unlike))
 
     def __hash__(self) -> int:  # ranks and replicas are keys of what was worked out about them, and long
         return self._hash
@@ -76,7 +83,10 @@ class ReplicaSpec:
         """Devices of each type that all its replicas take."""
         taken: Counter[Device] = Counter()
         for rank, number in self.numbers.items():
-            taken[rank.kind] += number * rank.width * self.count
+            for kind in rank.unlike:
+                taken[kind] += number * self.count
+            if not rank.unlike:
+                taken[rank.kind] += number * rank.width * self.count
         return taken
 
     @cached_property
@@ -86,15 +96,21 @@ class ReplicaSpec:
     def __str__(self) -> str:
         runs = [(rank, len(list(run))) for rank, run in groupby(self.ranks or ())]
         widths = {rank.width for rank, _ in runs}
-        if len(widths) == 1:
+        if len(widths) == 1 and not any(rank.unlike for rank, _ in runs):
             split = f", each split over {max(widths)}" if self.is_split else ""
             return f"{self.count} x ({' -> '.join(_counted_model(rank.kind, number) for rank, number in runs)}{split})"
-        texts = (_counted_model(rank.kind, number) + (f" split over {rank.width}" if rank.width > 1 else "") for rank, number in runs)
-        return f"{self.count} x ({' -> '.join(texts)})"
+        return f"{self.count} x ({' -> '.join(_split_model(rank, number) for rank, number in runs)})"
+
+
+def _split_model(rank: RankSpec, number: int) -> str:
+    if not rank.unlike:
+        return _counted_model(rank.kind, number) + (f" split over {rank.width}" if rank.width > 1 else "")
+    models = " + ".join(_counted_model(kind, count) for kind, count in Counter(rank.unlike).items())
+    return f"{f'{number} x ' if number > 1 else ''}split over {models}"
 
 
 def _counted_model(kind: Device, number: int) -> str:
-    return f"{number} x {kind.model}" if number > 1 else kind.model
+    return f"{number} x {kind.told_from(())}" if number > 1 else kind.told_from(())
 
 
 @dataclass(frozen=True)
@@ -136,6 +152,11 @@ class Strategy:
         return any(replica.is_split for replica in self.replicas)
 
     @property
+    def is_unlike(self) -> bool:
+        """Whether a split group has devices of several types."""
+        return any(rank.unlike for replica in self.replicas for rank in replica.numbers)
+
+    @property
     def deepest(self) -> ReplicaSpec:
         """The replica with most ranks."""
         return max(self.replicas, key=lambda replica: replica.num_ranks)
@@ -158,7 +179,7 @@ class Strategy:
     def __str__(self) -> str:
         own = self.deepest
         if self.is_open:
-            kinds = Counter(device.model for device in self.devices or ())
+            kinds = Counter(device.told_from(()) for device in self.devices or ())
             who = "divided as given, on " + " + ".join(f"{count} x {model}" for model, count in kinds.items())
         else:
             who = " + ".join(map(str, self.unnamed.replicas))
@@ -176,7 +197,7 @@ def strategy_of(plan: Plan, cluster: Cluster) -> Strategy | None:
         if any(stage.split != len(stage.virtual_device.devices) for stage in replica.first_stages):
             return None
         names = tuple(stage.virtual_device.devices for stage in replica.first_stages)
-        ranks = tuple(RankSpec(cluster.by_name[each[0]].kind, len(each)) for each in names)
+        ranks = tuple(RankSpec.of([cluster.by_name[name] for name in each]) for each in names)
         replicas.append(ReplicaSpec(ranks, 1, names, own.schedule, own.num_chunks, own.num_micro_batch))
     return Strategy(tuple(replicas))
 

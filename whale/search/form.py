@@ -107,8 +107,23 @@ class ClosedForms:
     def least(self, strategy: Strategy, num_micro_batch: int) -> tuple[float, float]:
         """Lower bounds, from computing alone: seconds of a step, and bytes on its fullest device."""
         speed = sum(replica.count * self.speed(replica) for replica in strategy.replicas)
+        return 1 / speed, self.least_held(strategy, num_micro_batch)
+
+    def exchanged(self, rows: float) -> float:
+        """About the bytes that a split exchanges for a micro-batch: of each op with weights, twice the least of these, input and output."""
+        prices, found = self.planner.prices, 0.0
+        by_name = prices.graph.by_name
+        for op in prices.graph.ops:
+            weights = sum(parameter.spec.num_bytes for parameter in prices.graph.parameters_among(op.inputs))
+            if weights:
+                read = (name for name in op.inputs if name in by_name and by_name[name].kind == "call")
+                found += 2 * min(weights, *(prices.outputs[name].at(rows) for name in (op.name, *read)))
+        return found
+
+    def least_held(self, strategy: Strategy, num_micro_batch: int) -> float:
+        """A lower bound of bytes on the fullest device."""
         fewest = min(replica.num_devices // replica.count for replica in strategy.replicas)
-        return 1 / speed, self._state(fewest, num_micro_batch) / fewest
+        return self._state(fewest, num_micro_batch) / fewest
 
     def relaxed(self, strategy: Strategy, orders: Sequence[Order], counts: Sequence[int]) -> tuple[Floats, Floats]:
         """A lower bound of seconds (with approximate copies of the state), and about the bytes on the fullest device, for any cuts.

@@ -112,6 +112,10 @@ class OpenSpace:
         same = [each for each in self._ranked if self._order_of(each.strategy) == self._order_of(order)]
         yield from sorted({each.strategy.devices: each for each in reversed(same)}.values(), key=lambda each: each.place)
 
+    def spread(self) -> Iterator[Ranked]:
+        """None: the scopes, or what is written, say what is split."""
+        yield from ()
+
     def _every(self) -> Iterator[Strategy]:
         fixed, num_rows = self.freedom.micro_batches, self.forms.num_rows
         numbers = micro_batch_counts(num_rows, num_rows) if fixed is None else (fixed,)

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
-from itertools import islice, permutations, product
+from itertools import combinations, islice, permutations, product
 
 from whale.ir.cluster import Cluster, Device, Host
 from whale.planning.strategy import Placed, RankSpec, ReplicaSpec, Strategy
@@ -15,13 +15,16 @@ from whale.search.freedom import Freedom, Order
 
 COMPLETE = 4  # up to this many devices every strategy is looked at, with named devices
 
-FORMS = 4  # forms of one type's replicas that are combined with replicas of other types
+FORMS = 4
+"""Forms of one type's replicas that are combined with replicas of other types. Half of it: 4 % fewer strategies, double: half as many more,
+for 64 devices of three types; the result is the same.
+"""
 
 DEEPEST = 64  # most ranks of a replica over several device types, on many devices
 
 PAIR = 2  # with more device types along a pipeline all split groups have one width, on many devices
 
-HALF_WAY = 2**0.5  # from a power of two to the next, geometrically
+HALF_WAY = 2**0.5  # from a power of two to the next, geometrically; 1.25 or 1.75: the results of 4 searches are the same
 
 
 @dataclass(frozen=True)
@@ -40,9 +43,11 @@ class Space:
 
     @cached_property
     def widths(self) -> Mapping[Device, tuple[int, ...]]:
-        """Per device type, the sizes of split groups that fit on a host: powers of two."""
+        """Per device type, the sizes of split groups that fit on a host: powers of two, and all of its devices."""
         return {
-            kind: tuple(width for width in powers_of_two(max(numbers)) if width == 1 or self.can_split(kind, width))
+            kind: tuple(
+                width for width in sorted({*powers_of_two(max(numbers)), max(numbers)}) if width == 1 or self.can_split(kind, width)
+            )
             for kind, numbers in self._on_hosts.items()
         }
 
@@ -68,6 +73,19 @@ class Space:
             found.append(Strategy(tuple(replace(one[device.kind], count=1, names=((device.name,),)) for device in host.devices)))
         found += [Strategy((replace(own, count=1),), near=True) for own in one.values()]
         yield from filter(self._is_asked_for, dict.fromkeys(found))
+
+    def spread(self) -> Iterator[Strategy]:
+        """Few devices as one split group that no host has: of several hosts, of several types, or of another number."""
+        if not self.is_small or self.freedom.near is not None:
+            return
+        seen, devices = set[object](), self.cluster.devices
+        for number in range(2, len(devices) + 1):
+            for group in combinations(devices, number):
+                placed = (tuple(device.name for device in group),)
+                look = self._look((placed,))
+                if look not in seen and (number not in self.widths[group[0].kind] or len({(own.kind, own.host) for own in group}) > 1):
+                    seen.add(look)
+                    yield from filter(self._is_asked_for, [Strategy((ReplicaSpec((RankSpec.of(group),), names=placed),))])
 
     def turns(self, strategy: Strategy) -> tuple[Sequence[Order], Sequence[int]]:
         """The distinct orders of a set of replicas, and numbers of micro-batches; with one rank only the first order."""

@@ -42,7 +42,7 @@ class Outcome:
     Attributes:
         number: of the case.
         num_plans: that there are; 0 where nothing fits.
-        difference: how much slower than the fastest plan the search's is, as a part; infinite where only one of both has a plan.
+        difference: how much slower than the fastest plan the search's is, as a part; infinite where only the latter is found.
         fastest: the strategy of the fastest plan, by its shape alone; empty where it is not known.
     """
 
@@ -146,8 +146,8 @@ def found(graph: ModelGraph, cluster: Cluster, rows: int) -> float:
 
 def difference(ours: float, best: float) -> float:
     if math.isinf(ours) or math.isinf(best):
-        return 0.0 if ours == best else math.inf
-    return ours / best - 1 if abs(ours / best - 1) > CLOSE else 0.0
+        return 0.0 if ours == best or math.isinf(best) else math.inf
+    return max(ours / best - 1, 0.0) if abs(ours / best - 1) > CLOSE else 0.0
 
 
 def cases(arguments: argparse.Namespace) -> Iterator[Outcome]:

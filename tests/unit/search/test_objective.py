@@ -54,8 +54,8 @@ def is_least(graph: ModelGraph, cluster: Cluster, rows: int, objective: str, jud
         found = search(graph, cluster, config, rows=rows, effort=math.inf)
     except WhaleError:
         assert best is None
-    if found is not None:
-        assert found.value == pytest.approx(best, rel=1e-9)
+    if found is not None and best is not None:  # split groups over several hosts or types are not among them, and may be better
+        assert found.value <= best * (1 + 1e-9)
 
 
 def hourly(cluster: Cluster, rows: int) -> Callable[[EstimatedPlan], float]:

@@ -75,9 +75,8 @@ def is_exhaustive(graph: ModelGraph, cluster: Cluster, rows: int) -> None:
     found = looked_at_all(graph, cluster, rows)
     assert not mixes_samples(Prices(graph, cluster, Costs.for_model(Config(), graph, cluster)))  # else less is free
     best = least(graph, cluster, freedom_of(Config(), mixes_samples=False).config, rows, lambda draft: draft.plan.step_seconds)
-    assert (found is None) == (best is None)
-    if found is not None and best is not None:
-        assert found.plan.step_seconds == pytest.approx(best, rel=1e-9)
+    if best is not None:  # split groups over several hosts or types are not among them, and may be faster
+        assert found is not None and found.plan.step_seconds <= best * (1 + 1e-9)
 
 
 @at_most(8)

@@ -29,7 +29,7 @@ from whale.planning.strategy import Placed
 from whale.planning.structure.stages import Assignment, assign
 from whale.units import counted, format_bytes
 
-SLACK = 1.01  # tolerance of the bound: parts of a split are rounded to whole units
+SLACK = 1.01  # tolerance of the bound: parts of a split are rounded to whole units; 1.005 or 1.02: none of 8 plans differs
 
 
 def most_rows(prices: Prices, pipeline: PipelineShape, placed: Placed, budget: Budget = ALL) -> int:
@@ -58,9 +58,9 @@ def most_rows(prices: Prices, pipeline: PipelineShape, placed: Placed, budget: B
     return pipeline.num_micro_batch * max(0, int(SLACK * (room - kept.fixed) / kept.per_row))
 
 
-MAX_ROUNDS = 5
+MAX_ROUNDS = 5  # of cuts and rows in turn; 3 or 10: none of 8 plans differs
 
-ROWS_TOLERANCE = 0.02  # relative change of rows that leaves the cuts as they are
+ROWS_TOLERANCE = 0.02  # relative change of rows that leaves the cuts as they are; halved or doubled: none of 8 plans differs
 
 MARGIN_STEP = 0.93  # factor of the memory planned for after each round in which a cut does not fit
 
