@@ -27,7 +27,7 @@ from whale.ir.cluster import Cluster, Device
 from whale.ir.graph import ModelGraph
 from whale.ir.serialization import to_json
 from whale.planning import make_plan
-from whale.search import advice, decide, search
+from whale.search import advice, asking, decide, search
 from whale.search.advice import About, Advice, Advised, advise, of_depth, shares
 from whale.search.asking import Answer, Question
 from whale.search.changes import faster_between, one_more
@@ -182,7 +182,7 @@ def test_a_search_that_starts_from_a_good_plan_is_never_worse_on_more_devices() 
 
 
 def test_a_question_that_finds_a_better_plan_gives_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
-    cluster, answers = made([[(1e10, GIB)], [(1e9, GIB)] * 2], network=1e6), advice.answers
+    cluster, answers = made([[(1e10, GIB)], [(1e9, GIB)] * 2], network=1e6), asking.answers
 
     def poor(question: Question, setting: str = "", start: object = ()) -> tuple[Answer, ...]:
         return answers(question, setting)[slice(None) if setting else slice(-1, None)]
@@ -195,7 +195,7 @@ def test_a_question_that_finds_a_better_plan_gives_the_plan(monkeypatch: pytest.
 
 
 def test_a_search_that_loses_the_plan_does_not_make_it_worse(monkeypatch: pytest.MonkeyPatch) -> None:
-    cluster, answers = made([[(1e9, GIB)], [(1e9, GIB)]], network=1e8), advice.answers
+    cluster, answers = made([[(1e9, GIB)], [(1e9, GIB)]], network=1e8), asking.answers
 
     def lost(question: Question, setting: str = "", start: object = ()) -> tuple[Answer, ...]:
         if setting.startswith("one more"):
