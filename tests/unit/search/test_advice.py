@@ -59,7 +59,7 @@ def test_more_devices_and_faster_links_never_make_it_worse() -> None:
         assert each.value is not None and each.beside is not None and each.value <= each.beside
     assert about(found, "devices")[0].says.startswith("use ")
     (memory,) = about(found, "memory")
-    assert memory.value is not None and memory.beside is not None and memory.value < memory.beside
+    assert memory.value is not None and memory.beside is not None and memory.value <= memory.beside
     (copies,) = about(found, "redundancy")
     assert copies.says.startswith("memory.redundancy: 1 survives the loss of any one host: copies after each step")
     assert copies.value is not None and found.found is not None and copies.value > found.found.value == copies.beside
@@ -76,7 +76,7 @@ def test_a_search_that_starts_from_a_good_plan_is_never_worse_on_more_devices() 
 
 
 def test_a_pipeline_over_several_kinds_says_who_is_in_front() -> None:
-    cluster = made([[(1e9, 200_000)], [(3e9, 200_000)]], network=1e8)
+    cluster = made([[(1e9, 200_000)], [(3e9, 200_000)]], network=3e7)
     found = advised(cluster, effort=30)
     (front,) = about(found, "front")
     assert found.found is not None
