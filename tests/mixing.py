@@ -56,6 +56,71 @@ MIDDLES: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+def _chosen(h: Tensor) -> Tensor:
+    """A mask of most rows."""
+    return h[:, 0] > -0.95
+
+
+def _experts(h: Tensor, select: Callable[[Tensor], tuple[Tensor, ...]]) -> Tensor:
+    """Two experts, each on the rows that choose it; their results are added to those rows."""
+    choice, out = (h[:, 0] > h[:, 1]).long(), torch.zeros_like(h)
+    for number in range(2):
+        (rows,) = select(choice == number)
+        out.index_add_(0, rows, h[rows].sin() * (number + 1) * h[rows, 2, None])
+    return out
+
+
+def _masked_experts(h: Tensor) -> Tensor:
+    out = h.clone()
+    for number in range(2):
+        out[(h[:, 0] > 0) == bool(number)] = h[(h[:, 0] > 0) == bool(number)].sin() * (number + 1)
+    return out
+
+
+def _elements(h: Tensor) -> Tensor:
+    """Chosen elements, by their rows and columns; then some of these."""
+    rows, columns = torch.where(h > 0)
+    mine = h[rows, columns].cos()
+    return h.index_put((rows[mine > 0.9], columns[mine > 0.9]), mine[mine > 0.9], accumulate=True)
+
+
+def _put_back(h: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
+    (rows,) = torch.where(_chosen(h))
+    return h.index_copy(0, rows, change(h[rows]))
+
+
+SELECTING: dict[str, Callable[[Tensor], Tensor]] = {
+    "experts": lambda h: _experts(h, torch.where),
+    "experts by nonzero": lambda h: _experts(h, lambda mask: (mask.nonzero().squeeze(1),)),
+    "experts by columns": lambda h: _experts(h, lambda mask: (mask.nonzero()[:, 0],)),
+    "experts by numbers": lambda h: _experts(h, lambda mask: (_places(mask)[mask],)),
+    "masked experts": _masked_experts,
+    "elements": _elements,
+    "chosen columns": lambda h: h * h[:, torch.arange(WIDTH) % 2 == 0].mean(1, keepdim=True),
+    "sums of chosen": lambda h: h + torch.zeros_like(h).index_add(0, torch.where(_chosen(h))[0], h[_chosen(h)]),
+}
+"""What selects rows by values, and keeps what it makes of each in its row."""
+
+MIXING_SELECTED: dict[str, Callable[[Tensor], Tensor]] = {
+    "mean of chosen": lambda h: h - h[_chosen(h)].mean(0),
+    "sum of chosen": lambda h: h - h[_chosen(h)].sum(0),
+    "softmax of chosen": lambda h: _put_back(h, lambda chosen: chosen.softmax(0)),
+    "cumsum of chosen": lambda h: _put_back(h, lambda chosen: chosen.cumsum(0)),
+    "chosen in turn": lambda h: _put_back(h, lambda chosen: chosen.flip(0)),
+    "number of chosen": lambda h: h * torch.where(_chosen(h))[0].shape[0],
+    "chosen over their number": lambda h: _put_back(h, lambda chosen: chosen / chosen.shape[0]),
+    "ones of chosen": lambda h: h * torch.ones(torch.where(_chosen(h))[0].shape[0], dtype=h.dtype).sum(),
+    "places of chosen": lambda h: _put_back(h, lambda chosen: chosen * _places(chosen)[:, None]),
+    "rows of chosen": lambda h: _put_back(h, lambda chosen: chosen + torch.where(_chosen(h))[0][:, None]),
+    "first chosen": lambda h: h - h[_chosen(h)][0],
+    "attention of chosen": lambda h: _put_back(h, lambda chosen: (chosen @ chosen.T).softmax(1) @ chosen),
+    "chosen beside all": lambda h: h + torch.zeros_like(h).index_copy(0, torch.where(_chosen(h))[0] * 0, h[_chosen(h)]),
+}
+"""What selects rows by values, and lets them depend on one another."""
+
+MIDDLES |= SELECTING | MIXING_SELECTED
+
+
 def _error(output: Tensor, batch: Batch) -> Tensor:
     return (output - batch["y"]).square()
 
@@ -69,11 +134,16 @@ LOSSES: dict[str, Loss] = {
     "pair of a mean": lambda o, b: (_error(o, b).mean(), 1.0),
     "pair of two": lambda o, b: (_error(o, b).sum(), 2.0),
     "weights": lambda o, b: ((_error(o, b).sum(1) * b["m"]).sum(), b["m"].sum()),
+    "sum of chosen": lambda o, b: _error(o, b)[b["m"] > 0].sum() / b["m"].sum(),
+    "chosen": lambda o, b: _error(o, b).sum(1)[b["y"][:, 0] > 0].mean(),
+    "chosen over their number": lambda o, b: o[b["m"] > 0].square().sum() / torch.where(b["m"] > 0)[0].shape[0],
+    "loss of chosen": lambda o, b: _squares((o - b["y"])[b["y"][:, 0] > 0]),
+    "entropy of chosen": lambda o, b: F.cross_entropy(o[b["m"] > 0], b["y"].argmax(1)[b["m"] > 0]),
     "masked": lambda o, b: (_error(o, b).sum(1) * b["m"]).sum() / b["m"].sum().clamp(min=1),
     "root": lambda o, b: _error(o, b).mean().sqrt(),
     "logarithm": lambda o, b: _error(o, b).sum().log(),
     "squared sums": lambda o, b: (o - b["y"]).sum(0).square().sum(),
-    "chosen": lambda o, b: _error(o, b).sum(1)[b["y"][:, 0] > 0].mean(),
+    "hardest": lambda o, b: _error(o, b).sum(1).topk(2).values.mean(),
     "advantages": lambda o, b: ((b["y"] - b["y"].mean()) / (b["y"].std() + 1e-5) * o).mean(),
     "dice": lambda o, b: 1 - 2 * (o * b["y"]).sum() / (o.square().sum() + b["y"].square().sum()),
     "contrastive": lambda o, b: F.cross_entropy(o @ b["y"].T, _places(o)),
@@ -82,6 +152,10 @@ LOSSES: dict[str, Loss] = {
     "regulariser of a mean": lambda o, b: _error(o, b).mean() + o.mean().square(),
     "places": lambda o, b: (_error(o, b).mean(1) * _places(o)).mean(),
 }
+
+
+def _squares(differences: Tensor) -> Tensor:
+    return F.mse_loss(differences, torch.zeros_like(differences))
 
 
 def _similarities(left: Tensor, right: Tensor) -> Tensor:

@@ -25,6 +25,7 @@ class Written(nn.Module):
         self.register_buffer("vector", torch.arange(1.0, 5.0, dtype=torch.float64))
         self.register_buffer("spread", torch.ones(4, dtype=torch.float64))
         self.register_buffer("square", torch.zeros(4, 4, dtype=torch.float64))
+        self.register_buffer("entries", torch.randn(4, 4, generator=generator, dtype=torch.float64))
         self.register_buffer("load", torch.zeros(4, dtype=torch.long))
         self.register_buffer("total", torch.zeros(3, dtype=torch.complex128))
         self.register_buffer("average", torch.zeros(3, dtype=torch.complex128))
@@ -133,10 +134,26 @@ def decayed_sums(net: Written, x: Tensor) -> Tensor:
     return net.second(hidden)
 
 
+def codebook(net: Written, x: Tensor) -> Tensor:
+    """Rows are replaced by their nearest entries, which are decayed sums of such rows over their decayed, smoothed numbers."""
+    hidden = net.first(x).tanh()
+    nearest = (hidden[:, None] - net.entries).square().sum(-1).argmin(-1)
+    chosen = F.one_hot(nearest, 4).to(x.dtype)
+    quantized = hidden + (net.entries[nearest] - hidden).detach()
+    with torch.no_grad():
+        net.vector.mul_(0.9).add_(chosen.sum(0), alpha=0.1)
+        net.square.mul_(0.9).add_(chosen.t() @ hidden, alpha=0.1)
+        total = net.vector.sum()
+        smoothed = (net.vector + 0.1) / (total + 0.4) * total
+        net.entries.copy_(net.square / smoothed[:, None])
+        net.spread = 0.5 * net.spread + net.entries.norm(dim=1)
+    return net.second(quantized)
+
+
 BUFFERS: dict[str, Forward] = {
     function.__name__: function
     for function in (counter, counter_by_another_name, power_iteration, average_in_place, average_by_another_name, average_by_lerp)
-    + (sums, sums_at_places, decayed_sums, statistics_of_each_row, complex_numbers)
+    + (sums, sums_at_places, decayed_sums, codebook, statistics_of_each_row, complex_numbers)
 }
 """What is exact however the rows are divided."""
 
@@ -151,6 +168,15 @@ def decayed_by_a_tensor(net: Written, x: Tensor) -> Tensor:
     with torch.no_grad():
         net.vector.mul_(net.spread * 0.5).add_(x.sum(0))
     return net.second(net.first(x))
+
+
+def divided_early(net: Written, x: Tensor) -> Tensor:
+    hidden = net.first(x)
+    with torch.no_grad():
+        net.vector.mul_(0.9).add_(hidden.sum(0))
+        net.square.copy_(net.square / net.vector)
+        net.vector.mul_(2.0)
+    return net.second(hidden)
 
 
 def read_afterwards(net: Written, x: Tensor) -> Tensor:
@@ -169,7 +195,9 @@ def rows(net: Written, x: Tensor) -> Tensor:
     return net.second(net.first(x))
 
 
-UNDIVIDED: dict[str, Forward] = {function.__name__: function for function in (variance, decayed_by_a_tensor, read_afterwards, random, rows)}
+UNDIVIDED: dict[str, Forward] = {
+    function.__name__: function for function in (variance, decayed_by_a_tensor, divided_early, read_afterwards, random, rows)
+}
 """What is right for an undivided batch only."""
 
 

@@ -20,7 +20,15 @@ PIPELINE = {"pipeline.num_stages": 2, "pipeline.num_micro_batch": 2, "planning.s
 REPLICAS = {"planning.search": "off", "memory.zero": "1"}
 
 
-def train(rank: int, num_ranks: int, folder: str, options: dict[str, Any], config: dict[str, Any] | None, resume: str | None) -> Any:
+def train(
+    rank: int,
+    num_ranks: int,
+    folder: str,
+    options: dict[str, Any],
+    config: dict[str, Any] | None,
+    resume: str | None,
+    counts: tuple[int, int] = (44, 10),
+) -> Any:
     """What is logged at each step and each validation, the test, predictions, and the weights that the module has afterwards."""
     import lightning
     from lightning.pytorch.callbacks import Callback, ModelCheckpoint
@@ -92,8 +100,8 @@ def train(rank: int, num_ranks: int, folder: str, options: dict[str, Any], confi
         log_every_n_steps=1,
         **options,
     )
-    held_out = DataLoader(samples(10, 3), batch_size=6)
-    trainer.fit(module, DataLoader(samples(44, 2), batch_size=8, shuffle=True), held_out, ckpt_path=resume)
+    held_out = DataLoader(samples(counts[1], 3), batch_size=6)
+    trainer.fit(module, DataLoader(samples(counts[0], 2), batch_size=8, shuffle=True), held_out, ckpt_path=resume)
     [tested] = trainer.test(module, held_out, verbose=False)
     predicted = torch.cat(trainer.predict(module, held_out))
     if config is not None:
@@ -122,6 +130,14 @@ def test_logs_and_weights_are_those_of_plain_lightning(
     [expected] = world.run(train, str(tmp_path / "plain"), longer, None, str(tmp_path / "plain/last.ckpt"), num_ranks=1)
     [found] = world.run(train, str(tmp_path / "one"), longer, {}, f"{folder}/last.ckpt", num_ranks=1)
     check(found, expected)
+
+
+@pytest.mark.parametrize("config", [REPLICAS, PIPELINE], ids=["replicas", "pipeline"])
+def test_last_batches_of_one_row_are_those_of_plain_lightning(world: World, tmp_path: Path, config: dict[str, Any]) -> None:
+    counts = 3 * 8 + 1, 6 + 1
+    [expected] = world.run(train, str(tmp_path / "plain"), {"max_epochs": 2}, None, None, counts, num_ranks=1)
+    for found in world.run(train, str(tmp_path / "whale"), {"max_epochs": 2}, config, None, counts, num_ranks=2):
+        check(found, expected)
 
 
 def check(found: Any, expected: Any) -> None:

@@ -119,7 +119,7 @@ CASES = {
     "two views, three devices": Case("nothing", "two views", (1.0, 3.0, 2.0), (11, 12)),
     "dice": Case("nothing", "dice"),
     "root": Case("nothing", "root"),
-    "chosen rows": Case("nothing", "chosen"),
+    "hardest rows": Case("nothing", "hardest"),
     "softmax over rows": Case("softmax", "covariance"),
     "attention over rows": Case("attention"),
     "places": Case("places", "places"),
@@ -127,6 +127,7 @@ CASES = {
     "batch normalisation, a root": Case("nothing", "root", normalised=True),
     "statistics over all batches": Case("nothing", "mean", (1.0, 2.0), (10, 7, 9), normalised=True, momentum=None),
     "two stages, statistics over all batches": Case("nothing", "mean", (1.0,) * 4, num_stages=2, normalised=True, momentum=None),
+    "experts, statistics": Case("experts", "chosen", normalised=True),
     "halves of two views": Case("halves", rows=(12, 6), normalised=True),
     "two stages": Case("nothing", "contrastive", (1.0, 1.0, 1.0, 1.0), num_stages=2),
     "two stages, statistics": Case("sort", "dice", (1.0, 1.0, 1.0, 1.0), num_stages=2, normalised=True),
@@ -188,6 +189,18 @@ def test_any_row_counts_are_exact_or_something_is_said(world: World, case: Case)
     if runs and not any(outcome.said for outcome in runs):
         error, where = largest_of([outcome.run for outcome in runs], train_reference(case))
         assert error < TOLERANCE, where
+
+
+@pytest.mark.parametrize("middle", ["experts", "masked experts", "elements"])
+def test_rows_that_a_mask_selects_are_exact_in_pieces(world: World, middle: str) -> None:
+    outcomes = check(world, Case(middle, "chosen", num_micro_batch=2))
+    assert len(outcomes[0].plan.replicas) == 2
+
+
+@pytest.mark.parametrize("middle", ["sum of chosen", "softmax of chosen"])
+def test_selected_rows_that_mix_are_said_to_differ(world: World, middle: str) -> None:
+    first, *_ = run_ranks(world, Case(middle, num_micro_batch=2))
+    assert len(first.said) == 1 and "the numbers are not those of one device" in first.said[0] and "tests/mixing.py" in first.said[0]
 
 
 def test_micro_batches_are_said_to_differ(world: World) -> None:

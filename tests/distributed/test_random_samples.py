@@ -31,7 +31,20 @@ class Augmented:
         return {"input": torch.randn(4) + index + noise, "target": torch.ones(1) * noise}
 
 
-def train(rank: int, num_ranks: int, scopes: Scopes, num_micro_batch: int, is_seeded: bool) -> list[float] | str:
+class OfRank:
+    """As many samples on each rank, but others."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+
+    def __len__(self) -> int:
+        return 16
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {"input": torch.full((4,), float(index + 100 * self._rank)), "target": torch.ones(1)}
+
+
+def train(rank: int, num_ranks: int, scopes: Scopes, num_micro_batch: int, is_seeded: bool, is_own: bool = False) -> list[float] | str:
     """Losses of two epochs, or what is said."""
     made = captured_scopes(scopes)
     torch.manual_seed(rank)  # as scripts do that have nothing to share
@@ -43,7 +56,7 @@ def train(rank: int, num_ranks: int, scopes: Scopes, num_micro_batch: int, is_se
         config={"pipeline.num_micro_batch": num_micro_batch},
         cluster=make_cluster((1.0, 1.0)),
     )
-    loader = engine.loader(Augmented(is_seeded), global_batch_size=8, shuffle=True)
+    loader = engine.loader(OfRank(rank) if is_own else Augmented(is_seeded), global_batch_size=8, shuffle=True)
     try:
         return [float(engine.step(batch)) for _ in range(2) for batch in loader]
     except BatchError as error:
@@ -74,3 +87,10 @@ def test_noise_that_nobody_seeds(world: World, name: str) -> None:
             assert len(said) == 4 and not isinstance(said, str)
         else:
             assert said == "ranks read different values for the same sample of the dataset"
+
+
+def test_datasets_that_differ_between_ranks(world: World) -> None:
+    """Each sample is read by one rank, but for the first of an epoch."""
+    for said in world.run(train, *LAYOUTS["data parallel"], True, True, num_ranks=2):
+        assert isinstance(said, str) and said.startswith("ranks step with different global batches (rank 0: epoch 0")
+        assert "; rank 1: " in said and said.count(", first sample ") == 2

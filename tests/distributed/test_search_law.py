@@ -23,7 +23,7 @@ from whale.errors import WhaleError
 from whale.estimate import Costs
 from whale.ir.cluster import Cluster, Device, Host, Link
 from whale.ir.plan import Plan
-from whale.search.advice import with_plenty
+from whale.search.changes import with_plenty
 from whale.search.searching import search
 
 TOLERANCE = 1e-10

@@ -180,3 +180,60 @@ def test_sums_of_sparse_gradients_warn_of_nothing_that_plain_ones_do_not(world: 
     world.prepare(prepare, case.kind)
     for told in world.run(warned, case, str(tmp_path), num_ranks=len(case.speeds)):
         assert not [text for text in told if "invariant" in text]
+
+
+class InTurn(nn.Module):
+    """Two tables, of which each step reads one; the first capture never meets the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tables = nn.ModuleList(nn.Embedding(NUM_WORDS, 4, sparse=True) for _ in range(2))
+        self.last, self.turn = nn.Linear(4, 2), 0
+
+    def forward(self, ids: Tensor, others: Tensor) -> Tensor:
+        output: Tensor = self.last(self.tables[self.turn](ids).mean(1) + self.tables[self.turn](others).sum(1))
+        return output
+
+
+TURNS = (0, 1, 1, 0, 1)
+
+
+def in_turn() -> nn.Module:
+    torch.manual_seed(5)
+    return InTurn().double()
+
+
+def train_in_turn(rank: int, num_ranks: int, case: Case) -> dict[str, Tensor]:
+    model, config = in_turn(), {"planning.search": "off", "memory.zero": "0", **dict(case.settings)}
+    engine = whale.parallelize(
+        model, loss=loss, optimizer=OPTIMIZERS[case.optimizer], batch=make_batch(0), config=config, cluster=make_cluster(case.speeds)
+    )
+    for step, model.turn in enumerate(TURNS):  # type: ignore[assignment]
+        engine.step(make_batch(step))
+    state = engine.state_dict()
+    assert state is not None
+    found = {name: value.clone() for name, value in state.items()}
+    engine.close()
+    return found
+
+
+IN_TURN = (
+    Case("sgd", (1.0, 3.0), (("pipeline.num_micro_batch", 2),)),
+    Case("adagrad", settings=(("memory.zero", "2"),)),
+    Case("sgd", settings=STAGES),
+)
+
+
+@pytest.mark.filterwarnings("ignore:plain values that the model")
+@pytest.mark.parametrize("case", IN_TURN, ids=str)
+def test_a_table_that_the_first_capture_does_not_read(world: World, case: Case) -> None:
+    model = in_turn()
+    optimizer = OPTIMIZERS[case.optimizer](model.parameters())
+    for step, model.turn in enumerate(TURNS):  # type: ignore[assignment]
+        batch = make_batch(step)
+        optimizer.zero_grad()
+        loss(model(batch["ids"], batch["others"]), batch).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+    for found in world.run(train_in_turn, case, num_ranks=len(case.speeds)):
+        for name, value in model.named_parameters():
+            torch.testing.assert_close(found[name], value.detach(), rtol=1e-9, atol=1e-12, msg=lambda text, name=name: f"{name}: {text}")

@@ -31,7 +31,14 @@ def samples(count: int) -> list[dict[str, torch.Tensor]]:
 
 
 def train(
-    rank: int, num_ranks: int, folder: str, options: dict[str, Any], config: dict[str, Any] | None, resume: str | None, lora: bool
+    rank: int,
+    num_ranks: int,
+    folder: str,
+    options: dict[str, Any],
+    config: dict[str, Any] | None,
+    resume: str | None,
+    lora: bool,
+    counts: tuple[int, int],
 ) -> Any:
     """What a trainer logs, by Whale where there are settings for it; and the weights that the script's model has afterwards."""
     import numpy as np
@@ -67,7 +74,7 @@ def train(
     def metrics(prediction: Any) -> dict[str, float]:
         return {"mean": float(np.asarray(prediction.predictions).mean()), "rows": len(prediction.label_ids)}
 
-    given: dict[str, Any] = {"train_dataset": samples(44), "eval_dataset": samples(10), "compute_metrics": metrics}
+    given: dict[str, Any] = {"train_dataset": samples(counts[0]), "eval_dataset": samples(counts[1]), "compute_metrics": metrics}
     make = transformers.Trainer if config is None else partial(WhaleTrainer, config=config)
     trainer = make(model, arguments, **given)
     trainer.train(resume_from_checkpoint=resume)
@@ -80,7 +87,7 @@ def train(
     return logs, {name: value.clone() for name, value in model.state_dict().items()}
 
 
-Plain = Callable[[dict[str, Any], bool], tuple[Path, Any]]
+Plain = Callable[[dict[str, Any], bool, tuple[int, int]], tuple[Path, Any]]
 
 
 @pytest.fixture(scope="module")
@@ -88,11 +95,11 @@ def plain(world: World, tmp_path_factory: pytest.TempPathFactory) -> Plain:
     """Trains by the plain trainer, once for all tests with these options: its folder, and what `train` returns."""
     made: dict[str, tuple[Path, Any]] = {}
 
-    def find(options: dict[str, Any], lora: bool) -> tuple[Path, Any]:
-        key = repr((options, lora))
+    def find(options: dict[str, Any], lora: bool, counts: tuple[int, int]) -> tuple[Path, Any]:
+        key = repr((options, lora, counts))
         if key not in made:
             folder = tmp_path_factory.mktemp("plain")
-            [run] = world.run(train, str(folder), options, None, None, lora, num_ranks=1)
+            [run] = world.run(train, str(folder), options, None, None, lora, counts, num_ranks=1)
             made[key] = folder, run
         return made[key]
 
@@ -115,9 +122,9 @@ PIPELINE = {"pipeline.num_stages": 2, "pipeline.num_micro_batch": 2, "planning.s
 def test_logs_and_weights_are_those_of_the_plain_trainer(
     world: World, plain: Plain, tmp_path: Path, options: dict[str, Any], config: dict[str, Any], lora: bool
 ) -> None:
-    plain_folder, (expected, weights) = plain(options, lora)
+    plain_folder, (expected, weights) = plain(options, lora, (44, 10))
     folder = str(tmp_path / "whale")
-    for logs, state in world.run(train, folder, options, config, None, lora, num_ranks=2):
+    for logs, state in world.run(train, folder, options, config, None, lora, (44, 10), num_ranks=2):
         check(logs, expected)
         for name, value in weights.items():
             torch.testing.assert_close(state[name], value, rtol=1e-4, atol=1e-5)
@@ -127,9 +134,19 @@ def test_logs_and_weights_are_those_of_the_plain_trainer(
     theirs, ours = (load_file(each / "final" / saved) for each in (plain_folder, Path(folder)))
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
     if config is PIPELINE:
-        [(logs, state)] = world.run(train, folder, options, {}, f"{folder}/checkpoint-2", lora, num_ranks=1)
+        [(logs, state)] = world.run(train, folder, options, {}, f"{folder}/checkpoint-2", lora, (44, 10), num_ranks=1)
         check(logs, expected)
         torch.testing.assert_close(state, weights, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("config", [{"planning.search": "off"}, PIPELINE], ids=["replicas", "pipeline"])
+def test_last_batches_of_one_row_are_those_of_the_plain_trainer(world: World, plain: Plain, tmp_path: Path, config: dict[str, Any]) -> None:
+    counts = 5 * ROWS + 1, 2 * EVAL_ROWS + 1
+    _, (expected, weights) = plain({}, False, counts)
+    for logs, state in world.run(train, str(tmp_path), {}, config, None, False, counts, num_ranks=2):
+        check(logs, expected)
+        for name, value in weights.items():
+            torch.testing.assert_close(state[name], value, rtol=1e-4, atol=1e-5)
 
 
 def check(logs: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:

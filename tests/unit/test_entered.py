@@ -16,7 +16,7 @@ PARALLELIZE = 109
 """Files that `parallelize` enters."""
 LATER_STEP = 36
 """Files that a step enters when all is there."""
-IMPORTED = 310
+IMPORTED = 314
 """Modules that are there then."""
 
 PROGRAM = """

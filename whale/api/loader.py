@@ -22,7 +22,7 @@ from whale.api.rank_batch import ORIGINS, RankBatch, RankRows, living, mark, rec
 from whale.api.row_source import Collate, Division, IndexedSource, IterableSource, RowSource, Share
 from whale.errors import BatchError, CheckpointError
 from whale.ir.plan import Plan
-from whale.runtime.execute.randomness import seed_of
+from whale.runtime.program.randomness import seed_of
 from whale.runtime.state.engine_state import EngineState
 
 _OWN_OPTIONS = frozenset({"batch_size", "batch_sampler", "sampler", "generator", "collate_fn"})
@@ -196,21 +196,22 @@ class Loader:
     def _batches(self) -> Iterator[Any]:
         self._row = self._row if self._resumes else 0
         self._resumes = False
-        epoch, row, source = self._epoch, self._row, self._source
+        epoch, row, source, sample = self._epoch, self._row, self._source, 0
         shares = iter(self._fetch(epoch, row))
         share = next(shares, None)
         while share is not None:
             if self._source is not source:  # under another plan since: what was read ahead is of other rows
                 source, shares = self._source, iter(self._fetch(epoch, row))
                 share = next(shares)
-            (num_rows, data), start = share, self._at(epoch, row)
+            (num_rows, data, digest), start = share, self._at(epoch, row)
+            sample = digest or sample
             # The next one is read before this one is handed out, so that after the last one the position is the next epoch's start.
             share = next(shares, None)
             row += num_rows
             stop = self._at(epoch, row) if share is not None else self._at(epoch + 1, 0)
             if not self._resumes:  # else another iteration begins elsewhere, where a position says
                 self._epoch, self._row = stop["epoch"], stop["row"]
-            origin = RankRows(source.division.rows(num_rows), num_rows, source.division.plan, self, start, stop)
+            origin = RankRows(source.division.rows(num_rows), num_rows, source.division.plan, self, start, stop, sample)
             mark(data, origin)
             self.in_hand = in_hand = data, origin
             try:

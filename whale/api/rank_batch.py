@@ -34,6 +34,7 @@ class RankRows:
         plan: that divided it.
         source: the loader.
         start, stop: where in the loader's data it begins, and where what follows it does.
+        sample: digest of the first sample of its epoch; 0 if ranks do not compare it.
         number: of the batch among all that were handed out in this process.
     """
 
@@ -43,12 +44,14 @@ class RankRows:
     source: object
     start: Mapping[str, int]
     stop: Mapping[str, int]
+    sample: int = 0
     number: int = field(default_factory=itertools.count().__next__)
 
     @property
     def place(self) -> str:
         """Which global batch it is, in words that are the same on every rank."""
-        return ", ".join(f"{name} {value}" for name, value in self.start.items())
+        told = {**self.start, "first sample": f"{self.sample:08x}"} if self.sample else self.start
+        return ", ".join(f"{name} {value}" for name, value in told.items())
 
     @property
     def num_held(self) -> int:

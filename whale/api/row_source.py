@@ -8,24 +8,26 @@ from __future__ import annotations
 import itertools
 import random
 import sys
+import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, reduce
 from typing import Any, Protocol
 
 import torch
+from torch.utils import _pytree as pytree
 from torch.utils.data import Dataset, IterableDataset
 
 from whale.errors import BatchError
 from whale.ir.plan import Plan
 from whale.runtime.execute.batch import Rows, check_rows, rank_rows
-from whale.runtime.execute.randomness import seed_of
+from whale.runtime.program.randomness import seed_of
 from whale.units import counted
 
 Collate = Callable[[list[Any]], Any]
-Share = tuple[int, Any]
-"""Rows of the global batch, and this rank's part of it."""
+Share = tuple[int, Any, int]
+"""Rows of the global batch, this rank's part of it, and a digest of the epoch's first sample: of the first batch, if ranks compare it."""
 
 
 class Sized(Protocol):
@@ -78,8 +80,8 @@ class Division:
         """Row numbers of a global batch that this rank reads, ascending: the first where it needs none, for the script to see its form."""
         return itertools.chain.from_iterable(itertools.starmap(range, self.rows(num_rows) or ((0, 1),)))
 
-    def share(self, num_rows: int, samples: list[Any]) -> Share:
-        return num_rows, self.collate(samples)
+    def share(self, num_rows: int, samples: list[Any], digest: int = 0) -> Share:
+        return num_rows, self.collate(samples), digest
 
 
 @dataclass(frozen=True)
@@ -137,12 +139,14 @@ class _Requests:
     epoch: int
     row: int
 
-    def __iter__(self) -> Iterator[tuple[int, list[int]]]:
-        division = self.source.division
-        for batch in torch.split(self.source.order(self.epoch)[self.row :], division.batch_size):
+    def __iter__(self) -> Iterator[tuple[int, list[int], int | None]]:
+        division, order = self.source.division, self.source.order(self.epoch)
+        compared = int(order[0]) if len(division.plan.devices) > 1 and len(order) else None
+        for batch in torch.split(order[self.row :], division.batch_size):
             num_rows = len(batch)
             if num_rows and not (division.drop_last and num_rows < division.batch_size):
-                yield num_rows, batch[list(division.positions(num_rows))].tolist()
+                yield num_rows, batch[list(division.positions(num_rows))].tolist(), compared
+            compared = None
 
 
 class _IndexedShares(Dataset[Share]):
@@ -151,10 +155,16 @@ class _IndexedShares(Dataset[Share]):
     def __init__(self, dataset: Sized, division: Division, place: tuple[str, int, int]) -> None:
         self.dataset, self.division, self.place = dataset, division, place
 
-    def __getitem__(self, request: tuple[int, list[int]]) -> Share:
-        num_rows, indices = request
+    def __getitem__(self, request: tuple[int, list[int], int | None]) -> Share:
+        num_rows, indices, compared = request
         with own_random_numbers() as numbers:
-            return self.division.share(num_rows, self._samples(indices, numbers))
+            digest = 0 if compared is None else self._digest(compared, numbers)
+            return self.division.share(num_rows, self._samples(indices, numbers), digest)
+
+    def _digest(self, index: int, numbers: OwnNumbers) -> int:
+        """Of one sample, the same on all ranks; 0 if it is another each time that it is read."""
+        once, again = (_digest(self._samples([index], numbers)) for _ in range(2))
+        return once if once == again else 0
 
     def _samples(self, indices: list[int], numbers: OwnNumbers) -> list[Any]:
         fetch_all = getattr(self.dataset, "__getitems__", None)  # torch's protocol for reading several at once
@@ -203,6 +213,19 @@ class _StreamShares(IterableDataset[Share]):
             num_rows = len(samples)
             if not (self.division.drop_last and num_rows < self.division.batch_size):
                 yield self.division.share(num_rows, [samples[position] for position in self.division.positions(num_rows)])
+
+
+def _digest(sample: Any) -> int:
+    """Of the tensors, arrays, numbers and text in a sample; other objects count by their types."""
+    return reduce(lambda found, leaf: zlib.crc32(_content(leaf), found), pytree.tree_leaves(sample), 0)
+
+
+def _content(value: Any) -> bytes:
+    if isinstance(value, torch.Tensor) and value.layout is torch.strided and value.numel():
+        return bytes(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+    if type(value).__module__ == "numpy":
+        return bytes(value.tobytes())
+    return repr(value if isinstance(value, (str, bytes, int, float, complex, type(None))) else type(value).__name__).encode()
 
 
 RowSource = IndexedSource | IterableSource

@@ -16,14 +16,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence, Set
+from dataclasses import replace
 from types import MappingProxyType
 
 from whale.axes.atoms import ROWS, Atoms, Dim
-from whale.axes.mixing import find_mixing
+from whale.axes.mixing import InRows, find_mixing
 from whale.axes.notation import bind, parse
 from whale.axes.operators import operator_of
 from whale.axes.operators.concatenations import find_tilings
 from whale.axes.outcome import CONTRACTED_AND_KEPT, KEPT, NO_RULE, TWICE, Dims, Letter, Reading, RuleMisfit, RuleOutcome
+from whale.axes.selections import Selections
 from whale.axes.values import Axes, Axis, Concatenation, Dimension, OpAxes, Role, WholeReason
 from whale.ir.graph import ModelGraph, Op, Ref
 from whale.ir.plan import BATCH
@@ -35,7 +37,8 @@ UNKNOWN_SIZE = Role("whole", reason="has it in a size that depends on values or 
 def discover(graph: ModelGraph) -> Axes:
     """Finds the logical axes of a model, of any mode and number of rows: what each op does with them, and which ops mix samples."""
     reading, outcomes = read(graph)
-    checker = Checker(reading.atoms, leaves_of_unknown_size(graph, outcomes, reading.atoms))
+    unknown = leaves_of_unknown_size(graph, outcomes, reading.atoms)
+    checker = Checker(reading.atoms, unknown)
     held = _held(graph, outcomes, reading)
     names = name_axes(graph, outcomes, held, reading.batch, checker)
     show = _NamedDimensions(names, reading.atoms)
@@ -47,14 +50,36 @@ def discover(graph: ModelGraph) -> Axes:
     reasons = _reasons(graph, roles)
     sizes = {leaf: reading.atoms.size((leaf,)) for leaf in names}
     of_rows = tuple(name for leaf, name in names.items() if sizes[leaf] and sizes[leaf] % ROWS == 0)  # the batch, and what follows it
+    positions = {name: show.dimensions(tuple(dim for dim in reading.dims[name][0] if dim)[:1]) for name in reading.positions}
+    in_rows = InRows(ops, frozenset(of_rows), positions)
+    if reading.selections:
+        in_rows = _with_selections(in_rows, reading, outcomes, unknown, names)
     return Axes(
         axes=tuple(Axis(name, _size(sizes[leaf], graph.num_rows), reasons.get(leaf, ())) for leaf, name in names.items()),
         ops=MappingProxyType(ops),
         parameters=MappingProxyType({name: show.dimensions(dims) for name, dims in held.items()}),
-        mixing=find_mixing(graph, ops, of_rows, reading.positions),
+        mixing=find_mixing(graph, in_rows),
         positions=frozenset(reading.positions),
         of_rows=frozenset(of_rows),
     )
+
+
+def _with_selections(
+    found: InRows, reading: Reading, outcomes: Mapping[str, RuleOutcome], unknown: Set[int], names: Mapping[int, str]
+) -> InRows:
+    """What masks select counts as rows where the mask has rows, and ops may keep it; it is never cut, since its size depends on values."""
+    selections, show = reading.selections, _NamedDimensions(names, reading.atoms)
+    selected = selections.leaves() & names.keys()
+    plain = selections.plain(unknown) & selected
+    rows = {leaf for leaf, name in names.items() if name in found.rows}
+    rows |= selections.following(rows) | ((unknown | selected) - plain)
+    checker = Checker(reading.atoms, (unknown | selected) - plain)
+    ops = {
+        op: replace(axes, roles={names[leaf]: role for leaf, role in checker.roles(outcomes[op].letters).items()})
+        for op, axes in found.ops.items()
+    }
+    places = {name: show.dimensions(dims) for name, dims in selections.places.items()}
+    return InRows(ops, frozenset(names[leaf] for leaf in rows), {**found.positions, **places}, frozenset(names[leaf] for leaf in plain))
 
 
 class _NamedDimensions:
@@ -112,17 +137,20 @@ def _size(size: int, num_rows: int) -> int:
 def read(graph: ModelGraph) -> tuple[Reading, dict[str, RuleOutcome]]:
     """Dimensions and letters of every op that makes tensors."""
     atoms = Atoms()
-    reading = Reading(graph, atoms, atoms.fresh(ROWS), {}, set(), find_tilings(graph))
+    reading = Reading(graph, atoms, atoms.fresh(ROWS), {}, set(), find_tilings(graph), Selections(graph, atoms))
     parameters: dict[str, Dims] = {}
     outcomes: dict[str, RuleOutcome] = {}
     for op in graph.ops:
         if not op.outputs:
+            reading.selections.read_number(op, reading.dims)
             continue
         outcome = _read_call(op, reading) if op.kind == "call" else _read_source(op, reading, parameters)
         outcomes[op.name] = outcome
         reading.dims[op.name] = outcome.results
         if outcome.is_position:
             reading.positions.add(op.name)
+        if outcome.places:
+            reading.selections.places[op.name] = outcome.places
     return reading, outcomes
 
 
@@ -160,7 +188,9 @@ def _item(op: Op, reading: Reading) -> RuleOutcome:
         return _unknown(op, NO_RULE, reading)
     results = reading.dims[source.op]
     dims = results[index]
-    return RuleOutcome((dims,), tuple(Letter(f"dimension {place}", KEPT, dim) for place, dim in enumerate(dims)))
+    letters = tuple(Letter(f"dimension {place}", KEPT, dim) for place, dim in enumerate(dims))
+    places = reading.places(source)
+    return RuleOutcome((dims,), letters, places=places if len(places) < 2 else places[index : index + 1])
 
 
 def _unknown(op: Op, role: Role, reading: Reading) -> RuleOutcome:

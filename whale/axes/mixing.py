@@ -17,39 +17,47 @@ Parts can decide a condition on the greatest, or least, of something per row: if
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Set
+from dataclasses import dataclass
 from typing import Literal
 
 from whale.axes.atoms import ROWS
-from whale.axes.outcome import CONTRACTED_AND_KEPT, NO_RULE, NUMBERS, TWICE, argument
-from whale.axes.values import Mixing, OpAxes, Role, axes_of
+from whale.axes.outcome import CONTRACTED_AND_KEPT, MAKES, NO_RULE, NUMBERS, READS, TWICE, argument
+from whale.axes.values import Dimension, Mixing, OpAxes, Role, axes_of
 from whale.ir.graph import LossTerm, ModelGraph, Op, Ref
 from whale.ir.writes import Reads, written_storages
 
 
-def find_mixing(graph: ModelGraph, ops: Mapping[str, OpAxes], rows: Collection[str], positions: Collection[str]) -> tuple[Mixing, ...]:
-    """Ops that need the batch whole or combine samples, and terms of the loss that are no sum over samples.
+@dataclass(frozen=True, slots=True)
+class InRows:
+    """What of a graph is known of its rows."""
 
-    Args:
-        graph: the model.
-        ops: what each op does with each axis.
-        rows: the batch, and every other axis whose size depends on the number of rows.
-        positions: ops that hold the positions 0, 1, ... along their axis.
-    """
-    return tuple(_MixingSearch(graph, ops, frozenset(rows), frozenset(positions)).found())
+    ops: Mapping[str, OpAxes]  # what each op does with each axis
+    rows: Set[str]  # the batch, every other axis whose size depends on the number of rows, and what is selected from these
+    positions: Mapping[str, tuple[Dimension, ...]]  # per op that holds positions, the dimensions along which they are
+    selected: Set[str] = frozenset()  # axes of what one mask selects
+
+
+def find_mixing(graph: ModelGraph, known: InRows) -> tuple[Mixing, ...]:
+    """Ops that need the batch whole or combine samples, and terms of the loss that are no sum over samples."""
+    return tuple(_MixingSearch(graph, known).found())
 
 
 class _MixingSearch:
-    def __init__(self, graph: ModelGraph, ops: Mapping[str, OpAxes], rows: frozenset[str], positions: frozenset[str]) -> None:
-        self._graph, self._ops, self._rows = graph, ops, rows
-        self._positions = {name for name in positions if self._has_rows(name)}
+    def __init__(self, graph: ModelGraph, known: InRows) -> None:
+        self._graph, self._ops, self._rows, self._selected = graph, known.ops, known.rows, known.selected
+        self._places = known.positions
+        self._positions = {
+            name: dims for name, dims in known.positions.items() if any(not self._rows.isdisjoint(axes_of(dim)) for dim in dims)
+        }
         self._terms = {term.sum: term for term in graph.loss if not term.exact}
         results = [name for term in graph.loss for name in (term.sum, term.weight) if name is not None]
         deciding = [op.name for op in graph.ops if "decides" in op.tags]
         self._needed = Reads(graph).ancestors([*results, *graph.outputs, *deciding] or graph.by_name)
         chains = {name for term in graph.loss for name in self._chain(term)}
         chains |= {name for decision in deciding for name in decided_by_parts(graph, decision, self._combined)}
-        self._added_up = {name for name in chains if all(user in chains for user in graph.users[name])}
+        inner = {name for name in chains if all(user in chains for user in graph.users[name])}
+        self._added_up = {name for name in inner if self._positions.keys().isdisjoint(graph.by_name[name].inputs)}
         bags = {op.name: offsets for op in graph.ops if op.operator == "embedding_bag" and (offsets := self._even_bags(op))}
         # what it counts is only where each row's own words begin
         self._bags = {*bags, *(name for name in bags.values() if all(user in bags for user in graph.users[name]))}
@@ -69,9 +77,10 @@ class _MixingSearch:
             return f"a tensor made by the model's code ({op.target}) has a value for each row"
         if op.kind == "constant" and "reads_rows" in op.tags:
             return f"a tensor made by the model's code ({op.target}) depends on the number of rows"
-        if op.name not in self._positions and any(self._are_values(op, name) for name in op.inputs if name in self._positions):
+        if op.name not in self._places and any(self._are_values(op, name) for name in op.inputs if name in self._positions):
             return f"{op.target} computes with the positions of rows"
-        roles = [role for axis, role in self._ops[op.name].roles.items() if axis in self._rows]
+        known, looked_up = self._ops[op.name].roles, self._looked_up(op)
+        roles = [role for axis, role in known.items() if axis in self._rows and not (axis in looked_up and role in _LOOKUPS)]
         return next((reason for role in roles if (reason := self._reason_of(op, role))), "")
 
     def _reason_of(self, op: Op, role: Role) -> str:
@@ -96,13 +105,36 @@ class _MixingSearch:
 
     def _are_values(self, op: Op, positions: str) -> bool:
         """Whether an op computes with positions of rows. As an index of those very rows they change nothing."""
-        if not op.target.startswith("aten.index."):
-            return True
-        source, indices = op.args[0], op.args[1]
-        assert isinstance(source, Ref) and isinstance(indices, tuple)
-        own = next(dim for dim in self._ops[positions].outputs[0] if dim)
+        uses = [dims for index, dims in self._indexed(op) if index == positions]
+        return not uses or any(self._positions[positions] != dims for dims in uses)
+
+    def _indexed(self, op: Op) -> Iterator[tuple[str, tuple[Dimension, ...]]]:
+        """The tensors that index others in an op, each with the dimensions that it indexes."""
+        source, index = op.args[0] if op.args else None, argument(op, 2, "index")
+        if not isinstance(source, Ref) or (op.operator not in _INDEXING and op.target not in _SELECTING):
+            return
         dims = self._ops[source.op].outputs[0]
-        return any(index == Ref(positions) and dims[place] != own for place, index in enumerate(indices))
+        if op.target in _SELECTING:
+            yield source.op, dims
+        elif op.operator in ("index", "index_put"):
+            for place, item in enumerate(op.args[1] if isinstance(op.args[1], tuple) else ()):
+                if isinstance(item, Ref):
+                    yield item.op, dims[place : place + (len(self._ops[item.op].outputs[0]) if self._is_mask(item.op) else 1)]
+        elif isinstance(index, Ref) and isinstance(op.args[1], int) and dims:
+            yield index.op, (dims[op.args[1] % len(dims)],)
+
+    def _looked_up(self, op: Op) -> Set[str]:
+        """The axes in which an op chooses rows by a mask or its positions, each for itself."""
+        found: set[str] = set()
+        for index, dims in self._indexed(op):
+            if self._is_mask(index) or op.target in _SELECTING:
+                found.update(self._selected, *map(axes_of, dims))
+            elif self._positions.get(index) == dims:
+                found.update(*map(axes_of, (*dims, *self._ops[index].outputs[0])))
+        return found
+
+    def _is_mask(self, name: str) -> bool:
+        return self._graph.by_name[name].outputs[0].dtype in ("bool", "uint8")
 
     def _even_bags(self, op: Op) -> str | None:
         """The offsets of bags that each have all words of one row (of ids [b w]: 0, w, 2w ...); None for other bags."""
@@ -142,6 +174,9 @@ class _MixingSearch:
 
 
 _CANNOT_TELL = ", cannot tell"
+_SELECTING = frozenset({"aten.nonzero.default", "aten.nonzero_numpy.default", "aten.argwhere.default", "aten.where.default"})
+_INDEXING = frozenset({"index", "index_put", "index_select", "index_add", "index_copy", "index_fill"})
+_LOOKUPS = (READS, MAKES, Role("contracted", "lookup"))
 
 
 Extreme = Literal["greatest", "least"]

@@ -30,7 +30,7 @@ from functools import lru_cache
 from math import prod
 
 from whale.axes.atoms import ROWS, Clash, Dim
-from whale.axes.outcome import CLASHES, Dims, Letter, Reading, RuleMisfit, RuleOutcome
+from whale.axes.outcome import CLASHES, MAKES, READS, Dims, Letter, Reading, RuleMisfit, RuleOutcome
 from whale.axes.values import Role
 from whale.errors import ConfigError
 from whale.ir.graph import Argument, Op, Ref
@@ -159,7 +159,7 @@ class _RuleReader:
                 raise ConfigError(f"letter {letter!r} is contracted, but occurs in a result of {self.text!r}", hint=_HINT)
             return Role("contracted", mark)
         if mark == "!":
-            return Role("whole", reason="reads all of it at once" if taken else "makes all of it at once")
+            return READS if taken else MAKES
         if mark == "~":
             return Role("pooled", reason="takes statistics over all of it")
         if given and not taken:

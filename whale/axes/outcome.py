@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from whale.axes.atoms import ROWS, Atoms, Dim
+from whale.axes.selections import Selections
 from whale.axes.values import Role
 from whale.ir.graph import Argument, ModelGraph, Op, Ref, TensorSpec
 
@@ -16,6 +17,8 @@ BROADCAST = Role("broadcast")
 NUMBERS = Role("broadcast", reason="makes values from their positions")
 READS_ROWS = Role("whole", reason="computes with the number of rows")
 NO_RULE = Role("whole", reason="has no rule")
+READS = Role("whole", reason="reads all of it at once")
+MAKES = Role("whole", reason="makes all of it at once")
 CLASHES = Role("whole", reason="regroups it in factors that do not fit")
 TWICE = Role("whole", reason="meets it twice")
 CONTRACTED_AND_KEPT = Role("whole", reason="meets it twice, contracted and kept")
@@ -35,6 +38,7 @@ class RuleOutcome:
     results: tuple[Dims, ...]
     letters: tuple[Letter, ...]
     is_position: bool = False
+    places: Dims = ()  # of positions of selected elements, the dimensions along which they are (`Selections.places`)
 
 
 class RuleMisfit(Exception):
@@ -59,6 +63,7 @@ class Reading:
     dims: dict[str, tuple[Dims, ...]]  # per op, the dimensions of its results
     positions: set[str]  # ops that hold positions along their one dimension
     tilings: Mapping[str, Tiling]  # slices that tile a dimension together with others
+    selections: Selections
 
     def tensor(self, argument: Argument) -> Dims | None:
         """The dimensions of a tensor argument; None for any other argument."""
@@ -85,11 +90,15 @@ class Reading:
         if not isinstance(argument, Ref):
             return False
         op = self.graph.by_name[argument.op]
-        return not op.outputs and (op.kind == "input" or "reads_rows" in op.tags)
+        return not op.outputs and (op.kind == "input" or "reads_rows" in op.tags or op.name in self.selections.counts)
 
     def is_position(self, argument: Argument) -> bool:
         """Whether an argument holds the positions 0, 1, ... along its one dimension."""
         return isinstance(argument, Ref) and argument.op in self.positions
+
+    def places(self, argument: Argument) -> Dims:
+        """Along which dimensions an argument holds positions of selected elements."""
+        return self.selections.places.get(argument.op, ()) if isinstance(argument, Ref) else ()
 
     def fresh(self, spec: TensorSpec) -> Dims:
         return tuple(self.atoms.fresh(size) for size in spec.shape_at(ROWS))

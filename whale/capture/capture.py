@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -101,6 +101,8 @@ def capture(
     texts = effects.warnings(lines)
     if effects.left:
         texts += _warnings_of_left(captured, near, effects.left, (graph, program))
+    if effects.beside:
+        texts += _warnings_beside_tables(captured, near, effects.beside)
     return replace(graph, warnings=(*graph.warnings, *texts)), replace(program, warnings=(*program.warnings, *texts))
 
 
@@ -169,7 +171,7 @@ def _build(
         if each is not None:
             settle_writes(each)
             changing |= _check_kept(each, first.found.kept, held)
-    effects.left = tuple(_may_be_read(effects.left, first.found.kept, changing))
+    effects.left, effects.beside = _may_be_read(effects, changing)
     knows_rows = first.dynamic or (second is not None and write_rows(flat, second))
     if not first.dynamic:
         mark_factors(flat.graph, None if second is None else second.graph, first.rows)
@@ -202,7 +204,7 @@ def _build(
     check_memory(held, changed)
     _check_constants(flat, held, changed)
     _check_trains(graph)
-    return _with_sparse(graph, flat.graph), _program(flat, structure, held, first, whole)
+    return _with_sparse(graph, flat.graph, _sparse_tables(model, held)), _program(flat, structure, held, first, whole)
 
 
 def _described(
@@ -277,12 +279,18 @@ def _check_kept(flat: Flat, kept: Sequence[KeptTensor], held: TiedTensors) -> se
     return found
 
 
-def _may_be_read(left: Sequence[Left], kept: Sequence[KeptTensor], changing: Collection[str]) -> Iterator[Left]:
-    """What the next call is to begin with: tensors that change from step to step, and plain values of modules that keep no tables, which a
-    plain value may belong to.
+def _may_be_read(effects: SideEffects, changing: Collection[str]) -> tuple[tuple[Left, ...], tuple[Left, ...]]:
+    """What the next call is to begin with: tensors that change from step to step, and plain values of modules that keep no tables; and
+    tables, with the plain values of their modules, which may belong to them.
     """
-    with_tables = {each.owner for each in kept if each.is_attribute and each.name not in changing}
-    return (each for each in left if each.name in changing or (not each.tensors and each.owner not in with_tables))
+    constant = [each for each in (*effects.tables, *effects.left) if each.tensors and each.name not in changing]
+    with_tables = {each.owner for each in constant}
+    plain = [each for each in effects.left if not each.tensors]
+    beside = [each for each in plain if each.owner in with_tables]
+    return (
+        tuple(each for each in effects.left if each.name in changing or (not each.tensors and each.owner not in with_tables)),
+        (*constant, *beside) if beside else (),
+    )
 
 
 def _warnings_of_left(
@@ -292,19 +300,46 @@ def _warnings_of_left(
     first: tuple[ModelGraph, CapturedProgram],
 ) -> tuple[str, ...]:
     """Captures the next call, which begins with what the first has left. Raises CaptureError where it computes something else."""
-    effects, names = SideEffects(near, carried=left), first_few(list(dict.fromkeys(each.name for each in left)))
+    effects = SideEffects(near, carried=left)
+    _check_next_call(captured, effects, left, first)
+    return (warning_of(effects.moved),) if effects.moved else ()
+
+
+def _warnings_beside_tables(
+    captured: Callable[[SideEffects], tuple[ModelGraph, CapturedProgram]], near: NearValues, beside: tuple[Left, ...]
+) -> tuple[str, ...]:
+    """Captures the two next calls, which find the tables made, if the plain values beside these have changed between them.
+
+    Raises CaptureError where they compute other things.
+    """
+    second = SideEffects(near, carried=beside)
     try:
-        now = captured(effects)
-        found = difference(first, now)
+        now = captured(second)
+    except WhaleError:  # its tables are not those of the first: their values are unknown
+        return ()
+    if not second.moved:
+        return ()
+    _check_next_call(captured, SideEffects(near, carried=second.carried_on), [each for each in beside if each.name in second.moved], now)
+    return (warning_of(second.moved),)
+
+
+def _check_next_call(
+    captured: Callable[[SideEffects], tuple[ModelGraph, CapturedProgram]],
+    effects: SideEffects,
+    left: Iterable[Left],
+    before: tuple[ModelGraph, CapturedProgram],
+) -> None:
+    try:
+        found = difference(before, captured(effects))
     except WhaleError as error:
         found = Difference(error.message, cast(SourceLine | None, error.where))
     if found is not None:
+        names = first_few(list(dict.fromkeys(each.name for each in left)))
         raise CaptureError(
             f"forward leaves {names} for its next call, which computes something else then: {found.what}; each step would be a first one",
             where=found.where,
             hint="keep what the next step needs in a buffer, registered in __init__ with its first value",
         )
-    return (warning_of(effects.moved),) if effects.moved else ()
 
 
 def _changes(flat: Flat, node: fx.Node, replaced: Collection[str | None]) -> bool:
@@ -450,8 +485,18 @@ def _check_trains(graph: ModelGraph) -> None:
         )
 
 
-def _with_sparse(graph: ModelGraph, nodes: fx.Graph) -> ModelGraph:
-    """The graph with the number of lookups of each parameter that gets a sparse gradient: one that only such lookups read."""
+def _sparse_tables(model: nn.Module, held: TiedTensors) -> Iterator[str]:
+    """The tables of modules that look up sparsely, which a step may read that this capture does not."""
+    for name, module in model.named_modules():
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
+            yield held.canonical[f"{name}.weight" if name else "weight"]
+
+
+def _with_sparse(graph: ModelGraph, nodes: fx.Graph, tables: Iterable[str]) -> ModelGraph:
+    """The graph with the number of lookups of each parameter that gets a sparse gradient: one that only such lookups read.
+
+    Of those `tables` that nothing reads the number is unknown, and taken for one per row.
+    """
     counts, faults, sparse = Counter[str](), list[WhaleError](), set[str]()
     for node in nodes.nodes if graph.mode == "train" else ():
         arguments = node.target._schema.arguments if isinstance(node.target, torch._ops.OpOverload) else ()
@@ -483,6 +528,8 @@ def _with_sparse(graph: ModelGraph, nodes: fx.Graph) -> ModelGraph:
                     )
                 )
     raise_faults(faults)
+    unread = set(tables if graph.mode == "train" else ()) - {each.name for each in graph.parameters_among(op.name for op in graph.ops)}
+    counts.update({own.name: graph.num_rows for own in graph.parameters if own.name in unread and own.trainable})
     return replace(graph, parameters=tuple(replace(own, num_lookups=counts[own.name]) for own in graph.parameters)) if counts else graph
 
 

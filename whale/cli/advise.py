@@ -1,4 +1,4 @@
-"""``whale advise``: what each group of devices adds to a training, and what more or faster ones would bring."""
+"""``whale advise``: what each group of devices adds to a training, and what other settings, more devices or faster links would bring."""
 
 from __future__ import annotations
 
@@ -11,18 +11,20 @@ from typing import Any
 from whale.cli.inputs import add_planning_arguments, read_graph, read_settings
 from whale.cli.planned import deepest
 from whale.cli.tables import paragraph
+from whale.config import Config
+from whale.ir.graph import ModelGraph
 from whale.ir.plan import describe_degrees
-from whale.search.advice import EFFORT, Advised, advise, of_depth
+from whale.search.advice import Advised, advise, of_depth
+from whale.search.asking import Answer
 from whale.units import counted
 
 
 def add_parser(verbs: argparse._SubParsersAction[Any]) -> None:
     parser = verbs.add_parser(
         "advise",
-        help="show what each device type contributes, and what more devices would gain",
-        description="Searches for the best plan on the cluster, without each device type, with one more device of each, with links twice "
-        "as fast, and for the least memory, and prints what the differences mean. Each search makes "
-        f"{EFFORT:.0f} plans, or planning.effort plans where that is set.",
+        help="show what each device type contributes, and what other settings and more devices would gain",
+        description="Searches for the best plan on the cluster, with and without each device type, in half precision, for a batch twice as "
+        "large, with one more device of each type, and with links between hosts twice as fast, and prints what the differences mean.",
     )
     add_planning_arguments(parser, plans=False)
     parser.add_argument("--largest", action="store_true", help="also find the largest number of blocks that still trains")
@@ -32,8 +34,13 @@ def add_parser(verbs: argparse._SubParsersAction[Any]) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     config, cluster = read_settings(arguments)
-    graph = read_graph(arguments.source, arguments.arg, arguments.blocks, settings=(config, cluster))
-    found = advise(graph, cluster, config, rows=arguments.rows, tell=_tell)
+
+    def captured(config: Config) -> ModelGraph:
+        return read_graph(arguments.source, arguments.arg, arguments.blocks, settings=(config, cluster))
+
+    graph = captured(config)
+    recapture = None if arguments.source.endswith(".json") else captured
+    found = advise(graph, cluster, config, rows=arguments.rows, recapture=recapture, tell=_tell)
     if arguments.largest:
         depth = of_depth(deepest(graph, config, cluster, arguments.rows))
         found = replace(found, advice=(*found.advice, depth))
@@ -46,12 +53,12 @@ def run(arguments: argparse.Namespace) -> int:
 
 def print_advice(found: Advised) -> None:
     """Prints the plan in short and one sentence per piece of advice, each with its numbers."""
-    if found.found is None:
+    if found.best is None:
         print("\n".join(paragraph("nothing fits: ", found.fault)))
     else:
-        own = found.found
+        own = found.best
         degrees, rows = describe_degrees(own.plan.replicas), counted(own.plan.planned_rows, "row")
-        said = f"{degrees} on {own.plan.where}, {rows}: {own}; {found.state}"
+        said = f"{degrees} on {own.plan.where}, {rows}: {own}; {own.state}"
         print("\n".join(paragraph("", said)))
     for each in found.advice:
         print("\n".join(paragraph("- ", each.says)))
@@ -62,5 +69,11 @@ def _tell(what: str) -> None:
 
 
 def _as_data(found: Advised) -> dict[str, object]:
-    plan = None if found.found is None else {"arrangement": str(found.found.strategy), "value": found.found.value, "state": found.state}
-    return {"plan": plan, "fault": found.fault, "advice": [asdict(each) for each in found.advice]}
+    plan = None if found.best is None else {"arrangement": found.best.arrangement, "value": found.best.value, "state": found.best.state}
+    facts = [_fact(each) for each in found.facts]
+    return {"plan": plan, "fault": found.fault, "advice": [asdict(each) for each in found.advice], "facts": facts}
+
+
+def _fact(answer: Answer) -> dict[str, object]:
+    own = {"setting": answer.setting, "value": answer.value, "rows": answer.plan.planned_rows, "arrangement": answer.arrangement}
+    return own | {"devices": answer.plan.devices}

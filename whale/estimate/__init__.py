@@ -1,6 +1,6 @@
 """Time and memory of a step: costs of computing, holding and sending, and the event simulation of schedules."""
 
-from whale.estimate.costs.bounds import bubble_share, exposed_sync, idle_seconds, pipeline_seconds
+from whale.estimate.costs.bounds import exposed_sync, pipeline_seconds
 from whale.estimate.costs.communication import (
     all_gather_line,
     all_reduce_line,
@@ -35,14 +35,12 @@ __all__ = [
     "all_to_all_line",
     "bubble",
     "bubble_rate",
-    "bubble_share",
     "draw",
     "edge_line",
     "estimate",
     "estimate_with",
     "exposed_sync",
     "faults_of",
-    "idle_seconds",
     "kept_names",
     "kept_tensors",
     "op_seconds",

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from whale.errors import first_few
 from whale.ir.figure import Figure, noise
 from whale.units import counted, format_bytes, format_count, format_seconds
 
@@ -102,8 +104,21 @@ class Device:
     def reached_handling(self) -> Handling:
         return self.handling * self.slowdown
 
+    def told_from(self, others: Collection[Device]) -> str:
+        """The model, with slowdown and memory where others of the model have another."""
+        slow = {other.slowdown for other in others if other.slowdown > 1}
+        slowed = "" if self.slowdown <= 1 else "slowed " if len(slow | {self.slowdown}) == 1 else f"{self.slowdown:.3g}x slowed "
+        memory = "" if all(other.memory == self.memory for other in others) else f" of {_format_memory(self.memory)}"
+        return f"{slowed}{self.model}{memory}"
+
     def __str__(self) -> str:
         return f"{self.name} {self.model} {format_bytes(self.memory)}"
+
+
+def _format_memory(num_bytes: int) -> str:
+    """As a data sheet has it: ``20 GB``, ``80 GiB``."""
+    whole = ((f"{num_bytes // unit} {name}") for name, unit in (("GiB", 2**30), ("GB", 10**9)) if num_bytes % unit == 0)
+    return next(whole, format_bytes(num_bytes))
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,6 +189,19 @@ class Cluster:
             return replace(device, slowdown=slowdowns.get(device.name, device.slowdown))
 
         return replace(self, hosts=tuple(replace(host, devices=tuple(map(slowed, host.devices))) for host in self.hosts))
+
+    @cached_property
+    def kind_names(self) -> Mapping[Device, str]:
+        """What each device type is called: its model, and what differs from other types of that model.
+
+        ``A100-80GB``, ``slowed A100-80GB``, ``A100-80GB of 20 GiB``; ``cpu (host0/1)`` where only other figures differ.
+        """
+        by_kind = dict[Device, list[str]]()
+        for device in self.devices:
+            by_kind.setdefault(device.kind, []).append(device.name)
+        names = {kind: kind.told_from([other for other in by_kind if other.model == kind.model]) for kind in by_kind}
+        counts = Counter(names.values())
+        return {kind: name if counts[name] == 1 else f"{name} ({first_few(by_kind[kind])})" for kind, name in names.items()}
 
     @property
     def slowdowns(self) -> dict[str, float]:

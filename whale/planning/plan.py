@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
 
 from whale.config import Config, ReplicaBlock
 from whale.errors import PlanError, WhaleError, raise_faults
 from whale.estimate import Costs, StepEstimate
 from whale.estimate.prices.prices import Prices
-from whale.ir.cluster import Cluster
+from whale.ir.cluster import Cluster, Device
 from whale.ir.graph import ModelGraph
 from whale.ir.plan import Choice, Plan, Replica
 from whale.planning.annotations.taskgraphs import Annotations, assign_by_scopes, check_enough_devices, read_scopes, task_graphs
@@ -77,16 +77,16 @@ def plan_as_set(pricing: StagePricing, config: Config, num_rows: int, pool: Devi
 
     `pool`: where to place a model with scopes; None for all devices. Written replicas have devices of their own.
     """
-    prices = pricing.prices
-    own = DevicePool(prices.cluster, prices.cluster) if pool is None else pool
+    cluster = pricing.prices.cluster
+    own = DevicePool(cluster, cluster) if pool is None else pool
 
-    def planned(at: Prices, depth: str | None = None) -> EstimatedPlan:
-        return _planned(pricing.at(at), config, num_rows, own, depth)
+    def planned(lacking: Mapping[Device, int], depth: str | None = None) -> EstimatedPlan:
+        return _planned(pricing.reserving(lacking), config, num_rows, own, depth)
 
     policies = [config.recompute.policy if block.recompute is None else block.recompute for block in config.replicas]
     is_open = "auto" in (policies or [config.recompute.policy])  # memory decides what some replica computes again
     others = [partial(planned, depth=depth) for depth in OPEN_DEPTHS] if is_open else []
-    return decide_in_memory(prices, planned, *others)
+    return decide_in_memory(pricing.rooms, planned, *others)
 
 
 def _planned(pricing: StagePricing, config: Config, num_rows: int, pool: DevicePool, depth: str | None) -> EstimatedPlan:
@@ -136,8 +136,8 @@ def _solver(
         assignment = assign_by_blocks(graph, asked, pipeline.num_stages, annotations)
         return Solver(pricing, pipeline, num_rows, fixed=assignment, policy=policy)
     if annotations is None:
-        points = find_cut_points(analyse(graph), prices, kept_under(prices, policy))
-        pieces = Pieces(prices, points, num_rows)
+        points = find_cut_points(analyse(graph), prices, kept_under(prices, policy), pricing.budget)
+        pieces = Pieces(prices, points, num_rows, pricing.budget)
         return Solver(pricing, pipeline, num_rows, points=points, pieces=pieces, policy=policy)
     assignment = assign_by_scopes(graph, annotations)
     for index, (scope, stage) in enumerate(zip(annotations.scopes, annotations.stages, strict=True)):
@@ -208,7 +208,7 @@ def _demand(pipeline: PipelineShape, solver: Solver) -> tuple[list[float], list[
     memory, work = [], []
     for rank, width in enumerate(pipeline.devices):
         parts = [(stage, solver.fixed.parts[stage]) for stage in pipeline.stages_of(rank)]
-        held = (solver.prices.part(part).held(pipeline.alive(stage)) for stage, part in parts)
+        held = (solver.prices.part(part, budget=solver.pricing.budget).held(pipeline.alive(stage)) for stage, part in parts)
         memory.append(sum(line.at(rows / width) for line in held))
         ops = [solver.prices.graph.by_name[name] for _, part in parts for name in part.ops]
         work.append(sum(op.forward_flops + op.backward_flops for op in ops) / width)

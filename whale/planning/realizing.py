@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Hashable, Sequence
-from copy import copy
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 
 from whale.config import Config
 from whale.config.keys import Shares
 from whale.estimate.prices.prices import Prices
-from whale.ir.cluster import Cluster
+from whale.ir.cluster import Cluster, Device
 from whale.ir.graph import ModelGraph
 from whale.planning.cutting.pieces import Pieces
 from whale.planning.pipeline.cut_points import CutPoints, find_cut_points
@@ -21,7 +20,7 @@ from whale.planning.pipeline.scheduling import PipelineShape, Split, shape_pipel
 from whale.planning.plan import EstimatedPlan, estimated_plan
 from whale.planning.replicas.group_size import ChosenPlacement
 from whale.planning.replicas.solve import Solver, check_room, solve_together
-from whale.planning.shard.stage_price import StagePricing, kept_by
+from whale.planning.shard.stage_price import StagePricing
 from whale.planning.strategy import ReplicaSpec, Strategy
 from whale.planning.structure.structure import Structure, analyse
 from whale.planning.verify.refused import decide_in_memory
@@ -68,45 +67,39 @@ class Realizer:
         """
         replicas = strategy.replicas
 
-        def planned(prices: Prices, policy: str | Shares) -> EstimatedPlan:
-            return self._at(kept_by(prices, pipelines))._planned(replicas, policy, keeps=is_open and policy == KEEP_ALL.kind)
+        def planned(lacking: Mapping[Device, int], policy: str | Shares) -> EstimatedPlan:
+            pricing = self.pricing.reserving(lacking).kept_by(pipelines)
+            return self._planned(replicas, policy, pricing, keeps=is_open and policy == KEEP_ALL.kind)
 
         asked = replicas[0].recompute or self.config.recompute.policy
         first = KEEP_ALL.kind if asked == "auto" else asked
         pipelines = [self.solver(replica, first).pipeline for replica in replicas]
         is_open = asked == "auto" and not any(any(pipeline.recomputed) for pipeline in pipelines)
         others = [partial(planned, policy=policy) for policy in OPEN_DEPTHS] if is_open else []
-        return decide_in_memory(self.prices, partial(planned, policy=asked), *others)
+        return decide_in_memory(self.pricing.rooms, partial(planned, policy=asked), *others)
 
-    def _planned(self, replicas: Sequence[ReplicaSpec], policy: str | Shares, *, keeps: bool) -> EstimatedPlan:
+    def _planned(self, replicas: Sequence[ReplicaSpec], policy: str | Shares, pricing: StagePricing, *, keeps: bool) -> EstimatedPlan:
         placed = [replica.names or () for replica in replicas]
         used = {name for each in placed for names in each for name in names}
         idle = tuple(device.name for device in self.cluster.devices if device.name not in used)
         placement = Placement(SEARCHED, tuple(placed), idle)
-        solvers = [self.solver(replica, policy) for replica in replicas]
+        solvers = [self.solver(replica, policy, pricing) for replica in replicas]
         if keeps:
             check_room(placement, solvers, self.num_rows)
         chosen = ChosenPlacement(solvers[0], solve_together(placement, solvers, self.num_rows), {})
         return estimated_plan([None] * len(replicas), chosen, gather_rows=self.config.communication.gather_rows)
 
-    def _at(self, prices: Prices) -> Realizer:
-        """The same with other prices, which differ only in reserved memory."""
-        if prices is self.prices:
-            return self
-        other = copy(self)
-        other.prices, other._solvers, other._pricing = prices, {}, self._pricing.at(prices)
-        return other
-
-    def solver(self, replica: ReplicaSpec, policy: str | Shares) -> Solver:
-        """The solver of a pipeline of this shape, on any devices."""
+    def solver(self, replica: ReplicaSpec, policy: str | Shares, pricing: StagePricing | None = None) -> Solver:
+        """The solver of a pipeline of this shape, on any devices; `pricing`: None for all memory."""
+        pricing = self.pricing if pricing is None else pricing
         ranks = replica.ranks or ()
         widths = tuple(rank.width for rank in ranks)
-        key = replica.schedule, replica.num_chunks, replica.num_micro_batch, widths, policy
+        key = replica.schedule, replica.num_chunks, replica.num_micro_batch, widths, policy, pricing.budget
         if key not in self._solvers:
             pipeline = self._shape(replica, widths)
             read = read_policy(policy, pipeline)
             points = self._cut_points(read.kind)
-            self._solvers[key] = Solver(self._pricing, pipeline, self.num_rows, points=points, pieces=self.pieces, policy=read)
+            self._solvers[key] = Solver(pricing, pipeline, self.num_rows, points=points, pieces=self.pieces, policy=read)
         return self._solvers[key]
 
     def _shape(self, replica: ReplicaSpec, widths: tuple[int, ...]) -> PipelineShape:
@@ -127,5 +120,5 @@ class Realizer:
         return self._points[policy]
 
     @cached_property
-    def _pricing(self) -> StagePricing:
+    def pricing(self) -> StagePricing:
         return StagePricing.of(self.prices, self.config.communication.overlap)

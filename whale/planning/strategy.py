@@ -110,7 +110,7 @@ def _split_model(rank: RankSpec, number: int) -> str:
 
 
 def _counted_model(kind: Device, number: int) -> str:
-    return f"{number} x {kind.model}" if number > 1 else kind.model
+    return f"{number} x {kind.told_from(())}" if number > 1 else kind.told_from(())
 
 
 @dataclass(frozen=True)
@@ -179,7 +179,7 @@ class Strategy:
     def __str__(self) -> str:
         own = self.deepest
         if self.is_open:
-            kinds = Counter(device.model for device in self.devices or ())
+            kinds = Counter(device.told_from(()) for device in self.devices or ())
             who = "divided as given, on " + " + ".join(f"{count} x {model}" for model, count in kinds.items())
         else:
             who = " + ".join(map(str, self.unnamed.replicas))

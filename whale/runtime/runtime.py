@@ -194,6 +194,7 @@ class Runtime:
         worker = self._workers[mode]
         with self.status.reporting():
             self._buffers.settle(worker.model, worker.plan, worker.copied, worker.made, num_rows)
+            worker.derive()
 
     def forget_lost(self) -> None:
         """Drops the rounding errors of gradients on this rank: their steps do not count, or the weights were replaced."""

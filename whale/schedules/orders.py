@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 
 from whale.errors import ConfigError
 from whale.ir.schedule import Action, Kind, Schedule
+from whale.schedules.idle import Floats, Passes, by_chunks, by_groups
+from whale.schedules.idle import in_turn as idle_in_turn
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,9 +39,10 @@ _BACKWARD = (Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
 
 @dataclass(frozen=True)
 class Builder:
-    """One kind of schedule.
+    """One kind of schedule: all that is said of it.
 
-    A RECV_B between R and B in `order` marks an R that does not wait for the gradient. `peak` and `waiting` are promises.
+    A RECV_B between R and B in `order` marks an R that does not wait for the gradient. `peak` and `waiting` are promises, `idle` is what
+    the search ranks by.
     """
 
     name: str  # as recipes name it
@@ -50,6 +53,23 @@ class Builder:
     takes_group: bool = False  # whether it uses `ScheduleShape.group_size`
     check: Callable[[ScheduleShape], list[ConfigError]] = lambda shape: []  # further conditions on the shape
     waiting: Callable[[ScheduleShape, int], int] = lambda shape, rank: 0  # most micro-batches of a stage between I and W
+    idle: Callable[[Passes], Floats] = idle_in_turn  # closed form of the seconds that each rank waits
+    tried: tuple[int, ...] = ()  # stages per rank with which the search tries it; () for those that others are never slower than
+    ends_by_chunk: bool = False  # whether a rank ends its later stages before it begins the first one's backwards: sums hide there
+
+    @cached_property
+    def recomputes(self) -> bool:
+        """Whether it recomputes whole stages by itself."""
+        return any(action.kind is Kind.RECOMPUTE for action in self.order(self._example, 0))
+
+    @cached_property
+    def delays_weights(self) -> bool:
+        """Whether weight gradients wait for idle time, so that the last come after all else."""
+        return self.waiting(self._example, 0) > 0
+
+    @property
+    def _example(self) -> ScheduleShape:
+        return ScheduleShape(2, 2, self.chunks or 1, 2)
 
 
 def with_sync_and_step(order: Iterable[Action]) -> tuple[Action, ...]:
@@ -117,8 +137,8 @@ def peak_in_turn(shape: ScheduleShape, rank: int, ahead: int = 1) -> int:
     return min(num_warm_up(shape, rank, ahead) + 1, shape.num_micro_batch)
 
 
-ONE_F_ONE_B = Builder("1f1b", in_turn, peak_in_turn)
-EAGER_ONE_F_ONE_B = Builder("eager_1f1b", partial(in_turn, ahead=2), partial(peak_in_turn, ahead=2))
+ONE_F_ONE_B = Builder("1f1b", in_turn, peak_in_turn, tried=(1,))
+EAGER_ONE_F_ONE_B = Builder("eager_1f1b", partial(in_turn, ahead=2), partial(peak_in_turn, ahead=2), tried=(1,))
 
 # Interleaved 1F1B: several chunks per rank take turns, group by group, so that the pipeline fills in smaller steps; 2 chunks, groups of 2,
 # B as long as F
@@ -187,7 +207,17 @@ def _check_interleaved(shape: ScheduleShape) -> list[ConfigError]:
     ]
 
 
-INTERLEAVED = Builder("interleaved", _interleaved, _peak_interleaved, chunks=None, takes_group=True, check=_check_interleaved)
+INTERLEAVED = Builder(
+    "interleaved",
+    _interleaved,
+    _peak_interleaved,
+    chunks=None,
+    takes_group=True,
+    check=_check_interleaved,
+    idle=by_groups,
+    tried=(2, 4),
+    ends_by_chunk=True,
+)
 
 # All in, all out: every micro-batch passes a chunk before the next chunk has its turn, oldest first. 2 chunks, B as long as F: the later
 # stage of a rank is done with its gradients, and may sync them, while the earlier one still runs backward.
@@ -223,8 +253,23 @@ def _peak_aiao(shape: ScheduleShape, rank: int, *, early_loss: bool) -> int:
     return shape.num_micro_batch * shape.num_chunks
 
 
-AIAO = Builder("aiao", partial(_aiao, early_loss=False), partial(_peak_aiao, early_loss=False), chunks=None)
-AIAO_EARLY_LOSS = Builder("aiao_early_loss", partial(_aiao, early_loss=True), partial(_peak_aiao, early_loss=True), chunks=None)
+AIAO = Builder(
+    "aiao",
+    partial(_aiao, early_loss=False),
+    partial(_peak_aiao, early_loss=False),
+    chunks=None,
+    idle=by_chunks,
+    tried=(2,),
+    ends_by_chunk=True,
+)
+AIAO_EARLY_LOSS = Builder(
+    "aiao_early_loss",
+    partial(_aiao, early_loss=True),
+    partial(_peak_aiao, early_loss=True),
+    chunks=None,
+    idle=by_chunks,
+    ends_by_chunk=True,
+)
 
 
 def forward_only(num_ranks: int, num_micro_batch: int, stage_rank: Sequence[int]) -> Schedule:

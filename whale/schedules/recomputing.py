@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterable, Iterator
 from dataclasses import replace
+from functools import partial
 
 from whale.ir.schedule import Action, Kind, Schedule
+from whale.schedules.idle import in_turn as idle_in_turn
 from whale.schedules.orders import Builder, ScheduleShape, in_turn, num_warm_up, peak_in_turn
 
 # plain   RECV_B i, R i, B i       R runs while nothing else can: its time is on the critical path
@@ -106,6 +108,8 @@ def _peak_shifted(shape: ScheduleShape, rank: int) -> int:
     return peak_in_turn(shape, rank) + _is_shifted(shape, rank)
 
 
-RECOMPUTE_EARLY = Builder("recompute_early", _recompute_early, peak_in_turn)
-LAST_NO_RECOMPUTE = Builder("last_no_recompute", _last_no_recompute, peak_in_turn)
-SHIFTED_CRITICAL_PATH = Builder("shifted_critical_path", _shifted_critical_path, _peak_shifted)
+RECOMPUTE_EARLY = Builder("recompute_early", _recompute_early, peak_in_turn, idle=partial(idle_in_turn, sooner=0), tried=(1,))
+LAST_NO_RECOMPUTE = Builder("last_no_recompute", _last_no_recompute, peak_in_turn, idle=partial(idle_in_turn, sooner=2), tried=(1,))
+SHIFTED_CRITICAL_PATH = Builder(
+    "shifted_critical_path", _shifted_critical_path, _peak_shifted, idle=partial(idle_in_turn, sooner=3), tried=(1,)
+)

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 from whale.errors import ConfigError, raise_faults
 from whale.ir.schedule import Action, Kind, Schedule
+from whale.schedules.idle import down_and_up, with_late_weights, with_late_weights_twice_ahead
 from whale.schedules.orders import (
     AIAO,
     AIAO_EARLY_LOSS,
@@ -65,12 +66,16 @@ ZB_H1 = Builder(
     _zb_h1,
     peak=lambda shape, rank: min(shape.num_ranks, shape.num_micro_batch),
     waiting=lambda shape, rank: min(rank + 1, shape.num_micro_batch),
+    idle=with_late_weights,
+    tried=(1,),
 )
 ZB_H2 = Builder(
     "zb_h2",
     _zb_h2,
     peak=lambda shape, rank: min(2 * shape.num_ranks - 1, shape.num_micro_batch),
     waiting=lambda shape, rank: min(2 * rank + 1, shape.num_micro_batch),
+    idle=with_late_weights_twice_ahead,
+    tried=(1,),
 )
 
 # ZB-V: two chunks per rank in the shape of a V, no bubble where F = I = W, in the memory of 1F1B's first stage; 2 p chunk activations on
@@ -121,7 +126,7 @@ def _waiting_v(shape: ScheduleShape, rank: int) -> int:
     return max(1, min(rank + 1, num_of_last))
 
 
-ZB_V = Builder("zb_v", _zb_v, _peak_v, _v_shape, chunks=2, waiting=_waiting_v)
+ZB_V = Builder("zb_v", _zb_v, _peak_v, _v_shape, chunks=2, waiting=_waiting_v, idle=down_and_up, tried=(2,))
 
 
 _ALL = (

@@ -1,48 +1,52 @@
-"""Advice about a cluster: what each device type, more devices or faster links bring, which type runs the first stages, the least memory.
+"""Advice about a cluster and a training: which devices to use, and what another setting, more devices or a faster network would bring.
 
-Each piece of advice compares two searches, or two plans of one search, and states both numbers.
+questions   the search, asked for plans with and without each device type, then for plans with one thing changed
+facts       per question the best plan that any answer has; a better plan for the question as it is replaces the first one
+lines       each compares two facts, and states both values
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import chain
 from typing import Literal
 
 from whale.config import Config
-from whale.config.keys import choice_text
-from whale.errors import AnnotationError, ConfigError, OutOfMemory, PlanError
-from whale.estimate import Costs, StepEstimate, estimate_with
-from whale.estimate.prices.prices import Prices
+from whale.errors import ConfigError, OutOfMemory, WhaleError
+from whale.estimate import Costs, StepEstimate
+from whale.hardware import compute_type
+from whale.hardware.precision import HALVES
 from whale.ir.cluster import Cluster, Device
-from whale.ir.graph import ModelGraph
-from whale.ir.plan import Choice, Plan, Replica
-from whale.search.changes import faster_between, faster_inside, one_more, with_plenty
-from whale.search.deciding import with_states, without_recomputation
+from whale.ir.graph import MOST_ROWS, ModelGraph
+from whale.search.asking import Answer, Question, answers
+from whale.search.changes import faster_between, one_more, with_plenty
 from whale.search.freedom import pin_of
 from whale.search.largest import Largest
-from whale.search.searching import Candidate, SearchResult, search
-from whale.units import format_bytes, format_seconds
+from whale.search.searching import search
+from whale.units import format_bytes, format_rate, format_seconds, format_share
 
-EFFORT = 30.0  # plans per search of a changed cluster where ``planning.effort`` is not set: there are many such searches
+QUESTIONS = 8  # as many as share the effort of so many plans: all advice takes less time than ten
+
+MOST_TYPES = 4  # device types that are asked about, the slowest; and those of which one more is, the fastest
 
 WORTH = 1.02  # a smaller ratio is no gain: two searches of one choice differ by less
 
-FACTOR = 2  # links are asked about at this multiple of their bandwidth
+FACTOR = 2  # the network is asked about at this multiple of its bandwidth, and the batch at this multiple of its rows
 
-About = Literal["devices", "front", "state", "more", "link", "memory", "redundancy", "depth"]
+About = Literal["devices", "precision", "batch", "more", "speed", "link", "redundancy", "state", "none", "memory", "depth"]
 
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """One sentence, and the two numbers behind it."""
+    """One sentence, and the two values behind it."""
 
     about: About  # topic
     subject: str  # which devices, links or settings
     says: str  # the sentence
-    value: float | None  # of the plan it argues for, by the objective (memory: bytes; depth: blocks)
+    value: float | None  # of the plan it argues for, by the objective (batch: per sample; memory: bytes; depth: blocks)
     beside: float | None  # of the plan it is compared with; None where there is none
 
 
@@ -50,14 +54,30 @@ class Advice:
 class Advised:
     """All advice."""
 
-    found: SearchResult | None  # the search on the cluster as it is; None where nothing fits
+    best: Answer | None  # the plan; None where nothing fits
     fault: str  # why nothing fits, or ""
     advice: tuple[Advice, ...]  # all of it
-    state: str = ""  # ``memory.zero`` and ``memory.offload`` of the plan; "" where nothing fits
+    facts: tuple[Answer, ...] = ()  # that it is made of: the best answer to each question that has one, the plan first
+
+
+@dataclass(frozen=True)
+class _Change:
+    """A question with one thing changed."""
+
+    about: About
+    subject: str
+    setting: str
+    question: Question
 
 
 def advise(
-    graph: ModelGraph, cluster: Cluster, config: Config, *, rows: int | None = None, tell: Callable[[str], None] | None = None
+    graph: ModelGraph,
+    cluster: Cluster,
+    config: Config,
+    *,
+    rows: int | None = None,
+    recapture: Callable[[Config], ModelGraph] | None = None,
+    tell: Callable[[str], None] | None = None,
 ) -> Advised:
     """Searches on a cluster and on changed ones, and says what the differences mean.
 
@@ -66,6 +86,7 @@ def advise(
         cluster: the devices.
         config: settings, with the objective and, where set, the effort of each search.
         rows: of the global batch; None for the example's.
+        recapture: captures the model for other settings; None where it cannot be, then half precision is not asked about.
         tell: is called before each search with what it looks for.
 
     Raises:
@@ -79,277 +100,300 @@ def advise(
             f"planning.batch_rows: {config.planning.batch_rows} is a range; advice needs one number of rows",
             hint="find it with `whale plan`, and give it by --rows",
         )
-    own = _Adviser(graph, cluster, config, rows, tell)
+    base = Question(graph, cluster, config, graph.num_rows if rows is None else rows)
+    own = _Adviser(base, recapture, (lambda what: None) if tell is None else tell)
     try:
-        found = own.searched("the whole cluster", cluster, effort=config.planning.effort)
+        own.begin()
     except OutOfMemory as fault:
-        return Advised(None, fault.message, (*own.on_hosts(), *own.more(None), own.memory(None)))
-    states = tuple(own.states(found))
-    before = (*own.groups(found), *own.front(found), *states)
-    advice = (*before, *own.more(found), *own.links(found), *own.redundancy(found), own.memory(found))
-    return Advised(found, "", advice, said_state(found.plan, config))
+        return Advised(None, fault.message, tuple(own.what_fits()))
+    own.settle()
+    own.ask_changes()
+    if own.ask_again():
+        own.settle()
+    lines = (*own.devices(), *own.gains())
+    return Advised(own.best, "", lines, (own.best, *own.facts))
 
 
 @dataclass(frozen=True)
 class _Adviser:
-    """What all searches share; arguments as of `advise`."""
+    """What was asked, and what is known."""
 
-    graph: ModelGraph
-    cluster: Cluster
-    config: Config
-    rows: int | None
-    tell: Callable[[str], None] | None
-    _by_state: list[SearchResult] = field(default_factory=list, init=False, compare=False)  # of the last search, those that fit
+    base: Question  # as it is
+    recapture: Callable[[Config], ModelGraph] | None
+    tell: Callable[[str], None]
+    known: list[Answer] = field(default_factory=list, init=False)  # plans for `base`
+    answered: list[tuple[_Change, Answer]] = field(default_factory=list, init=False)  # changes that have a plan
+    _asked: set[tuple[Device | None, bool]] = field(default_factory=set, init=False)  # device types, and whether with them
 
-    def searched(
-        self,
-        what: str,
-        cluster: Cluster,
-        start: Sequence[Candidate | SearchResult] = (),
-        using: Device | None = None,
-        effort: float | None = None,
-    ) -> SearchResult:
-        """Reports and runs a search; `start` are known good strategies, `using` a device type that every plan must have.
-
-        As in any plan, as little state is sharded or offloaded as fits, or more where that is faster.
-        """
-        if self.tell is not None:
-            self.tell(what)
-        if effort is None:
-            effort = self.config.planning.effort if "planning.effort" in self.config.explicit else EFFORT
-        known = [each.strategy for each in start]
-        self._by_state.clear()
-
-        def under(config: Config) -> tuple[Plan, StepEstimate]:
-            least = min(effort, config.planning.effort)  # less for a state that is only compared
-            found = search(self.graph, cluster, config, rows=self.rows, effort=least, start=known, using=using)
-            self._by_state.append(found)
-            return found.plan, found.step
-
-        compares = self.config.planning.objective == "step_time"
-        least = without_recomputation(self.graph, cluster, self.config)
-        plan, step = with_states(self.config, len(cluster.devices), under, may_compare=compares, least=least)
-        return replace(next(each for each in self._by_state if each.step is step), plan=plan)
-
-    def groups(self, found: SearchResult) -> Iterator[Advice]:
-        """Whether each device type is worth using."""
-        for kind, num_devices in self.counts.items():
-            if len(self.counts) > 1 or num_devices > 1:
-                used = sum(self.cluster.by_name[name].kind == kind for name in found.plan.devices)
-                yield self._used(found, kind, used) if used else self._unused(found, kind)
-
-    def _used(self, found: SearchResult, kind: Device, used: int) -> Advice:
-        name, count = self.names[kind], self.counts[kind]
-        subject = f"the {count} {name}" if used == count else f"{used} of the {count} {name}"
-        others = [device.name for device in self.cluster.devices if device.kind != kind]
-        if not others:
-            return self._fewer(found, name, subject)
-        text = found.objective.text
-        try:
-            known = [each for each in found.others if not self._uses(each.estimated.plan, kind)][:1]
-            without = self.searched(f"without the {name}", self.cluster.only(others), known).value
-        except (PlanError, AnnotationError):  # nothing fits, or scopes ask for more devices
-            return Advice(
-                "devices", name, f"use {subject}: without them there is no plan ({text(found.value)} with them)", found.value, None
-            )
-        ratio = without / found.value
-        numbers = self._numbers(found, found.value, without)
-        if ratio < WORTH:
-            return self._as_good(name, numbers, without, found.value)
-        return Advice("devices", name, f"use {subject}: {ratio:.2f}x ({numbers})", found.value, without)
-
-    def _fewer(self, found: SearchResult, name: str, subject: str) -> Advice:
-        """For identical devices: all against one of them."""
-        text = found.objective.text
-        try:
-            alone = self.searched(f"one {name}", self.cluster.only([found.plan.devices[0]])).value
-        except (PlanError, AnnotationError):
-            return Advice("devices", name, f"use {subject}: one alone has no plan ({text(found.value)} together)", found.value, None)
-        ratio = alone / found.value
-        if ratio < WORTH:
-            return Advice("devices", name, f"one {name} is as good ({text(alone)}, {text(found.value)} on all)", alone, found.value)
-        return Advice("devices", name, f"use {subject}: {ratio:.2f}x one ({text(found.value)}, {text(alone)} on one)", found.value, alone)
-
-    def _unused(self, found: SearchResult, kind: Device) -> Advice:
-        name, text = self.names[kind], found.objective.text
-        other = next(self._with(found.others, kind), None) or self._best_with(kind)
-        if other is None:
-            return Advice(
-                "devices", name, f"leave the {name} out: no plan with them was found ({text(found.value)} without)", found.value, None
-            )
-        value, step = other
-        numbers, ratio = self._numbers(found, value, found.value), value / found.value
-        if ratio < 1 / WORTH:
-            says = f"use the {name}: {1 / ratio:.2f}x, found by a search of plans with them only ({numbers})"
-            return Advice("devices", name, says, value, found.value)
-        if ratio < WORTH:
-            return self._as_good(name, numbers, found.value, value)
-        says = f"leave the {name} out: with them it is {ratio - 1:.0%} worse ({numbers}; {why_slower(step, found.step.step_seconds)})"
-        return Advice("devices", name, says, found.value, value)
-
-    def _best_with(self, kind: Device) -> tuple[float, StepEstimate] | None:
-        """Value and step of the best plan with a device type, by a search of such plans only; None where there is none."""
-        try:
-            found = self.searched(f"with the {self.names[kind]}", self.cluster, using=kind)
-        except (PlanError, AnnotationError):
-            return None
-        if self._uses(found.plan, kind):
-            return found.value, found.step
-        return next(self._with(found.others, kind), None)  # around scopes a plan need not take all that it may
-
-    def _with(self, candidates: Sequence[Candidate], kind: Device) -> Iterator[tuple[float, StepEstimate]]:
-        return ((each.value, each.estimated.step) for each in candidates if self._uses(each.estimated.plan, kind))
-
-    @staticmethod
-    def _numbers(found: SearchResult, value: float, without: float) -> str:
-        return f"{found.objective.text(value)} with them, {found.objective.text(without)} without"
-
-    @staticmethod
-    def _as_good(name: str, numbers: str, without: float, value: float) -> Advice:
-        return Advice("devices", name, f"the {name} may be left out: the others alone are as good ({numbers})", without, value)
-
-    def front(self, found: SearchResult) -> Iterator[Advice]:
-        """Which device type computes the first stage, and the time with another there."""
-        replica = self._mixed(found.plan)
-        if replica is None:
-            return
-        kind, text = self._front(replica), found.objective.text
-        name = self.names[kind]
-        first, last = (format_bytes(replica.stages[end].estimates[0].activation_bytes) for end in (0, -1))
-        says = f"the {name} takes the front of the pipeline: besides parameters the first stage keeps {first}, the last {last}; "
-        for other in found.others:
-            mixed = self._mixed(other.estimated.plan)
-            if mixed is not None and self._front(mixed) != kind:
-                says += f"with the {self.names[self._front(mixed)]} in front {text(other.value)} ({text(found.value)} with this one)"
-                yield Advice("front", name, says, found.value, other.value)
-                return
-        yield Advice(
-            "front", name, f"{says}no plan with another device type there was tried (a larger planning.effort tries more)", None, None
-        )
-
-    def _uses(self, plan: Plan, kind: Device) -> bool:
-        return any(self.cluster.by_name[name].kind == kind for name in plan.devices)
-
-    def _front(self, replica: Replica) -> Device:
-        return self.cluster.by_name[replica.stages[0].virtual_device.devices[0]].kind
-
-    def _mixed(self, plan: Plan) -> Replica | None:
-        """A replica whose pipeline runs over several device types."""
-        for replica in plan.replicas:
-            names = (stage.virtual_device.devices[0] for stage in replica.stages)
-            if len({self.cluster.by_name[name].kind for name in names}) > 1:
-                return replica
-        return None
-
-    def states(self, found: SearchResult) -> Iterator[Advice]:
-        """Why state is sharded or offloaded, where settings leave it open; must follow the search directly, which fills `_by_state`."""
-        said = state_choice(found.plan)
-        if said is None:
-            return
-        others = [each.value for each in self._by_state if each.step is not found.step]
-        if not others:
-            yield Advice("state", "memory", f"{said.decision}: {said.bound}", found.value, None)
-        elif min(others) >= WORTH * found.value:
-            numbers = f"{found.objective.text(found.value)}, {said.bound}"
-            yield Advice("state", "memory", f"{said.decision}: {min(others) / found.value:.2f}x ({numbers})", found.value, min(others))
-
-    def on_hosts(self) -> Iterator[Advice]:
-        """Whether offloading would make the model fit, where settings do not set it."""
-        if "memory.offload" in self.config.explicit:
-            return
-        try:
-            found = replace(self, config=self.config.with_values({"memory.offload": "auto"})).searched("with memory of hosts", self.cluster)
-        except PlanError:
-            yield Advice("state", "memory.offload", "memory.offload: auto: still nothing fits", None, None)
-            return
-        says = f"memory.offload: auto: then it fits ({found.objective.text(found.value)}; {said_state(found.plan, self.config)})"
-        yield Advice("state", "memory.offload", says, found.value, None)
-
-    def more(self, found: SearchResult | None) -> Iterator[Advice]:
-        """What one more device of each type would bring; the present plan stays possible."""
-        for kind, name in self.names.items():
-            cluster, where = one_more(self.cluster, kind)
-            yield self._changed(found, "more", name, f"one more {name} {where}", cluster)
-
-    def links(self, found: SearchResult) -> Iterator[Advice]:
-        """What links twice as fast would bring, also where the plan avoids them because they are slow."""
-        hosts = self.cluster.hosts
-        if len(hosts) > 1:
-            faster = faster_between(self.cluster, FACTOR)
-            yield self._changed(found, "link", "between hosts", "links between hosts twice as fast", faster, self._as_it_is(found, faster))
-        if any(len(host.devices) > 1 for host in hosts):
-            faster = faster_inside(self.cluster, FACTOR)
-            yield self._changed(found, "link", "inside hosts", "links inside hosts twice as fast", faster, self._as_it_is(found, faster))
-
-    def _as_it_is(self, found: SearchResult, cluster: Cluster) -> float:
-        """The value of the present plan on a changed cluster, which a search there may miss."""
-        prices = Prices(self.graph, cluster, Costs.for_model(self.config, self.graph, cluster))
-        return found.objective.of(found.plan, estimate_with(prices, found.plan))
-
-    def _changed(
-        self, found: SearchResult | None, about: About, subject: str, what: str, cluster: Cluster, as_it_is: float | None = None
-    ) -> Advice:
-        """What a changed cluster brings; `as_it_is` is the value of the present plan there, where known."""
-        try:
-            changed = self.searched(what, cluster, [] if found is None else [found])
-        except PlanError:
-            changed = None
-        if found is None:
-            if changed is None:
-                return Advice(about, subject, f"{what}: still nothing fits", None, None)
-            return Advice(about, subject, f"{what}: then it fits ({changed.objective.text(changed.value)})", changed.value, None)
-        text = found.objective.text
-        values = [value for value in (as_it_is, None if changed is None else changed.value) if value is not None]
-        if not values:
-            return Advice(about, subject, f"{what}: no gain was found ({text(found.value)} now)", None, found.value)
-        value = min(values)
-        if found.value < WORTH * value:
-            says = f"{what}: no gain above {WORTH - 1:.0%} was found ({text(found.value)} now)"
-            return Advice(about, subject, says, value, found.value)
-        return Advice(about, subject, f"{what}: {found.value / value:.2f}x ({text(value)}, {text(found.value)} now)", value, found.value)
-
-    def memory(self, found: SearchResult | None) -> Advice:
-        """The least memory per device that trains the model."""
-        if self.tell is not None:
-            self.tell("the least memory")
-        config = self.config.with_values({"planning.objective": "memory"})
-        small = search(self.graph, with_plenty(self.cluster), config, rows=self.rows)
-        if self.config.memory.zero == "auto" and len(self.cluster.devices) > 1:
-            shared, known = config.with_values({"memory.zero": "3"}), [small.strategy]
-            least = search(self.graph, with_plenty(self.cluster), shared, rows=self.rows, effort=EFFORT, start=known)
-            small = min(small, least, key=lambda each: each.value)
-        costs = Costs.of(self.config)
-        need = small.value / costs.memory_fraction
-        says = f"the model would train on devices of {format_bytes(need)}: {small.strategy}"
-        if found is None:
-            there = max(device.memory for device in self.cluster.devices)
-            return Advice("memory", "the fullest device", f"{says} (the largest has {format_bytes(there)})", need, float(there))
-        now = max(each.peak.total for each in found.step.devices) / costs.memory_fraction
-        return Advice("memory", "the fullest device", f"{says} (the plan above needs devices of {format_bytes(now)})", need, now)
-
-    def redundancy(self, found: SearchResult) -> Iterator[Advice]:
-        """The best plan with redundant copies on other hosts."""
-        if len(self.cluster.devices) == 1 or found.step.redundancy is not None:  # the plan says it
-            return
-        own = replace(self, config=self.config.with_values({"memory.redundancy": 1}))
-        try:
-            best = own.searched("copies on second hosts", self.cluster, [found])
-        except PlanError:
-            yield Advice("redundancy", "memory.redundancy", "memory.redundancy: 1: nothing fits with it", None, found.value)
-            return
-        if (copies := best.step.redundancy) is not None:
-            says = f"memory.redundancy: 1 {copies}: {best}, {found.objective.text(found.value)} without"
-            yield Advice("redundancy", f"any one {copies.survives}", says, best.value, found.value)
+    @property
+    def best(self) -> Answer:
+        return replace(min(self.known, key=lambda each: each.value), setting="")
 
     @cached_property
     def counts(self) -> Counter[Device]:
-        return Counter(device.kind for device in self.cluster.devices)
+        return Counter(device.kind for device in self.base.cluster.devices)
 
     @cached_property
-    def names(self) -> dict[Device, str]:
-        """What each device type is called: its model, with its memory where several types share the model."""
-        models = Counter(kind.model for kind in self.counts)
-        return {kind: kind.model if models[kind.model] == 1 else f"{kind.model} of {format_bytes(kind.memory)}" for kind in self.counts}
+    def names(self) -> Mapping[Device, str]:
+        """What the devices of each type are called: ``T4``, ``2 x T4``."""
+        return {
+            kind: f"{self.counts[kind]} x {name}" if self.counts[kind] > 1 else name for kind, name in self.base.cluster.kind_names.items()
+        }
+
+    @cached_property
+    def types(self) -> tuple[Device, ...]:
+        """The device types that are asked about, in the cluster's order."""
+        slowest = sorted(self.counts, key=lambda kind: kind.reached_flops("float32"))[:MOST_TYPES]
+        return tuple(kind for kind in self.counts if kind in slowest) if len(self.counts) > 1 else ()
+
+    @cached_property
+    def _question(self) -> Question:
+        """`base` with the effort of the questions after the first."""
+        number = 2 * min(len(self.counts), MOST_TYPES) + 4  # each type, and more of it; precision, rows, links, copies
+        effort = max(1, round(self.base.config.planning.effort * min(1, QUESTIONS / number)))
+        return replace(self.base, config=self.base.config.with_values({"planning.effort": effort}))
+
+    def begin(self) -> None:
+        """Asks for plans for `base`. Raises OutOfMemory: there is none."""
+        self.tell("the whole cluster")
+        self.known.extend(answers(self.base))
+        self._asked.update((kind, kind in self.best.kinds) for kind in self.counts)
+
+    def ask(self, setting: str, question: Question, start: Sequence[Answer] = ()) -> tuple[Answer, ...]:
+        """The answers to a question; none where there is no plan."""
+        self.tell(setting)
+        try:
+            found = answers(question, setting, [each.strategy for each in start if each.strategy is not None])
+        except WhaleError:
+            return ()
+        return tuple(each for each in found if not each.is_apart or not self.known or self.best.is_apart)
+
+    def settle(self) -> None:
+        """Asks for plans with each device type that the best plan does not use, and without each that it uses, until both are known."""
+        question, everyone = self._question, self.base.cluster.devices
+        while (kind := next((each for each in self.types if (each, each not in self.best.kinds) not in self._asked), None)) is not None:
+            is_with = kind not in self.best.kinds
+            self._asked.add((kind, is_with))
+            if is_with:
+                asked = replace(question, using=kind)
+            else:
+                asked = replace(question, cluster=self.base.cluster.only([each.name for each in everyone if each.kind != kind]))
+            self.known.extend(self.ask(f"{'with' if is_with else 'without'} the {self.names[kind]}", asked))
+        if len(self.counts) == 1 and len(everyone) > 1 and (None, False) not in self._asked:
+            self._asked.add((None, False))
+            alone = replace(question, cluster=self.base.cluster.only([self.best.plan.devices[0]]))
+            self.known.extend(self.ask(f"one {everyone[0].model}", alone))
+
+    def ask_changes(self) -> None:
+        for change in self._changes():
+            found = self.ask(change.setting, change.question)
+            stays = [] if change.question.cluster is self.base.cluster else [self.best]  # the plan is possible there too
+            self.answered.extend((change, each) for each in (*found, *stays)[:1])
+
+    def ask_again(self) -> bool:
+        """Asks for `base` once more, with the strategies that are best on other devices or links; whether that is better."""
+        looked_at, before = {each.strategy for each in self.known}, self.best.value
+        elsewhere = (each for change, each in self.answered if change.question.cluster is not self.base.cluster)
+        start = [each for each in elsewhere if each.strategy not in looked_at and each.kinds <= self.counts.keys()]
+        if start:
+            once = replace(self.base, config=self.base.config.with_values({"planning.effort": 1}))
+            self.known.extend(self.ask("the whole cluster once more", once, start))
+        return self.best.value < before
+
+    def _of(self, kind: Device, *, used: bool) -> Answer | None:
+        """The best known plan with a device type, or without it."""
+        found = (each for each in self.known if (kind in each.kinds) is used)
+        setting = f"{'with' if used else 'without'} the {self.names[kind]}"
+        return next((replace(each, setting=setting) for each in sorted(found, key=lambda each: each.value)), None)
+
+    @property
+    def _alone(self) -> Answer | None:
+        """The best known plan on one device, of several that are alike."""
+        found = [each for each in self.known if len(each.plan.devices) == 1]
+        model = self.base.cluster.devices[0].model
+        return replace(min(found, key=lambda each: each.value), setting=f"one {model}") if found else None
+
+    def _changes(self) -> Iterator[_Change]:
+        """What people can change, one thing each."""
+        own, cluster = self._question, self.base.cluster
+        yield from self._half()
+        rows = FACTOR * own.rows
+        if rows <= MOST_ROWS and own.objective.name != "memory":
+            yield _Change("batch", "rows", f"a global batch of {rows} rows", replace(own, rows=rows))
+        yield from self._more()
+        if len(cluster.hosts) > 1:
+            faster = replace(own, cluster=faster_between(cluster, FACTOR))
+            yield _Change("link", "between hosts", "links between hosts twice as fast", faster)
+        if len(cluster.devices) > 1 and self.best.step.redundancy is None:
+            copied = replace(own, config=own.config.with_values({"memory.redundancy": 1}))
+            yield _Change("redundancy", "memory.redundancy", "memory.redundancy: 1", copied)
+
+    def _half(self) -> Iterator[_Change]:
+        """Half precision, where the model computes in float32 because nothing was said."""
+        own = self._question
+        is_full = any(each.spec.dtype == "float32" for each in self.base.graph.parameters)
+        if self.recapture is None or not is_full or "precision.dtype" in own.config.explicit or own.config.cluster.profile is not None:
+            return
+        chosen = compute_type(own.config.with_values({"precision.dtype": "auto"}), own.cluster)
+        if chosen is None:
+            return
+        half = next(name for name, dtype in HALVES.items() if dtype == chosen.dtype)
+        config, setting = own.config.with_values({"precision.dtype": half}), f"precision.dtype: {half}"
+        try:
+            graph = self.recapture(config)
+        except WhaleError:
+            return
+        yield _Change("precision", "precision.dtype", setting, replace(own, graph=graph, config=config))
+
+    def _more(self) -> Iterator[_Change]:
+        """One more device of each type; of a slowed one, its devices at full speed."""
+        own, cluster = self._question, self.base.cluster
+        fastest = sorted(self.counts, key=lambda kind: -kind.slowdown * kind.reached_flops("float32"))[:MOST_TYPES]
+        for kind, name in ((kind, name) for kind, name in cluster.kind_names.items() if kind in fastest):
+            if kind.slowdown > 1:
+                cured = cluster.slowed({device.name: 1.0 for device in cluster.devices if device.kind == kind})
+                yield _Change("speed", name, f"the {self.names[kind]} at full speed", replace(own, cluster=cured))
+            else:
+                more, where = one_more(cluster, kind)
+                yield _Change("more", name, f"one more {name} {where}", replace(own, cluster=more))
+
+    @property
+    def facts(self) -> Iterator[Answer]:
+        """The best known answers to what was asked."""
+        both = (self._of(kind, used=used) for kind in self.types for used in (True, False))
+        alone = (self._alone,) if (None, False) in self._asked else ()
+        yield from (each for each in (*both, *alone) if each is not None)
+        yield from (answer for _, answer in self._compared)
+
+    @cached_property
+    def _compared(self) -> Sequence[tuple[_Change, Answer]]:
+        """The changes and their answers; of other devices or links the best plan as it is, where that is better there."""
+        return [(change, self._at_least(change, answer)) for change, answer in self.answered]
+
+    def _at_least(self, change: _Change, answer: Answer) -> Answer:
+        if change.question.cluster is self.base.cluster:
+            return answer
+        value = change.question.value_of(self.best.plan)
+        return answer if answer.value <= value else replace(self.best, setting=change.setting, value=value)
+
+    def devices(self) -> Iterator[Advice]:
+        """Whether each device type is worth using."""
+        for kind in self.types:
+            used, unused = self._of(kind, used=True), self._of(kind, used=False)
+            yield self._used_line(kind, used, unused) if kind in self.best.kinds else self._unused_line(kind, used)
+        if (None, False) in self._asked:
+            yield self._several_line()
+
+    def _used_line(self, kind: Device, used: Answer | None, unused: Answer | None) -> Advice:
+        assert used is not None, "the best plan uses it"
+        name, text, them = self.names[kind], self.base.objective.text, self._them(kind)
+        if unused is None:
+            says = f"use {self._subject(kind)}: no plan without {them} was found ({text(used.value)} with {them})"
+            return Advice("devices", name, says, used.value, None)
+        ratio = unused.value / used.value
+        if ratio < WORTH:
+            return self._as_good(kind, used, unused)
+        says = f"use {self._subject(kind)}: {ratio:.2f}x ({self._numbers(kind, used, unused)})"
+        return Advice("devices", name, says, used.value, unused.value)
+
+    def _unused_line(self, kind: Device, used: Answer | None) -> Advice:
+        name, text, them, best = self.names[kind], self.base.objective.text, self._them(kind), self.best
+        if used is None:
+            says = f"leave the {name} out: no plan with {them} was found ({text(best.value)} without {them})"
+            return Advice("devices", name, says, best.value, None)
+        if used.value < WORTH * best.value:
+            return self._as_good(kind, used, best)
+        worse = "slower" if self.base.objective.name == "step_time" else "worse"
+        numbers = f"{used.value / best.value - 1:.0%} {worse} ({self._numbers(kind, used, best)}; {used.arrangement}: {shares(used.step)})"
+        return Advice("devices", name, f"leave the {name} out: {numbers}", best.value, used.value)
+
+    def _as_good(self, kind: Device, used: Answer, unused: Answer) -> Advice:
+        name = self.names[kind]
+        says = f"the {name} may be left out: the others alone are as good ({self._numbers(kind, used, unused)})"
+        return Advice("devices", name, says, unused.value, used.value)
+
+    def _several_line(self) -> Advice:
+        """For devices that are all alike: several against one of them."""
+        (kind,), text, best, alone = self.counts, self.base.objective.text, self.best, self._alone
+        if alone is None:
+            says = f"use {self._subject(kind)}: one alone has no plan ({text(best.value)} together)"
+            return Advice("devices", self.names[kind], says, best.value, None)
+        ratio = alone.value / best.value
+        if ratio < WORTH:
+            numbers = f"{text(alone.value)}, {text(best.value)} on {len(best.plan.devices)}"
+            return Advice("devices", self.names[kind], f"one {kind.model} is as good ({numbers})", alone.value, best.value)
+        says = f"use {self._subject(kind)}: {ratio:.2f}x one ({text(best.value)}, {text(alone.value)} on one)"
+        return Advice("devices", self.names[kind], says, best.value, alone.value)
+
+    def _numbers(self, kind: Device, used: Answer, unused: Answer) -> str:
+        text, them = self.base.objective.text, self._them(kind)
+        return f"{text(used.value)} with {them}, {text(unused.value)} without"
+
+    def _subject(self, kind: Device) -> str:
+        used = sum(self.base.cluster.by_name[name].kind == kind for name in self.best.plan.devices)
+        return f"the {self.names[kind]}" if used == self.counts[kind] else f"{used} of the {self.names[kind]}"
+
+    def _them(self, kind: Device) -> str:
+        return "them" if self.counts[kind] > 1 else "it"
+
+    def gains(self) -> Iterator[Advice]:
+        """What each change brings; those that bring nothing on one line."""
+        nothing, now = list[str](), self.base.objective.text(self.best.value)
+        for change, answer in self._compared:
+            if change.about == "redundancy":
+                yield from self._copies(answer)
+                continue
+            value, beside = answer.value, self.best.value
+            if change.about == "batch":
+                value, beside = (self.base.objective.of_sample(own.value, own.plan.planned_rows) for own in (answer, self.best))
+            if beside < WORTH * value:
+                nothing.append(change.setting)
+                continue
+            numbers = f"{self.base.objective.text(answer.value)}, {now} now"
+            if change.about == "batch" and self.base.objective.name == "step_time":
+                numbers = f"{format_rate(1 / value)} samples per second, {format_rate(1 / beside)} now"
+            yield Advice(change.about, change.subject, f"{change.setting}: {beside / value:.2f}x ({numbers})", value, beside)
+        if nothing:
+            says = f"no gain above {WORTH - 1:.0%} was found from {'; '.join(nothing)} ({now} now)"
+            yield Advice("none", "; ".join(nothing), says, self.best.value, None)
+
+    def _copies(self, answer: Answer) -> Iterator[Advice]:
+        if (copies := answer.step.redundancy) is not None:
+            text = self.base.objective.text
+            says = f"memory.redundancy: 1 {copies}: {answer}, {text(self.best.value)} without"
+            yield Advice("redundancy", f"any one {copies.survives}", says, answer.value, self.best.value)
+
+    def what_fits(self) -> Iterator[Advice]:
+        """What would make a model fit that does not."""
+        own, nothing = self._question, list[str]()
+        offloaded = replace(own, config=own.config.with_values({"memory.offload": "auto"}))
+        hosts = _Change("state", "memory.offload", "memory.offload: auto", offloaded)
+        asked = () if "memory.offload" in own.config.explicit else (hosts,)
+        for change in chain(asked, self._half(), self._more()):
+            found = self.ask(change.setting, change.question)
+            if not found:
+                nothing.append(change.setting)
+                continue
+            says = f"{change.setting}: then it fits ({own.objective.text(found[0].value)}; {found[0].state})"
+            yield Advice(change.about, change.subject, says, found[0].value, None)
+        if nothing:
+            yield Advice("none", "; ".join(nothing), f"nothing fits either with {'; '.join(nothing)}", None, None)
+        yield self._memory()
+
+    def _memory(self) -> Advice:
+        """The least memory per device that trains the model."""
+        self.tell("the least memory")
+        base = self._question
+        config, roomy = base.config.with_values({"planning.objective": "memory"}), with_plenty(base.cluster)
+        small = search(base.graph, roomy, config, rows=base.rows)
+        if base.config.memory.zero == "auto" and len(base.cluster.devices) > 1:
+            shared, known = config.with_values({"memory.zero": "3"}), [small.strategy]
+            least = search(base.graph, roomy, shared, rows=base.rows, start=known)
+            small = min(small, least, key=lambda each: each.value)
+        need = small.value / Costs.of(base.config).memory_fraction
+        there = max(device.memory for device in base.cluster.devices)
+        says = f"the model would train on devices of {format_bytes(need)}: {small.strategy} (the largest has {format_bytes(there)})"
+        return Advice("memory", "the fullest device", says, need, float(there))
 
 
 def of_depth(sizes: Sequence[Largest]) -> Advice:
@@ -362,28 +406,10 @@ def of_depth(sizes: Sequence[Largest]) -> Advice:
     return Advice("depth", "blocks", f"{says}{beside})", float(best.num_blocks), float(plain.num_blocks))
 
 
-def state_choice(plan: Plan) -> Choice | None:
-    """The choice about parameter state, where settings left it open and it is not plain."""
-    return next((each for each in plan.choices if (each.pass_name, each.subject) == ("memory", "state")), None)
-
-
-def said_state(plan: Plan, config: Config) -> str:
-    """``memory.zero`` and ``memory.offload`` of a plan made with these settings."""
-    said = state_choice(plan)
-    if said is not None:
-        return said.decision
-    zero, offload = (
-        setting if setting != "auto" else plain for setting, plain in ((config.memory.zero, "0"), (config.memory.offload, "none"))
-    )
-    return f"memory.zero: {choice_text(zero)}, memory.offload: {offload}"
-
-
-def why_slower(step: StepEstimate, seconds: float) -> str:
-    """Why a step is slower than `seconds`: compute, links, or waiting for other stages."""
+def shares(step: StepEstimate) -> str:
+    """What the devices that compute longest do during a step, in shares of it."""
     slow = step.straggler
-    work, waits = f"{slow.name} {slow.does('computes')} for {format_seconds(slow.busy)}", slow.does("waits")
-    if slow.busy >= seconds:
-        return f"compute-bound: {work}"
-    if slow.exposed >= step.idle(slow):
-        return f"communication-bound: {work} and {waits} {format_seconds(slow.exposed)} for messages"
-    return f"schedule-bound: {work} and {waits} {format_seconds(step.idle(slow))} for other devices"
+    waits = [("messages", slow.exposed / step.step_seconds), ("other devices", step.idle(slow) / step.step_seconds)]
+    told = [f"{format_share(share)} for {what}" for what, share in waits if round(100 * share)]
+    computes = f"{slow.name} {slow.does('computes')} {format_share(slow.busy / step.step_seconds)} of the step"
+    return f"{computes} and {slow.does('waits')} {' and '.join(told)}" if told else computes

@@ -38,11 +38,6 @@ def faster_between(cluster: Cluster, factor: float) -> Cluster:
     return replace(cluster, hosts=hosts, network=network, pairs=tuple((pair, _faster(link, factor)) for pair, link in cluster.pairs))
 
 
-def faster_inside(cluster: Cluster, factor: float) -> Cluster:
-    """Multiplies the bandwidth of links inside hosts."""
-    return replace(cluster, hosts=tuple(replace(host, link=_faster(host.link, factor)) for host in cluster.hosts))
-
-
 def with_plenty(cluster: Cluster) -> Cluster:
     def roomy(host: Host) -> Host:
         return replace(host, devices=tuple(replace(device, memory=PLENTY_BYTES) for device in host.devices))

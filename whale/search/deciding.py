@@ -107,7 +107,7 @@ def _searched(
     if config.planning.batch_rows is not None:
         best = _best_batch(graph, cluster, config, rows, tell)
         return (best.plan, best.step) if runner_up is None else best.runner_up(runner_up)
-    rule = _rule(graph, cluster, config, rows) if with_rule else None
+    rule = ruled_plan(graph, cluster, config, rows) if with_rule else None
     try:
         found = search(graph, cluster, config, rows=rows, tell=tell)
     except KeyboardInterrupt:
@@ -130,7 +130,7 @@ def _best_batch(graph: ModelGraph, cluster: Cluster, config: Config, rows: int |
     return best_batch(*ends, lambda number: search(graph, cluster, config, rows=number, tell=tell))
 
 
-def _rule(graph: ModelGraph, cluster: Cluster, config: Config, rows: int | None) -> tuple[Plan, StepEstimate] | None:
+def ruled_plan(graph: ModelGraph, cluster: Cluster, config: Config, rows: int | None) -> tuple[Plan, StepEstimate] | None:
     """The plan without a search, where the search might not consider it; made before the search, which may be interrupted."""
     if config.pipeline.num_stages is None or is_divided(graph, config):  # it is in the space
         return None
@@ -243,6 +243,22 @@ def _because(planned: Planned, zero: str, offload: str, reason: str) -> Planned:
     }.get(offload, "")
     choice = Choice("memory", "state", f"memory.zero: {zero}, memory.offload: {offload}{part}", bound=reason)
     return replace(plan, choices=(choice, *plan.choices)), step
+
+
+def state_choice(plan: Plan) -> Choice | None:
+    """The choice about parameter state, where settings left it open and it is not plain."""
+    return next((each for each in plan.choices if (each.pass_name, each.subject) == ("memory", "state")), None)
+
+
+def said_state(plan: Plan, config: Config) -> str:
+    """``memory.zero`` and ``memory.offload`` of a plan made with these settings."""
+    said = state_choice(plan)
+    if said is not None:
+        return said.decision
+    zero, offload = (
+        setting if setting != "auto" else plain for setting, plain in ((config.memory.zero, "0"), (config.memory.offload, "none"))
+    )
+    return f"memory.zero: {choice_text(zero)}, memory.offload: {offload}"
 
 
 def _computes_again(plan: Plan, config: Config) -> bool:

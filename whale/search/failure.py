@@ -84,7 +84,7 @@ def _missing(strategy: Strategy, nearest: MemoryShortage, space: OpenSpace) -> i
     missing = nearest.num_bytes
     kinds = {device.kind for device in space.prices.cluster.devices}
     try:
-        space.realize(strategy, space.prices.with_reserved_memory(dict.fromkeys(kinds, -missing)))
+        space.realize(strategy, dict.fromkeys(kinds, -missing))
     except Refused as refused:
         return max(missing, refused.num_bytes)
     except WhaleError:

@@ -17,7 +17,7 @@ import numpy as np
 
 from whale.config.keys import Shares
 from whale.errors import WhaleError
-from whale.estimate import Line, idle_seconds
+from whale.estimate import Line
 from whale.estimate.costs.line import Floats
 from whale.estimate.step.redundancy import sendable_bytes
 from whale.ir.cluster import Device
@@ -25,8 +25,10 @@ from whale.planning.cutting.partition import fill
 from whale.planning.realizing import Realizer
 from whale.planning.replicas.solve import Solver
 from whale.planning.strategy import Placed, RankSpec, ReplicaSpec, Strategy
+from whale.schedules import BUILDERS
+from whale.schedules.idle import Passes
 from whale.search.freedom import Order
-from whale.search.lane import WEIGHTS_LAST, Lane
+from whale.search.lane import Lane
 from whale.search.places import Hops, Numbers, Places
 
 UNSURE = 0.15  # share by which a device may overflow in closed form and still fit in a plan
@@ -157,7 +159,7 @@ class ClosedForms:
             speeds += replica.count * taken / passes
             held = np.maximum(held, (even + np.minimum(m, p) * kept) / (p * narrowest))
             if training:
-                late = np.array([[order.schedule in WEIGHTS_LAST] for order in orders])
+                late = np.array([[BUILDERS[order.schedule].delays_weights] for order in orders])
                 hidden = (BACKWARD + late * idle) * rank * alike
                 end = np.maximum(end, self._least_end(strategy, replica, hidden, rates))
         return self.num_rows / speeds + end + self._copying(replicas, firsts), held
@@ -198,7 +200,8 @@ class ClosedForms:
             m, (forward, weights) = np.array(counts), self._shares
             x = np.array([[num_ranks - 1.0], [1.0]])
             times = x * forward, x * (1 - forward), x * weights
-            idle = [np.zeros(len(m)) + idle_seconds(each.schedule, *times, m, each.num_chunks, num_ranks=num_ranks)[-1] for each in orders]
+            passes = (Passes(*times, m, each.num_chunks, num_ranks=num_ranks) for each in orders)
+            idle = [np.zeros(len(m)) + BUILDERS[each.schedule].idle(own)[-1] for each, own in zip(orders, passes, strict=True)]
             alive = [[each.alive(num_ranks, number) for number in counts] for each in orders]
             self._known_turns[key] = np.array(idle), np.array(alive)
         return self._known_turns[key]
@@ -297,7 +300,7 @@ class ClosedForms:
         """The lane of a replica with given cuts."""
         pipeline, pieces, ranks = solver.pipeline, self.planner.pieces, replica.ranks or ()
         times, hosts, repeated = np.zeros((3, 2, len(ranks))), np.zeros((2, len(ranks))), np.zeros(len(ranks))
-        defers = pipeline.schedule in WEIGHTS_LAST
+        defers = BUILDERS[pipeline.schedule].delays_weights
         for stage, rank in enumerate(pipeline.stage_rank):
             start, stop = units[stage], units[stage + 1]
             sums = pieces.sums(ranks[rank].kind, ranks[rank].width, float(about), where[rank])
@@ -369,7 +372,7 @@ class ClosedForms:
         if not prices.training:
             return passes
         last, total = 0.0, 0.0
-        late = pipeline.schedule in WEIGHTS_LAST and pipeline.num_ranks > 1
+        late = BUILDERS[pipeline.schedule].delays_weights and pipeline.num_ranks > 1
         for rank, spec in enumerate(lane.replica.ranks or ()):
             stages = [(start, stop) for own, start, stop in lane.places if own == rank]
             exposed = self._exposed(spec, stages, rows / pipeline.num_micro_batch, rates[rank], late=late, hides=alike)

@@ -12,9 +12,6 @@ from whale.schedules import BUILDERS, ScheduleShape
 FOR_MEMORY = ("none", "blocks", "full")  # for the least memory, each of these is tried instead of recomputing as needed
 
 
-RECOMPUTING = ("recompute_early", "last_no_recompute", "shifted_critical_path")
-
-
 @dataclass(frozen=True, slots=True)
 class Order:
     """The order in which the stages of a replica compute: the schedule's name, and stages per rank."""
@@ -30,27 +27,15 @@ class Order:
     @property
     def recomputes(self) -> bool:
         """Whether it recomputes whole stages regardless of memory."""
-        return self.schedule in RECOMPUTING
+        return BUILDERS[self.schedule].recomputes
 
     def policy(self, policy: str | Shares) -> str | Shares:
         """The recomputation policy under this order: one that recomputes by itself turns "auto" into "full"."""
         return "full" if policy == "auto" and self.recomputes else policy
 
 
-ORDERS = (
-    Order("1f1b"),
-    Order("eager_1f1b"),
-    Order("interleaved", 2),
-    Order("interleaved", 4),
-    Order("zb_h1"),
-    Order("zb_h2"),
-    Order("zb_v", 2),
-    Order("aiao", 2),
-    Order("recompute_early"),
-    Order("last_no_recompute"),
-    Order("shifted_critical_path"),
-)
-"""The orders that are tried where none is set; the last three recompute whole stages."""
+ORDERS = tuple(Order(builder.name, chunks) for builder in BUILDERS.values() for chunks in builder.tried)
+"""The orders that are tried where none is set."""
 
 
 @dataclass(frozen=True)

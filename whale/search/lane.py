@@ -10,12 +10,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from whale.estimate import idle_seconds
 from whale.estimate.costs.line import Floats
 from whale.planning.pipeline.scheduling import PipelineShape
 from whale.planning.strategy import ReplicaSpec
-
-WEIGHTS_LAST = ("zb_h1", "zb_h2", "zb_v")  # zero bubble: weight gradients fill idle time; the last come after all else
+from whale.schedules import BUILDERS
+from whale.schedules.idle import Passes
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +60,7 @@ class Lane:
         hops = self.hops[0, 0, :, None] + self.hops[0, 1, :, None] * (rows / m)
         alive = np.array(pipeline.in_flight[: pipeline.num_ranks], dtype=np.float64)[:, None]
         recomputed = self.recomputed[:, None] * forward
-        return idle_seconds(pipeline.schedule, forward, backward, weights, m, v, recomputed=recomputed, hops=hops, alive=alive)
+        return BUILDERS[pipeline.schedule].idle(Passes(forward, backward, weights, m, v, recomputed, hops, alive))
 
     def ends(self, rows: float) -> tuple[float, Floats]:
         """Seconds of all micro-batches of a step, and when each rank ends its last backward pass or weight gradients."""
@@ -71,7 +70,7 @@ class Lane:
         own = m * (forward + backward)[:, 0]
         if pipeline.num_ranks == 1:
             return passes, own
-        if pipeline.schedule in WEIGHTS_LAST:
+        if BUILDERS[pipeline.schedule].delays_weights:
             idle = self._idle(np.array([rows]), forward, backward, weights)[:, 0]
             return passes, np.minimum(passes, own + idle)
         before = (np.cumsum(backward[:, 0]) - backward[:, 0]) / pipeline.num_chunks

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -77,9 +77,9 @@ class OpenSpace:
     def _pricing(self) -> StagePricing:
         return StagePricing.of(self.prices, self.config.communication.overlap)
 
-    def realize(self, strategy: Strategy, prices: Prices | None = None) -> EstimatedPlan:
-        """The plan of a strategy, with these prices or those of the space."""
-        pricing = self._pricing if prices is None else self._pricing.at(prices)
+    def realize(self, strategy: Strategy, lacking: Mapping[Device, int] | None = None) -> EstimatedPlan:
+        """The plan of a strategy, with so many bytes left free on each device type."""
+        pricing = self._pricing.reserving(lacking or {})
         cluster = self.prices.cluster
         if strategy == self.first:
             estimated = plan_as_set(pricing, self.config, self.forms.num_rows)

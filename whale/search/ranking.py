@@ -23,15 +23,21 @@ from whale.search.freedom import Freedom, Order
 from whale.search.objective import Objective
 from whale.search.space import Space
 
-PER_PLAN = 64  # devices, or tasks of the simulation, that take about as long as the fixed part of a small plan
+PER_PLAN = 64
+"""Devices, or tasks of the simulation, that take about as long as the fixed part of a small plan. Half of it: 5 to 31 % fewer plans,
+double: 8 to 38 % more; the results of 4 searches are the same.
+"""
 
 SPLIT = 6  # how many times longer a plan with split stages takes to make
 
-EASE = 1e-4  # penalty per unit of effort in the order of strategies: many are about equally fast
+EASE = 1e-4
+"""Penalty per unit of effort in the order of strategies: many are about equally fast. 0 or doubled: 4 searches make as many plans, with the
+same results.
+"""
 
 SPREAD = 3  # split groups over several hosts, or of unlike devices, that are planned
 
-FORMS = 2  # closed forms with cuts, per small plan of the effort
+FORMS = 2  # closed forms with cuts, per small plan of the effort; halved or doubled: 4 searches make as many plans, with the same results
 
 FEWEST_FORMS = 32  # closed forms with cuts, however small the effort: the relaxed ones rank too roughly to plan by
 

@@ -271,6 +271,8 @@ def parameter_shardings(plan: Plan, graph: ModelGraph, axes: Axes | None) -> Par
                 if key not in partial:
                     partial[key] = label(graph, axes, stage.ops, stage.shards).partial_parameters
                 own = partial[key] | shared_parameters(replica, stage)
+                if not plan.is_alike(stage):  # copies would drift apart by rounding
+                    own |= frozenset(stage.parameters)  # of these, what is whole
             devices = tuple(plan.rank_of[device] for device in stage.virtual_device.devices)
             holders.add((replica.index, stage.index), devices, stage.parameters, stage.split, stage.shards, own)
     found = ParameterShardings(tuple(holders.gathered), axes, plan.devices)

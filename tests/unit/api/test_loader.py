@@ -126,7 +126,8 @@ def test_every_row_is_read_by_exactly_the_ranks_that_need_it(plan: Plan, data: s
                     assert batch.data.tolist() == [samples[row] for row in needed]
                     assert batch.origin.num_rows == len(samples)
     for rank, dataset in enumerate(datasets):
-        assert len(dataset.read) == sum(len(batch.data) for batch in ranks[rank])
+        compared = 2 if len(plan.devices) > 1 else 0  # of the first sample, which all ranks read
+        assert len(dataset.read) == sum(len(batch.data) for batch in ranks[rank]) + compared
 
 
 def test_uneven_shares_and_a_ragged_end() -> None:
@@ -269,7 +270,7 @@ class Pairs(Samples):
 def test_samples_are_fetched_together_and_collated() -> None:
     dataset = Pairs(8)
     batch = next(iter(load(dataset, 8, FIVE_THREE, 1)))
-    assert dataset.read == [3] and batch["x"].shape == (3, 2) and batch["y"].tolist() == [5, 6, 7]
+    assert dataset.read == [1, 1, 3] and batch["x"].shape == (3, 2) and batch["y"].tolist() == [5, 6, 7]
     assert next(iter(load(dataset, 8, collate=len))) == 8
 
 

@@ -35,8 +35,8 @@ def mean_square(output: Tensor, batch: Batch) -> Tensor:
     return F.mse_loss(output, batch["y"])
 
 
-def masked(output: Tensor, batch: Batch) -> Tensor:
-    return (output - batch["y"]).square().sum(1)[batch["y"][:, 0] > 0].mean()
+def hardest(output: Tensor, batch: Batch) -> Tensor:
+    return (output - batch["y"]).square().sum(1).topk(2).values.mean()
 
 
 def normalised(output: Tensor, batch: Batch) -> Tensor:
@@ -69,7 +69,7 @@ MIXING: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Batch], Te
     "eye": (lambda h: torch.eye(h.shape[0]) @ h, mean_square, "aten.eye.default"),
     "number of rows": (lambda h: h / h.shape[0], mean_square, "aten.div.Tensor computes with the number of rows"),
     "root": (nn.Identity(), lambda output, batch: mean_square(output, batch).sqrt(), "is not a sum over the rows of the batch"),
-    "mask": (nn.Identity(), masked, "is not a sum over the rows of the batch"),
+    "hardest": (nn.Identity(), hardest, "is not a sum over the rows of the batch"),
     "advantages": (nn.Identity(), normalised, "aten.mean.default"),
     "dice": (nn.Identity(), dice, "is not a sum over the rows of the batch"),
     "contrastive": (nn.Identity(), contrastive, "aten.matmul.default meets it twice"),
@@ -151,4 +151,27 @@ def test_outputs_of_other_rows_by_a_layer_are_of_one_piece_with_a_warning() -> N
         whole, rest = engine.predict(batch)
     torch.testing.assert_close(whole, model(batch["x"])[0].detach())
     torch.testing.assert_close(rest, model(batch["x"])[1][:3].detach())
+    engine.close()
+
+
+class Chosen(Layer):
+    """Also returns the rows that a mask selects, their positions, sum and number."""
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:  # type: ignore[override]
+        hidden = self.first(x)
+        mask = hidden[:, 0] > 0
+        (rows,) = torch.where(mask)
+        return {"all": self.last(hidden), "rows": hidden[rows], "where": rows, "sum": hidden[mask].sum(0), "number": mask.sum()}
+
+
+def test_outputs_of_selected_rows_are_those_of_the_whole_batch() -> None:
+    batch = {"x": torch.randn(8, 4), "y": torch.randn(8, 3)}
+    model = Chosen(torch.tanh)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        engine = whale.parallelize(
+            model, loss=lambda output, batch: mean_square(output["all"], batch), batch=batch, config={"pipeline.num_micro_batch": 2}
+        )
+        found = engine.predict(batch)
+    torch.testing.assert_close(found, {name: value.detach() for name, value in model(batch["x"]).items()})
     engine.close()

@@ -10,7 +10,7 @@ from hypothesis import given, note
 from hypothesis import strategies as st
 
 from tests.examples import at_most, slow
-from tests.mixing import LOSSES, MIDDLES, Layers, make_batch, value_of
+from tests.mixing import LOSSES, MIDDLES, SELECTING, Layers, make_batch, value_of
 from tests.unit.capture.test_random_models import pieces_loss
 from whale.axes import discover
 from whale.capture import capture
@@ -20,7 +20,8 @@ from whale.ir.graph import ModelGraph
 torch.set_num_threads(1)
 
 BAGS = ("bags", "weighted bags", "longest word of a bag")
-APART = (*(name for name in MIDDLES if name not in ("nothing", "softmax of columns", "own row", "repeated rows", "halves", *BAGS)),)
+ALONE = ("nothing", "softmax of columns", "own row", "repeated rows", "halves", *BAGS, *SELECTING)
+APART = (*(name for name in MIDDLES if name not in ALONE),)
 EXACT_LOSSES = tuple(LOSSES)[: tuple(LOSSES).index("root")]
 
 
@@ -76,7 +77,7 @@ def test_what_mixes_in_the_loss_is_found_and_nothing_else(loss: str) -> None:
     check("nothing", loss, [4, 2, 3], 1)
 
 
-@pytest.mark.parametrize("middle", ["own row", *BAGS, slow("softmax of columns")])
+@pytest.mark.parametrize("middle", ["own row", *BAGS, *SELECTING, slow("softmax of columns")])
 def test_what_does_not_mix_is_not_said_to(middle: str) -> None:
     assert captured(middle, "mean")[3] == ()
     check(middle, "mean", [4, 2, 3], 1)

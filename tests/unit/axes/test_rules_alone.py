@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch import Tensor
@@ -22,6 +24,11 @@ def ids(high: int, *shape: int) -> Tensor:
 
 def bits(*shape: int) -> Tensor:
     return torch.rand(shape) < 0.5
+
+
+def most(*shape: int) -> Tensor:
+    """A mask of four elements of five."""
+    return (torch.arange(math.prod(shape)) % 5 > 0).view(shape)
 
 
 def to_shape(shard: Shard) -> object:
@@ -152,6 +159,8 @@ LOOKUPS = [
     Case("gather.default", (x(4, 7), 1, ids(7, 3, 5)), {"contracted": [7], "kept": [5], "whole": [3, 4]}),
     Case("index.Tensor", (x(5, 7), [ids(5, 2, 3)]), {"contracted": [5], "kept": [2, 3, 7]}),
     Case("index.Tensor", (x(5, 7, 4), [ids(5, 2, 1), ids(7, 3)]), {"contracted": [5, 7], "kept": [2, 3, 4]}),
+    Case("index.Tensor", (x(5, 7), [most(5)]), {"kept": [7], "whole": [4, 5]}),
+    Case("index.Tensor", (x(7, 3, 5), [None, most(3, 5)]), {"kept": [7], "whole": [3, 5, 12]}),
     Case("one_hot.default", (ids(7, 2, 3), 7), {"broadcast": [7], "kept": [2, 3]}, local=one_hot),
     Case("bucketize.Tensor", (x(2, 3), torch.arange(5.0, dtype=torch.float64)), {"kept": [2, 3], "whole": [5]}),
     Case(
@@ -171,6 +180,9 @@ LOOKUPS = [
     Case("index_put.default", (x(7, 3, 5), [ids(7, 2), None, ids(5, 2)], x(2, 3)), {"kept": [3], "whole": [2, 2, 2, 5, 7]}),
     Case("index_put.default", (x(3, 7, 5), [None, ids(7, 2), ids(5, 2)], x(3, 2)), {"kept": [3], "whole": [2, 2, 2, 5, 7]}),
     Case("index_put.default", (x(7, 3), [bits(7, 3)], torch.tensor(1.0).double()), {"kept": [3, 7]}),
+    Case("index_put.default", (x(5, 7), [most(5)], x(7)), {"kept": [5, 7]}),
+    Case("index_put.default", (x(5, 7), [most(5)], x(4, 7)), {"kept": [7], "whole": [4, 5]}),
+    Case("nonzero.default", (most(5, 7),), {"whole": [2, 5, 7, 28]}),
     Case("select_scatter.default", (x(3, 7), x(3), 1, 2), {"kept": [3], "whole": [7]}),
     Case("slice_scatter.default", (x(3, 7), x(3, 2), 1, 2, 4), {"kept": [3], "whole": [2, 7]}),
     Case("take_along_dim.default", (x(3, 7), ids(7, 3, 5), 1), {"contracted": [7], "kept": [3, 5]}),

@@ -86,6 +86,54 @@ class CountedItem(Dicts):
         self.kept = torch.zeros(())
 
 
+class CountedInside(Average):
+    """A number in a dict that is in another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.state: dict[str, Any] = {"seen": {"calls": 0}}
+
+    def keep(self, hidden: Tensor) -> None:
+        self.state["seen"]["calls"] += 1
+        self.kept = torch.zeros(())
+
+
+class ReadInside(CountedInside):
+    def keep(self, hidden: Tensor) -> None:
+        super().keep(hidden)
+        self.kept = hidden.detach().mean() / self.state["seen"]["calls"]
+
+
+class BesideATable(Dicts):
+    def keep(self, hidden: Tensor) -> None:
+        if not hasattr(self, "table"):
+            self.table = torch.arange(4.0).sqrt()
+        self.cache["calls"] = self.cache.get("calls", 0) + 1
+        self.kept = self.table / self.cache["calls"]
+
+
+class BesideAnItem(Dicts):
+    def keep(self, hidden: Tensor) -> None:
+        if "table" not in self.cache:
+            self.cache["table"] = torch.arange(4.0).sqrt()
+        self.number = getattr(self, "number", 0) + 1
+        self.kept = self.cache["table"] / self.number
+
+
+class CountedBesideATable(BesideATable):
+    def keep(self, hidden: Tensor) -> None:
+        super().keep(hidden)
+        self.kept = self.table
+
+
+class LengthOfATable(Average):
+    def keep(self, hidden: Tensor) -> None:
+        if getattr(self, "length", 0) < hidden.shape[1]:
+            self.length = hidden.shape[1]
+            self.table = torch.arange(float(self.length)).sqrt()
+        self.kept = self.table[: hidden.shape[1]]
+
+
 class Named(Average):
     def keep(self, hidden: Tensor) -> None:
         self.kept = getattr(self, "state_" + "0", hidden.detach().mean())
@@ -131,7 +179,14 @@ def test_what_the_next_call_would_read_is_refused_with_its_line(kind: type[Avera
 
 @pytest.mark.parametrize(
     ("kind", "name"),
-    [(CountedInto, "number"), (Item, r"cache\['last'\]"), (Named, "state_0")],
+    [
+        (CountedInto, "number"),
+        (Item, r"cache\['last'\]"),
+        (Named, "state_0"),
+        (ReadInside, r"state\['seen'\]\['calls'\]"),
+        (BesideATable, r"cache\['calls'\]"),
+        (BesideAnItem, "number"),
+    ],
     ids=lambda each: getattr(each, "__name__", each),
 )
 def test_what_the_next_call_reads_of_this_one_is_refused(kind: type[Average], name: str) -> None:
@@ -140,21 +195,30 @@ def test_what_the_next_call_reads_of_this_one_is_refused(kind: type[Average], na
     with pytest.raises(CaptureError, match=rf"forward leaves \w+\.{name} for its next call, which computes something else then"):
         capture(model, torch.randn(6, 4), loss)
     assert set(vars(model[0])) == before and not getattr(model[0], "cache", None)
+    assert getattr(model[0], "state", {"seen": {"calls": 0}}) == {"seen": {"calls": 0}}
 
 
-@pytest.mark.parametrize(("kind", "name"), [(Counter, "number"), (CountedItem, "cache['calls']")])
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        (Counter, "number"),
+        (CountedItem, "cache['calls']"),
+        (CountedInside, "state['seen']['calls']"),
+        (CountedBesideATable, "cache['calls']"),
+    ],
+)
 def test_what_is_only_counted_is_told_of(kind: type[Average], name: str) -> None:
     graph, _ = capture(kind(), torch.randn(6, 4), loss)
     (told,) = graph.warnings
     assert f"written only during capture: each step starts from the values at capture ({kind.__name__}.{name})" in told
 
 
-@pytest.mark.parametrize("kind", [Table, ForOthers, TablesByLength, NumberMadeOnce, ItemsForOthers])
+@pytest.mark.parametrize("kind", [Table, ForOthers, TablesByLength, LengthOfATable, NumberMadeOnce, ItemsForOthers])
 def test_nothing_is_said_of_what_is_exact(kind: type[Average]) -> None:
     assert capture(kind(), torch.randn(6, 4), loss)[0].warnings == ()
 
 
-@pytest.mark.parametrize("kind", [Table, ForOthers, TablesByLength, NumberMadeOnce, ItemsForOthers])
+@pytest.mark.parametrize("kind", [Table, ForOthers, TablesByLength, LengthOfATable, NumberMadeOnce, ItemsForOthers])
 def test_what_is_the_same_or_written_first_is_exact(kind: type[Average]) -> None:
     torch.manual_seed(0)
     model, plain = kind(), kind()

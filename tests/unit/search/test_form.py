@@ -27,7 +27,6 @@ from whale.planning.cutting.partition import _least
 from whale.planning.cutting.stage_tables import StageTables
 from whale.planning.pipeline.recompute import KEEP_ALL
 from whale.planning.pipeline.scheduling import shape_pipeline
-from whale.planning.shard.stage_price import kept_by
 from whale.planning.strategy import RankSpec, ReplicaSpec, Strategy
 from whale.search.form import ClosedForms
 from whale.search.freedom import ORDERS
@@ -147,7 +146,7 @@ def tight_of(
 @example(tight_of([64] * 16, "train", 2, 3, 0.3, 16384, None, 12))
 def test_what_fits_with_all_gradients_together_fits_as_they_are_let_go(case: tuple[ModelGraph, Cluster, Config, int]) -> None:
     graph, cluster, config, num_rows = case
-    with mock.patch.object(Prices, "spared_share", 0.0):
+    with mock.patch.object(Prices, "spared_share", lambda *_: 0.0):
         try:
             make_plan(graph, cluster, config, rows=num_rows)
         except WhaleError:
@@ -163,12 +162,13 @@ def test_replicas_of_unlike_micro_batches_have_their_gradients_together() -> Non
     names = tuple(each.name for each in graph.parameters)
     part = Part(tuple(planner.points.spine), names, ())
     for pipelines in ([one, one], [one, two]):
-        prices = kept_by(planner.prices, pipelines)
-        tables = StageTables(planner.points, planner.pieces, prices, one, KEEP_ALL)
-        held, whole = tables.loads((("h0/0",),), 1, (0, planner.points.num_units))[0], prices.part(part).parameter_bytes
-        with mock.patch.object(Prices, "spared_share", 0.0):
+        prices, budget = planner.prices, planner.pricing.kept_by(pipelines).budget
+        tables = StageTables(planner.points, planner.pieces, prices, one, KEEP_ALL, budget)
+        held = tables.loads((("h0/0",),), 1, (0, planner.points.num_units))[0]
+        whole = prices.part(part, budget=budget).parameter_bytes
+        with mock.patch.object(Prices, "spared_share", lambda *_: 0.0):
             lets_go = tables.loads((("h0/0",),), 1, (0, planner.points.num_units))[0] - held
-        assert lets_go == sum(map(prices.parameter_bytes, names)) - whole
+        assert lets_go == sum(prices.parameter_bytes(name, budget) for name in names) - whole
         assert (lets_go > 0) == (pipelines[1] is one)
 
 

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from whale.axes import Axes, Axis
+from tests.unit.planning.transformers import transformer
+from whale.axes import Axes, Axis, discover
+from whale.config import Config
 from whale.errors import PlanError
+from whale.hardware import parse_cluster
 from whale.ir.plan import Shard
+from whale.planning.plan import make_plan
 from whale.sharding import Region
-from whale.sharding.parameters import Holder, ParameterShardings, Pattern
+from whale.sharding.parameters import Holder, ParameterShardings, Pattern, parameter_shardings
 
 AXES = Axes((Axis("batch", 4), Axis("heads", 4), Axis("width", 3)), {}, {"w": (("heads",), ("width",)), "b": (("width",),)}, ())
 
@@ -86,3 +90,17 @@ def test_what_lies_alike_is_worked_out_once(num_replicas: int) -> None:
         assert known.gradient(name) is known.gradient(name)
     distinct = {id(known.gradient(name)) for name in known.parameters}
     assert len(distinct) == 12 + 2  # one per layer for what has its heads, one per stage for what is whole
+
+
+@pytest.mark.parametrize(("kinds", "are_summed"), [("2 x V100-16GB", False), ("V100-16GB, T4", True)])
+def test_unlike_devices_of_a_group_sum_the_gradients_of_what_they_hold_whole(kinds: str, *, are_summed: bool) -> None:
+    """Computed on each by itself they would drift apart by rounding."""
+    graph = transformer(layers=1, width=64, length=16, vocabulary=128, devices=2, axis="heads")
+    config = Config({"pipeline.num_micro_batch": 1, "memory.zero": "0"})
+    plan = make_plan(graph, parse_cluster(f"hosts: [{{name: h, devices: [{kinds}]}}]"), config, rows=8)
+    (stage,) = plan.replicas[0].stages
+    assert stage.split == 2 and plan.is_alike(stage) is not are_summed
+    known = parameter_shardings(plan, graph, discover(graph))
+    (norm,) = known.gradient("norm.weight").pieces
+    assert norm.contributors == ({0, 1} if are_summed else {0})
+    assert known.gradient("blocks.0.qkv.weight").is_sharded

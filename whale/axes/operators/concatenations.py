@@ -103,8 +103,9 @@ def slice_(op: Op, reading: Reading) -> RuleOutcome:
     size = op.outputs[0].shape_at(ROWS)[along]
     letters = [Letter("its dimension", KEPT, dim) for index, dim in enumerate(dims) if index != along]
     tiling = reading.tilings.get(op.name)
-    if size == reading.atoms.size(dims[along]):
-        return RuleOutcome((dims,), (*letters, Letter("its dimension", KEPT, dims[along])), reading.is_position(op.args[0]))
+    if size == reading.atoms.size(dims[along]) and _takes_all(op, along):
+        kept = (*letters, Letter("its dimension", KEPT, dims[along]))
+        return RuleOutcome((dims,), kept, reading.is_position(op.args[0]), reading.places(op.args[0]))
     part: Dim
     if tiling:
         parts, more = _partition(dims[along], tiling.sizes, reading)
@@ -145,6 +146,15 @@ def find_tilings(graph: ModelGraph) -> dict[str, Tiling]:
     return tilings
 
 
+def _takes_all(op: Op, along: int) -> bool:
+    """Whether a slice of equal size is of equal elements: a size that depends on values is an estimate."""
+    stop = argument(op, 3, "end")
+    is_open = argument(op, 2, "start") in (None, 0) and (stop is None or stop == MAX_STOP)
+    return op.outputs[0].row_factors[along] >= 0 or (is_open and op.operator == "slice")
+
+
+MAX_STOP = 2**63 - 1  # torch has it for no stop
+
 SLICES = ("aten.slice.", "aten.narrow.")
 
 
@@ -159,7 +169,7 @@ def _interval(op: Op, graph: ModelGraph) -> tuple[str, int, int, int, int] | Non
         return None
     along = dim % len(spec.shape)
     size, length = spec.shape[along], op.outputs[0].shape[along]
-    if length == size:
+    if length == size and _takes_all(op, along):
         return source.op, along, 0, size, size
     if spec.row_factors[along]:
         return None

@@ -12,6 +12,7 @@ from functools import partial
 from string import ascii_lowercase, ascii_uppercase
 from typing import Any, Literal, Union
 
+from whale.axes.notation import bind, parse
 from whale.axes.outcome import Dims, Reading, RuleMisfit, RuleOutcome, argument, number, numbers
 from whale.ir.graph import Argument, Op
 
@@ -87,6 +88,11 @@ def write(operands: Iterable[tuple[str, Sequence[str]]], *results: Sequence[str]
     """The notation of these operands and results."""
     left = " ".join(f"{name}[{' '.join(terms)}]" for name, terms in operands)
     return f"{left} -> {' '.join('[' + ' '.join(terms) + ']' for terms in results)}"
+
+
+def bound(text: str, op: Op, reading: Reading) -> RuleOutcome:
+    """The outcome of notation that a template has written, for what only code can add to it."""
+    return bind(parse(text), op, reading)
 
 
 def chosen(value: Argument, rank: int) -> tuple[int, ...]:

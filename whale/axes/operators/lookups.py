@@ -2,19 +2,25 @@
 
 In advanced indexing, ``x[i, :, j]``, indexed dimensions are looked up, the others are kept. An index that holds all positions of the
 dimension it indexes is the identity there, so masks of the form ``mask[arange(b)[:, None], arange(s)]`` keep their axes.
+
+What a mask selects lies along an axis of its own (`whale.axes.selections`), whether the mask is the index or its positions are.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
 
-from whale.axes.operators.entry import Family, Moves, Operator, Template, letters_of, names, operand, put, write
-from whale.axes.outcome import Reading, RuleMisfit, argument, number
-from whale.ir.graph import Op, Ref
+from whale.axes.atoms import Clash, Dim
+from whale.axes.operators.entry import Family, Moves, Operator, Template, bound, letters_of, names, operand, put, write
+from whale.axes.outcome import MAKES, READS, Letter, Reading, RuleMisfit, RuleOutcome, argument, number
+from whale.ir.graph import Argument, Op, Ref
 
 
 def chosen_rows(op: Op, reading: Reading) -> str:
     letters, dim = letters_of(op, reading)
+    _meet(argument(op, 2, "index"), operand(op, reading)[dim], reading)
     source = put(letters, dim, f"({letters[dim]}:lookup)")
     return write([("input", source), ("index", ["_found"] if operand(op, reading, 2) else [])], put(letters, dim, "_found"))
 
@@ -41,6 +47,7 @@ def gathering(dim: int, index: int) -> Template:
 def scattering(op: Op, reading: Reading) -> str:
     """``scatter`` and similar: one dimension of `self` is written at given positions; the others are kept if they match."""
     letters, dim = letters_of(op, reading)
+    _meet(argument(op, 2, "index"), operand(op, reading)[dim], reading)
     whole = reading.shape(operand(op, reading))
     terms = put(letters, dim, f"{letters[dim]}!")
     operands = [("input", terms)]
@@ -82,9 +89,16 @@ def bags(op: Op, reading: Reading) -> str:
     return write(operands, ["_bags!", hidden], *others)
 
 
-def index(op: Op, reading: Reading) -> str:
+def index(op: Op, reading: Reading) -> RuleOutcome:
     dims = operand(op, reading)
-    indices = _indices(op, reading)
+    indices = _indices(op)
+    of_rows = dims if reading.is_position(op.args[0]) else reading.places(op.args[0])
+    places = of_rows if len(indices) == 1 else ()  # they stay positions, of fewer elements
+    if any(name is not None and _is_mask(name, reading) for name in indices):
+        return replace(_selected(op, indices, reading), places=places)
+    for place, name in enumerate(indices):
+        if name is not None:
+            _meet(Ref(name), dims[place], reading)
     ranks = [None if name is None else len(reading.dims[name][0]) for name in indices]
     broadcast = max(rank for rank in ranks if rank is not None)
     found = [f"_found{place}" for place in range(broadcast, 0, -1)]  # dimensions of the indices, numbered from the right
@@ -96,15 +110,12 @@ def index(op: Op, reading: Reading) -> str:
         terms = found[broadcast - len(reading.dims[name][0]) :]
         operands.append(("index", terms))
         source[place] = _identity(name, place, terms, op, reading) or f"({letters[place]}:lookup)"
-    return write([("input", source), *operands], _indexed(letters, indices, found))
+    return replace(bound(write([("input", source), *operands], _indexed(letters, indices, found)), op, reading), places=places)
 
 
-def _indices(op: Op, reading: Reading) -> list[str | None]:
+def _indices(op: Op) -> list[str | None]:
     listed = op.args[1]
     indices = [item.op if isinstance(item, Ref) else None for item in (listed if isinstance(listed, tuple) else (listed,))]
-    for name in indices:
-        if name is not None and _is_mask(name, reading):
-            raise RuleMisfit("the size of its result depends on data")
     if not any(indices):
         raise RuleMisfit("it has no index")
     return indices
@@ -119,17 +130,17 @@ def _identity(name: str, place: int, terms: list[str], op: Op, reading: Reading)
     return next((term for term, extent in zip(terms, shape, strict=True) if extent == size != 1), "")
 
 
-def index_written(op: Op, reading: Reading) -> str:
+def index_written(op: Op, reading: Reading) -> str | RuleOutcome:
     """``index_put``: indexed dimensions are whole, the others are kept if the values have them."""
     letters = names(len(operand(op, reading)))
-    listed = op.args[1] if isinstance(op.args[1], tuple) else ()
-    indices = [item.op if isinstance(item, Ref) else None for item in listed]
+    indices = _indices(op)
     values = reading.shape(reading.tensor(argument(op, 2, "values")) or ())
     if any(name is not None and _is_mask(name, reading) for name in indices):
-        return _masked(indices, len(values), letters, reading)
+        return _masked(op, indices, letters, reading)
     source, operands = list(letters), []
     for place, name in enumerate(indices):
         if name is not None:
+            _meet(Ref(name), operand(op, reading)[place], reading)
             source[place] += "!"
             operands.append(("index", [f"_at{place}_{dim}!" for dim in range(len(reading.dims[name][0]))]))
     ranks = [len(terms) for _, terms in operands]
@@ -146,12 +157,66 @@ def _indexed(kept: Sequence[str], indices: Sequence[str | None], found: Sequence
     return [*(term for place, term in others if place < start), *found, *(term for place, term in others if place >= start)]
 
 
-def _masked(indices: list[str | None], rank: int, letters: list[str], reading: Reading) -> str:
-    """``x[mask] = one value`` is pointwise; with several values their number depends on data."""
-    if len(indices) != 1 or indices[0] is None or rank:
-        raise RuleMisfit("which elements it writes depends on data")
-    mask = letters[: len(reading.dims[indices[0]][0])]
-    return write([("input", letters), ("index", mask), ("values", [])], letters)
+def _masked(op: Op, indices: list[str | None], letters: list[str], reading: Reading) -> str | RuleOutcome:
+    """``x[mask] = values``: pointwise for one value, or one per kept dimension; else the values are those of the selected elements."""
+    mask, _ = _only_mask(indices, at_start=True)
+    values = reading.tensor(argument(op, 2, "values")) or ()
+    over, kept = letters[: len(reading.dims[mask][0])], letters[len(reading.dims[mask][0]) :]
+    if len(values) <= len(kept):
+        return write([("input", letters), ("index", over), ("values", kept[len(kept) - len(values) :])], letters)
+    if len(values) != len(kept) + 1:
+        raise RuleMisfit("its values have another rank than what it writes")
+    terms = [*(letter + "!" for letter in over), *kept]
+    made = bound(write([("input", terms), ("index", terms[: len(over)]), ("values", ["_selected!", *kept])], terms), op, reading)
+    if values[0]:
+        reading.atoms.unify(values[0], _selection(op, mask, reading.atoms.size(values[0]), reading))
+    return made
+
+
+def _selected(op: Op, indices: list[str | None], reading: Reading) -> RuleOutcome:
+    """``x[:, mask]``: in place of the dimensions of the mask the result has that of the elements that it selects."""
+    mask, place = _only_mask(indices)
+    letters = names(len(operand(op, reading)))
+    stop = place + len(reading.dims[mask][0])
+    source = [*letters[:place], *(letter + "!" for letter in letters[place:stop]), *letters[stop:]]
+    result = [*letters[:place], "_selected!", *letters[stop:]]
+    made = bound(write([("input", source), ("index", source[place:stop])], result), op, reading)
+    reading.atoms.unify(made.results[0][place], _selection(op, mask, op.outputs[0].shape[place], reading))
+    return made
+
+
+def nonzero(op: Op, reading: Reading) -> RuleOutcome:
+    """``nonzero``, ``where`` of a mask alone: per dimension of the mask, the positions of what it selects, as columns or as results."""
+    over, made = operand(op, reading), [spec.shape for spec in op.outputs]
+    mask = op.args[0]
+    assert isinstance(mask, Ref)
+    axis = _selection(op, mask.op, made[0][0], reading)
+    columns = tuple(reading.atoms.fresh(size) for size in made[0][1:])
+    letters = [Letter("_over", READS, dim) for dim in over if dim] + [Letter("_selected", MAKES, dim) for dim in (axis, *columns) if dim]
+    return RuleOutcome(((axis, *columns),) * len(made), tuple(letters), places=over)
+
+
+def _selection(op: Op, mask: str, size: int, reading: Reading) -> Dim:
+    axis = reading.selections.axis(op, mask, reading.dims[mask][0], size)
+    if size < 2 or reading.atoms.size(axis) != size:
+        raise RuleMisfit("how many elements it selects was estimated in two ways")
+    return axis
+
+
+def _only_mask(indices: list[str | None], *, at_start: bool = False) -> tuple[str, int]:
+    """The mask that is the only index, and its place among the dimensions."""
+    found = [(name, place) for place, name in enumerate(indices) if name is not None]
+    if len(found) > 1 or (at_start and found[0][1]):
+        raise RuleMisfit("which elements it takes depends on data")
+    return found[0]
+
+
+def _meet(index: Argument, dim: Dim, reading: Reading) -> None:
+    """A dimension that is indexed by positions along one of its size is that one."""
+    places = reading.places(index)
+    if len(places) == 1 and reading.atoms.size(places[0]) == reading.atoms.size(dim):
+        with suppress(Clash):
+            reading.atoms.unify(places[0], dim)
 
 
 def _is_mask(name: str, reading: Reading) -> bool:
@@ -170,5 +235,6 @@ LOOKUPS: Family = {
     "searchsorted": Operator("sorted_sequence[... n!] self[... m] -> [... m]"),
     "scatter scatter_add scatter_reduce index_add index_fill index_copy": Operator(scattering),
     "index_put": Operator(index_written),
+    "nonzero nonzero_numpy argwhere where.default": Operator(nonzero),
     "select_scatter slice_scatter": Operator(part_written),
 }

@@ -34,7 +34,7 @@ def pointwise(op: Op, reading: Reading) -> RuleOutcome:
 def copied(op: Op, reading: Reading) -> RuleOutcome:
     """Pointwise with equal values: positions stay known."""
     made = pointwise(op, reading)
-    return replace(made, is_position=bool(op.args) and reading.is_position(op.args[0]))
+    return replace(made, is_position=reading.is_position(op.args[0]), places=reading.places(op.args[0])) if op.args else made
 
 
 def _result(sizes: tuple[int, ...], tensors: list[Dims], reading: Reading, letters: list[Letter]) -> Dims:

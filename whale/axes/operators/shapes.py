@@ -12,10 +12,11 @@ groups whose products agree; a group whose factors do not fit is whole, the othe
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from whale.axes.atoms import ROWS, Clash, Dim
 from whale.axes.operators.concatenations import cat, slice_, split
-from whale.axes.operators.entry import Family, Moves, Template, letters_of, names, operand, put, write
+from whale.axes.operators.entry import Family, Moves, Template, bound, letters_of, names, operand, put, write
 from whale.axes.outcome import CLASHES, KEPT, Dims, Letter, Reading, RuleMisfit, RuleOutcome, argument, number, numbers
 from whale.ir.graph import Op
 
@@ -101,10 +102,13 @@ def stack(op: Op, reading: Reading) -> str:
     return write([(f"tensor{index}", letters) for index in range(count)], [*letters[:dim], "_stacked!", *letters[dim:]])
 
 
-def unbind(op: Op, reading: Reading) -> str:
+def unbind(op: Op, reading: Reading) -> RuleOutcome:
     """``unbind``, ``select``: results for single positions of a dimension."""
     letters, dim = letters_of(op, reading, 1, 0)
-    return write([("input", put(letters, dim, f"{letters[dim]}!"))], *[put(letters, dim)] * len(op.outputs))
+    made = bound(write([("input", put(letters, dim, f"{letters[dim]}!"))], *[put(letters, dim)] * len(op.outputs)), op, reading)
+    columns = reading.places(op.args[0]) if len(letters) == 2 and dim == 1 else ()
+    taken = columns if len(columns) < 2 or op.operator == "unbind" else (columns[number(op.args[2])],)
+    return replace(made, places=taken)
 
 
 def padding(op: Op, reading: Reading) -> str:
@@ -149,7 +153,9 @@ def view(op: Op, reading: Reading) -> RuleOutcome:
         flat = tuple(atom for index in olds for atom in dims[index])
         letters.append(_regroup(f"group {place}", flat, news, sizes, made, reading))
     result: Dims = tuple(made)
-    return RuleOutcome((result,), tuple(letters), is_position=reading.is_position(source) and sum(dim != () for dim in result) == 1)
+    is_position = reading.is_position(source) and sum(dim != () for dim in result) == 1
+    places = reading.places(source)
+    return RuleOutcome((result,), tuple(letters), is_position, places if len(places) == 1 else ())
 
 
 def _regroup(name: str, flat: Dim, news: list[int], sizes: tuple[int, ...], made: list[Dim], reading: Reading) -> Letter:

@@ -28,10 +28,10 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import partial
 from itertools import chain, compress
-from operator import call, is_not
+from operator import call, getitem, is_not
 from random import Random, SystemRandom
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -428,7 +428,7 @@ class Snapshot:
     """The values of places, with the contents of containers, to be restored."""
 
     def __init__(self, places: Iterable[NearPlace]) -> None:
-        self._held = [(place, value, _copied(value), comparable(value)) for place in places for value in (place.read(),)]
+        self._held = [(place, value, list(_copied(value)), comparable(value)) for place in places for value in (place.read(),)]
 
     def restore(self) -> list[str]:
         """Restores changed values; returns the changes of all but the model's attributes, for a message."""
@@ -439,17 +439,19 @@ class Snapshot:
                 continue
             if not place.is_of_model and then is not None:  # None before: a cache, made once
                 changes.append(f"{place.label}: {then!r}, now {now!r}")
-            if contents is not None:
-                _refill(value, contents)
+            for _, container, before in contents:
+                _refill(container, before)
             place.write(value)
         return changes
 
-    def changed_dicts(self) -> Iterator[tuple[NearPlace, dict[Any, Any], dict[Any, Any]]]:
-        """The dicts of the model that are still there and have other items now, with those of then."""
+    def changed_dicts(self) -> Iterator[ChangedDict]:
+        """The dicts of the model that are still there and have other items now, also those inside others."""
         for place, value, contents, then in self._held:
-            is_there = isinstance(value, dict) and contents is not None and place.is_of_model and place.read() is value
-            if is_there and not are_same(then, comparable(value)):
-                yield place, cast(dict[Any, Any], value), contents
+            if place.is_of_model and place.entry is not None and place.read() is value and not are_same(then, comparable(value)):
+                for path, container, before in contents:
+                    if isinstance(container, dict):
+                        label = place.label + "".join(f"[{key!r}]" for key in path)
+                        yield ChangedDict(label, id(place.entry[0]), partial(_inside, place.read, path), container, before)
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
@@ -462,8 +464,28 @@ class Snapshot:
             now.restore()
 
 
-def _copied(value: object) -> Any:
-    return copy.copy(value) if isinstance(value, (list, dict, set, deque)) and len(value) <= _MOST_ITEMS else None
+@dataclass(frozen=True)
+class ChangedDict:
+    label: str
+    owner: int  # id of the namespace of the module
+    read: Callable[[], Any]
+    held: dict[Any, Any]
+    before: dict[Any, Any]
+
+
+def _copied(value: object, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any, Any]]:
+    """The containers in a value that may change, each behind the keys that lead to it, with a copy."""
+    if not isinstance(value, (*_SEQUENCES, dict)) or len(value) > _MOST_ITEMS or len(path) == _DEEPEST:
+        return
+    if isinstance(value, (list, dict, set, deque)):
+        yield path, value, copy.copy(value)
+    if not isinstance(value, (set, frozenset)):
+        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from _copied(item, (*path, key))
+
+
+def _inside(read: Callable[[], Any], path: tuple[Any, ...]) -> Any:
+    return functools.reduce(getitem, path, read())
 
 
 def _refill(container: Any, contents: Any) -> None:

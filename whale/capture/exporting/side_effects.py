@@ -48,7 +48,10 @@ class SideEffects:
     def __init__(self, near: NearValues, seed: int = 0, carried: tuple[Left, ...] = ()) -> None:
         self._near, self._seed, self._carried = near, seed, carried
         self.left: tuple[Left, ...] = ()  # what the model's last call may have left for its next
+        self.tables: tuple[Left, ...] = ()  # what it has made in attributes, and its next call may look for
+        self.beside: tuple[Left, ...] = ()  # these, and the plain values next to them: what the next call begins with
         self.moved: tuple[str, ...] = ()  # the plain values of `carried` that it has changed
+        self.carried_on: tuple[Left, ...] = ()  # `carried`, as it has left them
         self.drawn: tuple[str, ...] = ()  # the generators that were drawn from
         self.written: tuple[str, ...] = ()  # changes of closures, classes, globals and objects of the loss
 
@@ -73,9 +76,10 @@ class SideEffects:
             for name, generator in generators.items():
                 _set_state(generator, states[name])
 
-    def note(self, left: tuple[Left, ...]) -> None:
+    def note(self, left: tuple[Left, ...], tables: tuple[Left, ...]) -> None:
         """Takes what a call has left, before it is undone."""
-        self.left, self.moved = left, tuple(each.name for each in self._carried if each.has_moved)
+        self.left, self.tables, self.moved = left, tables, tuple(each.name for each in self._carried if each.has_moved)
+        self.carried_on = tuple(now for each in self._carried for now in each.of_now())
 
     def warnings(self, lines: tuple[str, ...]) -> tuple[str, ...]:
         """The warnings; `lines` are those where other draws give another graph."""
@@ -201,14 +205,20 @@ class AttributeAccess:
             if isinstance(tensor, Tensor)
         )
 
-    def left(self, before: Iterable[Fresh]) -> Iterator[Left]:
-        """Attributes of the model that are new after the call: plain ones that it has looked for, and those whose reads are not noted."""
+    def left(self, before: Iterable[Fresh]) -> tuple[tuple[Left, ...], tuple[Left, ...]]:
+        """Attributes of the model that are new after the call: plain ones that it has looked for, and those whose reads are not noted; and
+        those with tensors that it has written.
+        """
+        left, tables = list[Left](), list[Left]()
         for each in before:
             for name in sorted(each.live.keys() - each.names):
                 key, label = (id(each.live), name), self._near.owners.get(id(each.live), ("model", True))[0]
-                for left in Left.of(f"{label}.{name}", id(each.live), partial(_itself, each.live), name):
-                    if key not in self._written or (key in self._missed and not left.tensors):
-                        yield left
+                for new in Left.of(f"{label}.{name}", id(each.live), partial(_itself, each.live), name):
+                    if key not in self._written or (key in self._missed and not new.tensors):
+                        left.append(new)
+                    elif new.tensors:
+                        tables.append(new)
+        return tuple(left), tuple(tables)
 
     def misses(self, held: dict[str, Any], name: str) -> None:
         if (id(held), name) not in self._written:
@@ -318,6 +328,11 @@ class Left:
         with unset_fake_temporarily(), disable_proxy_modes_tracing(), disable_functional_mode():
             self.read()[self.key] = pytree.tree_map_only(partial, call, self.value)
 
+    def of_now(self) -> Iterator[Left]:
+        """What is there now."""
+        if self.key in self.read():
+            yield from Left.of(self.name, self.owner, self.read, self.key)
+
     @property
     def has_moved(self) -> bool:
         """Whether a call that began with a plain value has put another one there."""
@@ -340,10 +355,10 @@ def _of_one_zero(sizes: list[int], dtype: torch.dtype, device: torch.device) -> 
 
 def left_in(kept: Snapshot) -> Iterator[Left]:
     """What a call has left in dicts of the model's modules."""
-    for place, held, before in kept.changed_dicts():
-        for key in held:
-            if before.get(key, MISSING) is not held[key] and place.entry is not None:
-                yield from Left.of(f"{place.label}[{key!r}]", id(place.entry[0]), place.read, key)
+    for each in kept.changed_dicts():
+        for key in each.held:
+            if each.before.get(key, MISSING) is not each.held[key]:
+                yield from Left.of(f"{each.label}[{key!r}]", each.owner, each.read, key)
 
 
 @dataclass(frozen=True)

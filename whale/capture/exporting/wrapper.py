@@ -72,11 +72,12 @@ class Wrapper(nn.Module):
                     for module, name, held in before:
                         _keep_written(module, name, held)
                     has_new_hooks = any(module.new_hooks for module in modules)  # which a flag may record: they go with the call
-                    found = (*self._access.left(modules), *left_in(held_before))
+                    found, tables = self._access.left(modules)
+                    found += tuple(left_in(held_before))
                     left = tuple(each for each in found if not (has_new_hooks and isinstance(each.value, bool)))
                     last = (KeptTensor(each.name, None, tensor, False, True, each.owner, each) for each in left for tensor in each.tensors)
                     self.found.kept = (*registrations.checked(self.model), *self._access.made(), *last)
-                    self._effects.note(left)
+                    self._effects.note(left, tables)
                 self.found.handed_on = self._access.handed_on(known.knows, has_new_hooks=has_new_hooks)
             finally:
                 forget_new(modules)  # another run may follow where this one failed

@@ -6,6 +6,7 @@ Sizes are torch's symbolic expressions, or two captures compared. One tensor und
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Collection
 from dataclasses import dataclass
 from itertools import combinations
@@ -78,14 +79,13 @@ class RowSizes:
         return int(expression.subs({symbol: self._bound(symbol, node) for symbol in expression.free_symbols}))
 
     def _bound(self, symbol: Any, node: fx.Node) -> int:
-        """A size that depends on values is estimated as the elements of the smallest tensor that its op reads."""
+        """A size that depends on values is estimated as the elements of the mask that its op reads, or of its smallest tensor."""
         if symbol not in self._bounds:
-            values = (source.meta.get("val") for source in node.all_input_nodes)
-            counts = [
-                math.prod(self._at_example(size, source) for size in value.shape)
-                for source, value in ((node, value) for value in values)
-                if isinstance(value, Tensor)
-            ]
+            if node.target is operator.getitem:
+                node = node.all_input_nodes[0]
+            tensors = [tensor for source in node.all_input_nodes for tensor in tensors_of(source)]
+            masks = [value for value in tensors if value.dtype == torch.bool]
+            counts = [math.prod(self._at_example(size, node) for size in value.shape) for value in masks or tensors]
             self._bounds[symbol] = min(counts, default=1)
         return self._bounds[symbol]
 

@@ -34,7 +34,7 @@ def cut_whole_outputs(flat: Flat, model: ModelGraph, num_terms: int) -> WholeOut
     axes = discover(replace(model, loss=()))
     places = batch_axes(model, axes)
     seeds = {mixing.op for mixing in axes.mixing}
-    seeds |= {node.name for node in outputs if node.name not in places and model.by_name[node.name].outputs[0].has_rows}
+    seeds |= {node.name for node in outputs if node.name not in places and _varies(model, node)}
     ends = _Ends(flat, model, places, seeds) if seeds else None
     tails = {node: ends.of(node) for node in outputs} if ends is not None else {}
     tail = {node for nodes in tails.values() for node in nodes or ()}
@@ -99,7 +99,7 @@ class _Ends:
     def _can_be_gathered(self, node: fx.Node) -> bool:
         if node in self._free or not isinstance(node.meta.get("val"), Tensor):
             return False
-        return node.name in self._places or not self._model.by_name[node.name].outputs[0].has_rows
+        return node.name in self._places or not _varies(self._model, node)
 
     def _is_an_end(self, order: Sequence[fx.Node], found: set[fx.Node]) -> bool:
         read = {source for node in found for source in node.all_input_nodes if source not in found}
@@ -110,6 +110,11 @@ class _Ends:
         before = set().union(*map(ancestors, read)) if read else set()
         memory = {self._roots[node] for node in (*read, *found)}
         return not any(written & memory for node, written in self._writes if node not in before)
+
+
+def _varies(model: ModelGraph, node: fx.Node) -> bool:
+    """Whether the size of a tensor depends on the rows, or on values in them."""
+    return any(model.by_name[node.name].outputs[0].row_factors)
 
 
 def _is_seed(node: fx.Node, seeds: set[str]) -> bool:

@@ -18,7 +18,7 @@ from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from whale.capture.flat.aliasing import may_have_gradient, memory_roots, written_arguments
-from whale.capture.flat.sizes import READS_ROWS
+from whale.capture.flat.sizes import READS_ROWS, tensors_of
 
 RowFactors = Callable[[Node], tuple[int, ...] | None]
 
@@ -28,6 +28,8 @@ _SHAPE_ONLY = frozenset(
     (aten.zeros_like, aten.ones_like, aten.empty_like, aten.full_like, aten.rand_like, aten.randn_like)
     + (aten.new_zeros, aten.new_ones, aten.new_empty, aten.new_full)
 )  # these read the shape and type of a tensor, not its values, and numbers
+
+_POSITIONS = frozenset((aten.nonzero.default, aten.nonzero_numpy.default, aten.argwhere.default, aten.where.default))
 
 
 class BatchFacts:
@@ -45,6 +47,8 @@ class BatchFacts:
         self._dependent: set[Node] = set()
         self._differentiable: set[Node] = set()
         self._mixed: dict[Node, Node] = {}
+        self._masks: dict[object, Node] = {}  # per size that depends on values, the mask that selects so many elements
+        self._of_batch: set[Node] = set()  # made of the batch alone, without parameters and random numbers
         self._roots = memory_roots(graph)
         self._written = {self._roots[argument] for node in graph.nodes for argument in written_arguments(node)}
         self.num_rows = _example_rows(graph, rows, row_factors)
@@ -77,14 +81,31 @@ class BatchFacts:
         return next((self._mixed[node] for node in nodes if isinstance(node, Node) and node in self._mixed), None)
 
     def row_dims(self, node: object) -> tuple[int, ...] | None:
-        """Dimensions in proportion to the rows; None if some size depends on them in another way, or for no tensor."""
+        """Dimensions of rows, all or selected ones; None if some size depends on them in another way, or for no tensor."""
         factors = self._factors(node) if isinstance(node, Node) else None
-        if factors is None or -1 in factors:
+        value = tensor_of(node) if isinstance(node, Node) else None
+        if factors is None or value is None:
             return None
-        return tuple(dim for dim, factor in enumerate(factors) if factor > 0)
+        sizes = value.shape
+        dims = tuple(dim for dim, factor in enumerate(factors) if factor > 0 or (factor < 0 and self.selected(sizes[dim]) is not None))
+        return dims if all(factor >= 0 or dim in dims for dim, factor in enumerate(factors)) else None
+
+    def selected(self, count: object) -> tuple[Node, int] | None:
+        """The mask, and k, if an integer is known to be k x the number of elements that it selects."""
+        value = value_of(count)
+        if not isinstance(value, torch.SymInt) or not self._masks:
+            return None
+        expression = value.node.shape_env.simplify(value.node.expr)
+        symbol = next((each for each in expression.free_symbols if each in self._masks), None)
+        per_element = None if symbol is None else (expression / symbol).cancel()
+        return None if per_element is None or not per_element.is_Integer else (self._masks[symbol], int(per_element))
+
+    def is_known_before(self, mask: Node) -> bool:
+        """Whether a value can be computed from the batch, before the model runs."""
+        return mask in self._of_batch
 
     def has_rows(self, node: object) -> bool:
-        """Whether one dimension is in proportion to the rows, and the others are constant."""
+        """Whether one dimension is of rows, all or selected ones, and the others are constant."""
         dims = self.row_dims(node)
         return dims is not None and len(dims) == 1
 
@@ -118,6 +139,13 @@ class BatchFacts:
             sources = [source for source in sources if tensor_of(source) is None]
         if READS_ROWS in node.meta or node is self._rows or has_rows or any(source in self._dependent for source in sources):
             self._dependent.add(node)
+        is_drawn = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+        is_made = node.op == "call_function" and not is_drawn and self._of_batch.issuperset(self._read(node))
+        if is_made or (node.op == "placeholder" and node in self._dependent):
+            self._of_batch.add(node)
+        if node in self._dependent and (mask := _mask_of(node)) is not None and not self.is_written(mask):
+            for size in (size for tensor in tensors_of(node) for size in tensor.shape):
+                self._masks |= dict.fromkeys(free_unbacked_symbols(size), mask)
         if may_have_gradient(node) and self._gets_gradient(node):
             self._differentiable.add(node)
         if node in self._dependent and node.op == "call_function":
@@ -160,6 +188,16 @@ class BatchFacts:
         if any(factor < 0 for factor in factors):
             return not free_unbacked_symbols(value)
         return sum(factor > 0 for factor in factors) != 1
+
+
+def _mask_of(node: Node) -> Node | None:
+    """What selects the elements that an op returns, or the positions of; None for any other op."""
+    if node.target in _POSITIONS:
+        return node.args[0]  # type: ignore[return-value]
+    if node.target is not aten.index.Tensor:
+        return None
+    found = [item for item in node.args[1] if isinstance(item, Node)]  # type: ignore[union-attr]
+    return found[0] if len(found) == 1 and found[0].meta["val"].dtype == torch.bool else None
 
 
 def value_of(argument: object) -> object:
@@ -234,7 +272,11 @@ def growth(value: object, facts: BatchFacts) -> Growth:
 def _reduced(how: Growth) -> Callable[[Node, BatchFacts], Growth]:
     def rule(node: Node, facts: BatchFacts) -> Growth:
         operand = node.args[0]
-        return how if _has_plain_rows(operand, facts) else growth(operand, facts)
+        if not _has_plain_rows(operand, facts):
+            return growth(operand, facts)
+        value = _tensor(operand)
+        is_counted = value is not None and facts.proportion(value.numel()) is None  # its rows are chosen
+        return None if how == "mean" and is_counted else how
 
     return rule
 

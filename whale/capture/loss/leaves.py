@@ -119,7 +119,9 @@ def reduction_part(node: Node, operand: Node, facts: BatchFacts, *, mean: bool) 
     kept = not mean and node.target in SUMS and node.args[0] is operand
     dtype = node.kwargs.get("dtype")
     total: Emit = the_node(node) if kept else lambda build: _sum(build, operand, dtype)
-    divisor = PerRow(_elements_per_row(tensor_of(operand), facts)) if mean else None
+    divisor = _elements(tensor_of(operand), facts) if mean else None
+    if mean and divisor is None:
+        return None
     return _checked(LossPart(node, total, divisor), [operand], facts)
 
 
@@ -131,7 +133,9 @@ def _element_loss(call: LossCall, facts: BatchFacts, *, from_left: bool) -> Loss
     if call.values["reduction"] == _MEAN:
         positional, named = call.arguments(reduction=_NONE)
         each = example(call.node.target, *positional, **named, like=call.node)  # type: ignore[arg-type]
-        divisor = PerRow(_elements_per_row(each, facts))
+        divisor = _elements(each, facts)
+        if divisor is None:
+            return None
     return _checked(LossPart(call.node, lambda build: _with_sum(build, call), divisor), call.tensors, facts)
 
 
@@ -148,7 +152,9 @@ def _class_loss(call: LossCall, facts: BatchFacts) -> LossPart | None:
         return None
     divisor: PerRow | Counted | None = None
     if call.values["reduction"] == _MEAN and example_target.is_floating_point():  # probabilities: every row counts
-        divisor = PerRow(_elements_per_row(example_logits, facts) / int(example_logits.shape[class_dim]))
+        divisor = _elements(example_logits, facts, int(example_logits.shape[class_dim]))
+        if divisor is None:
+            return None
     elif call.values["reduction"] == _MEAN:
         ignored = call.values["ignore_index"]
         divisor = Counted(lambda build: _count_targets(build, target, weights, ignored))
@@ -204,11 +210,22 @@ def _one_row_dim(operands: Sequence[Node], facts: BatchFacts, from_left: bool) -
     return len(met) == 1
 
 
-def _elements_per_row(value: torch.Tensor | None, facts: BatchFacts) -> Fraction:
+def _elements(value: torch.Tensor | None, facts: BatchFacts, over: int = 1) -> PerRow | Counted | None:
+    """The number of elements of a tensor with rows, all or selected ones, over a constant; None if the model selects them."""
     assert value is not None
-    per_row = facts.proportion(value.numel())
-    assert per_row is not None, "one dimension is in proportion to the rows"
-    return per_row
+    per_row, selected = facts.proportion(value.numel()), facts.selected(value.numel())
+    if per_row is not None:
+        return PerRow(per_row / over)
+    assert selected is not None, "one dimension is of rows"
+    if not facts.is_known_before(selected[0]):
+        return None
+    return Counted(lambda build: count_selected(build, selected[0], selected[1] // over))
+
+
+def count_selected(build: NodeBuilder, mask: Node, per_element: int) -> Node:
+    """The number of elements that a mask selects, times a constant."""
+    count = build.call(aten.count_nonzero.default, mask)
+    return count if per_element == 1 else build.call(aten.mul.Tensor, count, per_element)
 
 
 def is_full_reduction(node: Node) -> bool:

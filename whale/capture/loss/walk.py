@@ -19,6 +19,7 @@ from whale.capture.loss.leaves import (
     NodeBuilder,
     PerRow,
     complete,
+    count_selected,
     describe,
     is_full_reduction,
     leaf_part,
@@ -216,6 +217,9 @@ class LossWalk:
     def _counted(self, divisor: Node) -> Counted | None:
         """A divisor known for the whole batch: its rows, or a sum of what pieces of it make; None for any other."""
         if tensor_of(divisor) is None:
+            selected = self._facts.selected(divisor)
+            if selected is not None and self._facts.is_known_before(selected[0]):
+                return Counted(lambda build: count_selected(build, *selected))
             return Counted(the_node(divisor)) if self._facts.follows_rows(divisor) else None
         core, offset, minimum = _peel(divisor)
         return Counted(the_node(core), offset, minimum) if all(part.is_plain for part in self.parts(core)) else None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TypeVar
@@ -30,6 +29,7 @@ from whale.estimate.memory.memory import (
     weight_share,
     working_line,
 )
+from whale.estimate.prices.budget import ALL, Budget
 from whale.estimate.prices.part import NOTHING, Alive, Part, Recompute
 from whale.estimate.prices.traffic import WorkOnParts, local_graph, work_on_parts
 from whale.ir.cluster import Cluster, Device, Link
@@ -80,22 +80,19 @@ class PartCost:
         return Line.largest((self.working, self.waits)) if alive.waiting else self.working
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True, eq=False)
 class Prices:
-    """Prices for one graph on one cluster. Equal devices and equal parts are priced once."""
+    """Prices for one graph on one cluster. Equal devices and equal parts are priced once, for each budget that they depend on."""
 
     graph: ModelGraph
     cluster: Cluster
     costs: Costs
-    spared: Mapping[Device, int] = field(default_factory=dict)  # per device type, bytes that are left free
-    num_keepers: int | None = None  # number of devices that state is sharded over, for closed forms; None for all of the cluster
-    sums_at_once: bool = False  # whether there is one micro-batch, so that gradients may go to keepers as they are made
     _seconds: dict[tuple[Device, float], OpSeconds] = field(default_factory=dict, init=False)
-    _held: dict[str, StateBytes] = field(default_factory=dict, init=False)
-    _parts: dict[tuple[Part, Recompute], PartCost] = field(default_factory=dict, init=False)
+    _held: dict[tuple[str, int | None], StateBytes] = field(default_factory=dict, init=False)
+    _parts: dict[tuple[Part, Recompute, tuple[int | None, bool]], PartCost] = field(default_factory=dict, init=False)
     _started: dict[tuple[Part, Device, float], tuple[Started, Started]] = field(default_factory=dict, init=False)
     _links: dict[tuple[str, str], Link] = field(default_factory=dict, init=False)
-    _buckets: tuple[Hashable, Buckets] | None = field(default=None, init=False)
+    _buckets: list[tuple[Hashable, Buckets]] = field(default_factory=list, init=False)  # of the last plan
     _locals: dict[tuple[tuple[str, ...], tuple[Shard, ...], tuple[tuple[int, int], ...]], Prices] = field(default_factory=dict, init=False)
     _labels: dict[tuple[tuple[str, ...], tuple[Shard, ...]], Labels] = field(default_factory=dict, init=False)
     _works: dict[tuple[tuple[str, ...], tuple[Shard, ...]], WorkOnParts] = field(default_factory=dict, init=False)
@@ -155,25 +152,24 @@ class Prices:
             found[:, place] = line.fixed, line.per_row
         return found
 
-    def bringing(self, device: Device, num_bytes: Floats) -> tuple[Floats, Floats]:
+    def bringing(self, device: Device, num_bytes: Floats, budget: Budget = ALL) -> tuple[Floats, Floats]:
         """Seconds in which a device fetches weights of so many bytes in a pass: exposed, and overlapped with compute."""
-        own = num_bytes * self._kept_share if "compute" in self.costs.on_host else np.zeros_like(num_bytes)
+        own = num_bytes * self._kept_share(budget) if "compute" in self.costs.on_host else np.zeros_like(num_bytes)
         seconds: Floats = copy_seconds(device, 1.0) * own
         none = np.zeros_like(seconds)
         return (none, seconds) if device.host_link and not self.costs.zero else (seconds, none)
 
-    def update_seconds(self, device: Device, num_bytes: float) -> float:
+    def update_seconds(self, device: Device, num_bytes: float, budget: Budget = ALL) -> float:
         """Seconds of this device's part of the optimizer step for trained weights of so many bytes."""
-        states, own = self.costs.optimizer_states, num_bytes * self._kept_share
+        states, own = self.costs.optimizer_states, num_bytes * self._kept_share(budget)
         if "optimizer" not in self.costs.on_host:
             return optimizer_seconds(device, own, own, own * states)
         shared = self.costs.host_bandwidth * len(self.cluster.hosts) / len(self.cluster.devices)
         return host_step_seconds(device, shared, own * (2 + states), own * (1 if "compute" in self.costs.on_host else 2))
 
-    @property
-    def _kept_share(self) -> float:
+    def _kept_share(self, budget: Budget) -> float:
         """The approximate share of the state of each parameter on each device."""
-        part = 1 / (self.num_keepers or len(self.cluster.devices))
+        part = 1 / (budget.num_keepers or len(self.cluster.devices))
         return part * self._shared_share + (1 - self._shared_share)
 
     @cached_property
@@ -222,17 +218,22 @@ class Prices:
         if key not in self._locals:
             labels = self.labels(ops, cuts)
             named = {shard.axis: part for shard, part in zip(shards, parts, strict=True)}
-            local = Prices(local_graph(labels, named), self.cluster, self.costs, self.spared, self.num_keepers, self.sums_at_once)
-            local._links, local.kept, local.weight_shares = self._links, self.kept, self.weight_shares
+            local = Prices(local_graph(labels, named), self.cluster, self.costs)
             unlike = (own for own, whole in zip(local.graph.ops, self.graph.ops, strict=True) if own is not whole)
-            local.outputs = self.outputs | {own.name: output_line(own, self.graph.num_rows) for own in unlike}
+            outputs = self.outputs | {own.name: output_line(own, self.graph.num_rows) for own in unlike}
             shares = {axis: size / total for axis, (size, total) in named.items()}
             if BATCH in shares:
                 cut = (name for name in labels.ops if labels.held(name) == BATCH)
-                local.outputs |= {name: self.outputs[name] * shares[BATCH] for name in cut}
-            local.table = self._on_parts(ops, cuts).at(shares)
-            local.states = self.states  # of no parameter they depend on its shape
-            local._accumulated = self._accumulated.copy()  # what other stages add is not asked for
+                outputs |= {name: self.outputs[name] * shares[BATCH] for name in cut}
+            vars(local).update(
+                _links=self._links,
+                kept=self.kept,
+                weight_shares=self.weight_shares,
+                outputs=outputs,
+                table=self._on_parts(ops, cuts).at(shares),
+                states=self.states,  # of no parameter they depend on its shape
+                _accumulated=self._accumulated.copy(),  # what other stages add is not asked for
+            )
             for name in labels.ops:
                 local._accumulated[self.graph.position[name]] = local._added(local.graph.by_name[name])
             self._locals[key] = local
@@ -248,34 +249,10 @@ class Prices:
     def training(self) -> bool:
         return self.graph.mode == "train"
 
-    def capacity(self, device: str) -> int:
+    def capacity(self, device: str, budget: Budget = ALL) -> int:
         """Bytes that a plan may fill."""
         known = self.cluster.by_name[device]
-        return self.costs.capacity(known) - self.spared.get(known.kind, 0)
-
-    def with_reserved_memory(self, lacking: Mapping[Device, int]) -> Prices:
-        """The same prices, with more bytes left free on each device type."""
-        other = copy(self)
-        other.spared = {kind: self.spared.get(kind, 0) + lacking.get(kind, 0) for kind in {**self.spared, **lacking}}
-        other._locals = {}
-        return other
-
-    @property
-    def keeping(self) -> tuple[int | None, bool]:
-        """What `kept_by` set."""
-        return self.num_keepers, self.sums_at_once
-
-    def kept_by(self, num_keepers: int, *, sums_at_once: bool = False) -> Prices:
-        """The same prices, where so many devices shard the state of each parameter.
-
-        `sums_at_once`: whether all of them have one micro-batch.
-        """
-        if not self.costs.zero or (num_keepers, sums_at_once) == self.keeping:
-            return self
-        other = copy(self)
-        other.sums_at_once = sums_at_once
-        other.num_keepers, other._locals, other._held, other._parts = num_keepers, {}, {}, {}
-        return other
+        return self.costs.capacity(known) - budget.reserved_on(known.kind)
 
     def seconds(self, device: Device, num_rows: float) -> OpSeconds:
         """Times of all ops on a device, as lines about a number of rows; without training nothing runs backward."""
@@ -355,22 +332,23 @@ class Prices:
     def state_of(self) -> Mapping[str, ParameterState]:
         return {name: state for state in self.states for name in state.parameters}
 
-    def parameter_bytes(self, name: str) -> int:
+    def parameter_bytes(self, name: str, budget: Budget = ALL) -> int:
         """Bytes of a parameter or buffer with its gradient and optimizer state."""
-        return self.held(name).total
+        return self.held(name, budget).total
 
-    def held(self, name: str) -> StateBytes:
+    def held(self, name: str, budget: Budget = ALL) -> StateBytes:
         """These bytes by form, on a device with an equal part of what is sharded; gradients are whole until they are summed."""
-        if name not in self._held:
+        key = name, budget.num_keepers
+        if key not in self._held:
             own, state = self.graph.parameter_by_name[name], self.state_of[name]
-            part = -(-own.spec.num_elements // (self.num_keepers or len(self.cluster.devices)))
+            part = -(-own.spec.num_elements // (budget.num_keepers or len(self.cluster.devices)))
             whole, kept = (state_bytes(own, state, training=self.training, kept=each) for each in (None, part))
-            self._held[name] = replace(kept, gradient=whole.gradient)
-        return self._held[name]
+            self._held[key] = replace(kept, gradient=whole.gradient)
+        return self._held[key]
 
-    def let_go(self, num_bytes: Value) -> Value:
+    def let_go(self, num_bytes: Value, budget: Budget = ALL) -> Value:
         """Of gradients of so many bytes, those never alive together with the others if one micro-batch makes them."""
-        found: Value = np.maximum(0.0, num_bytes * self.spared_share - self._not_let_go)
+        found: Value = np.maximum(0.0, num_bytes * self.spared_share(budget) - self._not_let_go)
         return found
 
     @cached_property
@@ -383,22 +361,22 @@ class Prices:
         largest = sorted(own, reverse=True)[: NUM_AT_ONCE + 2]
         return sum(largest) + max(largest, default=0)
 
-    def lasting_bytes(self, name: str) -> float:
+    def lasting_bytes(self, name: str, budget: Budget) -> float:
         """`parameter_bytes` without what is freed that way."""
-        return self.parameter_bytes(name) - self.held(name).gradient * self.spared_share * self.sums_at_once
+        held = self.held(name, budget)
+        return held.total - held.gradient * self.spared_share(budget) * budget.sums_at_once
 
-    @property
-    def spared_share(self) -> float:
+    def spared_share(self, budget: Budget) -> float:
         """Of the gradients of one micro-batch, the share that goes to keepers before the others exist."""
-        return 0.0 if self.costs.zero != 2 or "compute" in self.costs.on_host else 1 - self._kept_share
+        return 0.0 if self.costs.zero != 2 or "compute" in self.costs.on_host else 1 - self._kept_share(budget)
 
-    def part(self, part: Part, recompute: Recompute = NOTHING) -> PartCost:
-        key = part, recompute
+    def part(self, part: Part, recompute: Recompute = NOTHING, budget: Budget = ALL) -> PartCost:
+        key = part, recompute, budget.keeping
         if key not in self._parts:
-            self._parts[key] = self._price_part(part, recompute)
+            self._parts[key] = self._price_part(part, recompute, budget)
         return self._parts[key]
 
-    def _price_part(self, part: Part, recompute: Recompute) -> PartCost:
+    def _price_part(self, part: Part, recompute: Recompute, budget: Budget) -> PartCost:
         names, inside = self.kept_names(part.ops, recompute.segments, recompute.num_alive)
         crossing = dict.fromkeys(part.crossing(self.graph)) if self.training else {}
         activation, repeated = (
@@ -407,11 +385,11 @@ class Prices:
         )
         if recompute.num_alive:
             activation, repeated = size_line(self.outputs, crossing), activation * recompute.num_alive
-        gradients = float(sum(self.held(name).gradient for name in part.parameters))
+        held = [self.held(name, budget) for name in part.parameters]
+        gradients = float(sum(each.gradient for each in held))
         deferred = kept_for_weights(self.graph, part.ops) if self.training and not recompute.num_alive else ()
         return PartCost(
-            parameter_bytes=sum(self.parameter_bytes(name) for name in part.parameters)
-            - (round(self.let_go(gradients)) if self.sums_at_once else 0),
+            parameter_bytes=sum(each.total for each in held) - (round(self.let_go(gradients, budget)) if budget.sums_at_once else 0),
             activation=activation,
             for_weights=size_line(self.outputs, deferred),
             working=working_line(self.outputs, part.ops) + repeated + self._on_the_way(part),
@@ -447,9 +425,9 @@ class Prices:
 
         `held` is the key: equal for plans with equal buckets.
         """
-        if self._buckets is None or self._buckets[0] != held:
-            self._buckets = held, make()
-        return self._buckets[1]
+        if not self._buckets or self._buckets[0][0] != held:
+            self._buckets[:] = [(held, make())]
+        return self._buckets[0][1]
 
     @cached_property
     def kinds(self) -> Mapping[str, Device]:

@@ -46,7 +46,7 @@ def estimate(plan: Plan, graph: ModelGraph, cluster: Cluster, costs: Costs | Non
     """
     prices = Prices(graph, cluster, Costs() if costs is None else costs)
     if axes is not None:
-        prices.axes = axes
+        vars(prices)["axes"] = axes
     return estimate_with(prices, plan)
 
 

@@ -220,6 +220,12 @@ class Plan:
     device_models: tuple[str, ...] = ()  # catalogue names of the devices in use (``V100-32GB``), by rank; empty in old plans
     keeper_shares: tuple[int, ...] = ()  # per rank, its weight where state is sharded over owners; empty if all are equal
 
+    def is_alike(self, stage: Stage) -> bool:
+        """Whether the devices of each split group of a stage are of one model, so that from equal values they compute equal bits."""
+        names, models = stage.virtual_device.devices, dict(zip(self.devices, self.device_models, strict=False))
+        groups = (names[start : start + stage.split] for start in range(0, len(names), stage.split))
+        return all(len({models.get(name) for name in own}) == 1 for own in groups)
+
     @cached_property
     def rank_of(self) -> dict[str, int]:
         return {device: rank for rank, device in enumerate(self.devices)}

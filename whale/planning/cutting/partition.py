@@ -29,7 +29,7 @@ from whale.planning.pipeline.cut_points import CutPoints
 from whale.planning.strategy import Placed
 from whale.planning.structure.stages import Wish
 
-LENGTHS = 2  # pieces of at most this multiple of the average length are tried first
+LENGTHS = 2  # pieces of at most this multiple of the average length are tried first: a matter of time alone, no plan depends on it
 
 EQUAL = 1e-12  # relative difference of equal times
 
@@ -168,9 +168,12 @@ def _least_squares(tables: Sequence[Floats], slowest: float, band: Band) -> list
     return bounds[::-1]
 
 
-HEAVY = 8.0  # no cut where more than this multiple of a light place's bytes crosses, while there are other places
+HEAVY = 8.0
+"""No cut where more than this multiple of a light place's bytes crosses, while there are other places. Halved or doubled: the plan for 64
+devices of three types is the same.
+"""
 
-TIME_TOLERANCE = 0.005  # relative precision of the bisection
+TIME_TOLERANCE = 0.005  # relative precision of the bisection; halved or doubled: the plan for 64 devices of three types is the same
 
 Sums = list[float]
 

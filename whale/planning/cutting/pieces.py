@@ -19,6 +19,7 @@ from whale.errors import WhaleError
 from whale.estimate import OpTable, op_seconds, size_line
 from whale.estimate.costs.compute import copy_seconds
 from whale.estimate.costs.line import Floats
+from whale.estimate.prices.budget import ALL, Budget
 from whale.estimate.prices.collective_costs import CollectiveCosts, StagePlace
 from whale.estimate.prices.prices import Prices
 from whale.estimate.prices.repeated import RepeatedBridges
@@ -62,6 +63,7 @@ class _Columns:
     started: Floats  # the same of the host: ``[2, places]``
     trained: Floats  # bytes on a device of trainable parameters (at their first reader), and of their gradients: ``[2, places]``
     shares: Floats  # bytes on a device of parameters before each place, and of what is kept, as a line: ``[3, places]``
+    budget: Budget
 
     def sums(self, kind: Device, rows: float) -> PrefixSums:
         found, prices = op_seconds(self.table, kind, rows, self.prices.costs), self.prices
@@ -84,7 +86,7 @@ class _Columns:
         sums = (self.before @ own).T
         away = sums[9:11]
         forward, back = sums[:2] + self.collective_costs[0] + away, sums[2:4] + self.collective_costs[1] + away
-        brought, overlapped = prices.bringing(kind, self.trained[0])
+        brought, overlapped = prices.bringing(kind, self.trained[0], self.budget)
         forward[0] += brought
         back[0] += brought * training
         started = [np.maximum(own, overlapped) for own in (sums[6] + self.started[0], sums[7] + self.started[1])]
@@ -106,6 +108,7 @@ class Pieces:
     prices: Prices
     points: CutPoints
     num_rows: int
+    budget: Budget = ALL
     cuts: dict[Hashable, tuple[int, ...]] = field(default_factory=dict, init=False)  # the best cuts without memory limits
     times: dict[Hashable, Floats] = field(default_factory=dict, init=False)  # cache of all pieces as some stage
     lists: dict[Hashable, list[float]] = field(default_factory=dict, init=False)
@@ -217,6 +220,7 @@ class Pieces:
             np.concatenate((np.zeros((2, 1)), np.cumsum(self._trained(prices, stands) * bound, axis=1)), axis=1)[:, points.bounds],
             self._held(prices, stands)
             + np.concatenate((np.zeros((1, len(points.bounds))), nothing[0] if copies is None else self._before(copies, alike))),
+            self.budget,
         )
 
     def _before(self, per_op: Floats, alike: NDArray[np.int64] | None) -> Floats:
@@ -234,7 +238,7 @@ class Pieces:
         for index, name in enumerate(points.spine):
             there = prices.graph.ops[int(stands[index])]
             for parameter in prices.graph.parameters_among(there.inputs):
-                found[0, index + 1] += prices.parameter_bytes(parameter.name)
+                found[0, index + 1] += prices.parameter_bytes(parameter.name, self.budget)
             if name in kept:
                 line = prices.outputs[there.name]
                 found[1:, index + 1] = line.fixed, line.per_row
@@ -313,7 +317,7 @@ class Pieces:
         """Bytes of parameters with gradients and optimizer state, and kept for backward, of some ops or of all."""
         prices, own = self.prices, self.points.spine if ops is None else ops
         kept = {name for op in own for name in prices.kept_there.get(op, ())}
-        held = sum(prices.parameter_bytes(name) for name in prices.graph.parameters_read(own))
+        held = sum(prices.parameter_bytes(name, self.budget) for name in prices.graph.parameters_read(own))
         return float(held + int(size_line(prices.outputs, kept).at(rows)))
 
     def _shared(self, group: tuple[str, ...], rows: float, *, is_short: bool) -> _Split | None:
@@ -325,10 +329,10 @@ class Pieces:
 
     def _solved(self, site: StagePlace, *, is_short: bool) -> _Split | None:
         prices, graph, (ops, alike) = self.prices, self.prices.graph, self._sample
-        inside, budget = set(ops), MemoryBudget(0.0, 1, capacity_of(site, prices))
+        inside, budget = set(ops), MemoryBudget(0.0, 1, capacity_of(site, prices, self.budget), plan=self.budget)
         if is_short:
             held, room = self._held_by_all(site.num_rows, ops), prices.costs.capacity(prices.kinds[site.groups[0][0]])
-            budget = MemoryBudget(held, 1, budget.capacity, share=SPARE * held / site.width / room)
+            budget = dataclasses.replace(budget, num_bytes=held, share=SPARE * held / site.width / room)
         read = {name for own in ops for name in graph.by_name[own].inputs if graph.by_name[name].kind == "call"}
         handed_on = {name for name in ops if any(user not in inside for user in graph.users[name])}
         scene = Scene(graph, prices.axes, ops, frozenset(read - inside), frozenset(handed_on))

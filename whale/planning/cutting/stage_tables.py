@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from whale.estimate import Line, all_gather_line
 from whale.estimate.costs.line import Floats
+from whale.estimate.prices.budget import ALL, Budget
 from whale.estimate.prices.prices import Prices
 from whale.ir.cluster import Device, Link
 from whale.planning.cutting.pieces import Pieces
@@ -105,6 +106,7 @@ class StageTables:
     prices: Prices
     pipeline: PipelineShape
     policy: Policy
+    budget: Budget = ALL
     _asked: int = field(default=0, init=False)
     _enters: float | None = field(default=None, init=False)
     _sums: dict[_Timed, tuple[Floats, Floats]] = field(default_factory=dict, init=False)
@@ -151,7 +153,7 @@ class StageTables:
         if look not in self._bytes:
             held = self.held(stage, kind, self.pipeline.width(stage), num_rows, band.starts, band.ends)
             self._bytes[look] = np.where(band.is_piece, held, np.inf)
-        room = margin * self.prices.capacity(name) / self.pipeline.num_chunks
+        room = margin * self.prices.capacity(name, self.budget) / self.pipeline.num_chunks
         return np.maximum(self._bytes[look] - room, 0.0)
 
     def seconds(self, stage: int, placed: Placed, num_rows: int, starts: NDArray[np.int64], ends: NDArray[np.int64]) -> Floats:
@@ -217,7 +219,7 @@ class StageTables:
 
     def rooms(self, placed: Placed) -> Floats:
         """Bytes that each stage may hold on its devices: an equal part for each stage of a rank."""
-        capacity = np.array([self.prices.capacity(names[0]) for names in placed], dtype=np.float64)
+        capacity = np.array([self.prices.capacity(names[0], self.budget) for names in placed], dtype=np.float64)
         found: Floats = capacity[list(self.pipeline.stage_rank)] / self.pipeline.num_chunks
         return found
 
@@ -290,9 +292,9 @@ class StageTables:
             held, kept = parameters[ends] - parameters[starts], fixed + per_row * num_rows
         else:
             held, kept = points.parameters[starts, ends], points.kept_fixed + points.kept_per_row * num_rows
-        if self.pipeline.num_micro_batch == 1 and (self.prices.sums_at_once or not self.prices.num_keepers):
+        if self.pipeline.num_micro_batch == 1 and (self.budget.sums_at_once or not self.budget.num_keepers):
             gradients = self.pieces.gradients(cut or self.prices.cluster.devices[0].kind, width if cut else 1)
-            held = held - self.prices.let_go(gradients[ends] - gradients[starts])
+            held = held - self.prices.let_go(gradients[ends] - gradients[starts], self.budget)
         in_flight, recomputed, waiting, share = self._shapes[:, stage]
         found: Floats = held + expected_bytes(in_flight, recomputed, waiting, share, received, kept[ends] - kept[starts], self._entering)
         return found

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
 from whale.estimate.costs.line import Floats
+from whale.estimate.prices.budget import ALL, Budget
 from whale.estimate.prices.prices import Prices
 from whale.ir.graph import ModelGraph
 from whale.planning.structure.structure import Structure, floating_ops
@@ -48,7 +49,7 @@ class CutPoints:
         return float(known[start, begin] + known[end, stop] - known[start, stop] - known[end, begin])
 
 
-def find_cut_points(structure: Structure, prices: Prices, kept: Mapping[str, tuple[str, ...]]) -> CutPoints:
+def find_cut_points(structure: Structure, prices: Prices, kept: Mapping[str, tuple[str, ...]], budget: Budget = ALL) -> CutPoints:
     """Finds the units of a graph; `kept`: per op, what it keeps for backward."""
     graph = prices.graph
     spine = tuple(op.name for op in graph.ops if op.name in structure.atom_of)
@@ -62,7 +63,7 @@ def find_cut_points(structure: Structure, prices: Prices, kept: Mapping[str, tup
     forbidden |= _without_own_ops(spine, floating)
     bounds = lightest_bounds(crossing[:2].sum(axis=0), forbidden)
     sums = _kept(prices, kept, spine, position)
-    parameters = _parameters(graph, structure, prices, spine, bounds)
+    parameters = _parameters(graph, structure, partial(prices.parameter_bytes, budget=budget), spine, bounds)
     fixed, per_row, messages = crossing[:, bounds]
     return CutPoints(structure, spine, floating, bounds, fixed, per_row, messages, sums[0][bounds], sums[1][bounds], parameters)
 
@@ -121,7 +122,9 @@ def _kept(prices: Prices, kept: Mapping[str, tuple[str, ...]], spine: Sequence[s
     return result
 
 
-def _parameters(graph: ModelGraph, structure: Structure, prices: Prices, spine: Sequence[str], bounds: NDArray[np.int64]) -> Floats:
+def _parameters(
+    graph: ModelGraph, structure: Structure, bytes_of: Callable[[str], int], spine: Sequence[str], bounds: NDArray[np.int64]
+) -> Floats:
     """Bytes of parameters by piece; one that several units read counts once in a piece that holds them all."""
     uses: dict[str, list[int]] = {}
     units = np.searchsorted(bounds, np.arange(len(spine)), side="right") - 1
@@ -131,7 +134,7 @@ def _parameters(graph: ModelGraph, structure: Structure, prices: Prices, spine: 
     per_unit = np.zeros(len(bounds))
     shared_bytes = np.zeros((len(bounds), len(bounds)))
     for name, where in uses.items():
-        num_bytes = prices.parameter_bytes(name)
+        num_bytes = bytes_of(name)
         distinct = sorted(set(where))
         per_unit[[unit + 1 for unit in distinct]] += num_bytes
         for first, second in pairwise(distinct):

@@ -14,6 +14,7 @@ from whale.errors import ConfigError, raise_faults
 from whale.estimate import Line
 from whale.estimate.costs.line import Floats
 from whale.estimate.memory.memory import saved_lines
+from whale.estimate.prices.budget import Budget
 from whale.estimate.prices.part import NOTHING, Alive, Recompute, Segment
 from whale.estimate.prices.prices import PartCost, Prices
 from whale.planning.pipeline.scheduling import PipelineShape
@@ -105,6 +106,7 @@ class Chooser:
     pipeline: PipelineShape
     policy: Policy
     price_parts: PricesParts
+    budget: Budget
 
     def choose(self, placed: Placed, assignment: Assignment, num_rows: int, margin: float) -> Recomputes:
         """What each stage recomputes.
@@ -145,7 +147,7 @@ class Chooser:
         def fits(recomputes: Mapping[int, Recompute], cut_for: Mapping[int, Recompute]) -> bool:
             """Whether the devices, or their split groups, can together take the rows of a micro-batch."""
             room = [
-                floor((margin * self.prices.capacity(name) - need.fixed) / max(need.per_row, 1e-9))
+                floor((margin * self.prices.capacity(name, self.budget) - need.fixed) / max(need.per_row, 1e-9))
                 for name, need in zip(placed[rank], self._needs(placed, assignment, rank, recomputes, cut_for, num_rows), strict=True)
             ]
             rows = [min(room[start : start + width]) for start in range(0, len(room), width)]
@@ -225,7 +227,9 @@ class Chooser:
         pipeline, count = self.pipeline, len(placed[rank])
         width = max(map(pipeline.width, recomputes))
         if width == 1:
-            costs = [(self.prices.part(assignment.parts[stage], own), pipeline.alive(stage)) for stage, own in recomputes.items()]
+            costs = [
+                (self.prices.part(assignment.parts[stage], own, self.budget), pipeline.alive(stage)) for stage, own in recomputes.items()
+            ]
             yield from [rank_memory(costs)] * count
             return
         every, tightest = (tuple(own.get(stage, NOTHING) for stage in range(pipeline.num_stages)) for own in (recomputes, cut_for))

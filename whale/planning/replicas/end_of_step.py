@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from whale.estimate import Line, all_reduce_seconds, exposed_sync, state_bytes
 from whale.estimate.costs.communication import ring_volume
+from whale.estimate.prices.budget import Budget
 from whale.estimate.prices.prices import Prices
 from whale.planning.replicas.replica import ReplicaModel
 from whale.sharding.parameters import Holders, ParameterShardings
@@ -35,7 +36,7 @@ def handled_sums(prices: Prices, replicas: Sequence[ReplicaModel]) -> tuple[floa
     return tuple(max(taken.get(device, 0.0) for rank in replica.placed for device in rank) for replica in replicas)
 
 
-def end_of_step(prices: Prices, replicas: Sequence[ReplicaModel], rows: Sequence[int], handled: float = 0.0) -> EndOfStep:
+def end_of_step(prices: Prices, budget: Budget, replicas: Sequence[ReplicaModel], rows: Sequence[int], handled: float = 0.0) -> EndOfStep:
     """Prices the end of a step. Heterogeneous replicas synchronise after all else, fully exposed.
 
     Args:
@@ -51,7 +52,7 @@ def end_of_step(prices: Prices, replicas: Sequence[ReplicaModel], rows: Sequence
         for device in owners:
             reduced[device] = reduced.get(device, 0.0) + seconds
             weights[device] = weights.get(device, 0) + num_bytes
-    optimizer = max((prices.update_seconds(prices.cluster.by_name[device], held) for device, held in weights.items()), default=0.0)
+    optimizer = max((prices.update_seconds(prices.cluster.by_name[device], held, budget) for device, held in weights.items()), default=0.0)
     sync = max(reduced.values(), default=0.0)
     exposed, pipeline = sync, replicas[0].pipeline
     if all(replica.pipeline is pipeline for replica in replicas):

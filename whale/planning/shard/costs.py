@@ -33,7 +33,7 @@ from whale.planning.shard.problem import BridgeCost, ChosenLabels, LabelCost, La
 from whale.planning.shard.solver import solve_labels
 from whale.sharding.bridges import Bridge
 
-GRID = 33  # points at which times are computed; linear in between
+GRID = 33  # points at which times are computed; linear in between; halved or doubled: none of 8 plans differs
 
 Sizes = tuple[tuple[int, ...], ...]
 """Per kind, the units of each position."""

@@ -16,6 +16,7 @@ import numpy as np
 
 from whale.estimate.costs.line import Floats
 from whale.estimate.memory.memory import keeps_parameter, kept_for_weights, size_line
+from whale.estimate.prices.budget import ALL, Budget
 from whale.estimate.prices.collective_costs import StagePlace
 from whale.estimate.prices.part import Recompute
 from whale.estimate.prices.prices import Prices
@@ -49,6 +50,7 @@ class MemoryBudget:
     taken: float = 0.0  # bytes for the device's other stages
     share: float = 1.0  # of the rest for this stage; other split stages of the device have theirs
     repeated: Repeated = Repeated()  # what is recomputed
+    plan: Budget = ALL  # that of the whole plan
 
     @property
     def free(self) -> Floats:
@@ -56,9 +58,9 @@ class MemoryBudget:
         return (np.array(self.capacity, dtype=np.float64) - self.taken) * self.share - self.num_bytes
 
 
-def capacity_of(site: StagePlace, prices: Prices) -> tuple[int, ...]:
+def capacity_of(site: StagePlace, prices: Prices, budget: Budget) -> tuple[int, ...]:
     """Per position of the groups, the least bytes that a device there may hold."""
-    return tuple(min(prices.capacity(group[position]) for group in site.groups) for position in range(site.width))
+    return tuple(min(prices.capacity(group[position], budget) for group in site.groups) for position in range(site.width))
 
 
 class HeldBytes:
@@ -110,7 +112,7 @@ class HeldBytes:
         labels, members = range(len(node.labels)), self._classes.members
         if node.first.kind in ("parameter", "buffer"):
             known = self._prices.graph.parameter_by_name
-            num_bytes = sum(self._prices.lasting_bytes(known[op.target].name) for op in node.ops)
+            num_bytes = sum(self._prices.lasting_bytes(known[op.target].name, self._budget.plan) for op in node.ops)
             found[labels, [label.work for label in node.labels]] = num_bytes
         else:
             for place, (name, own) in enumerate(zip(members[node.first.name], forms, strict=True)):

@@ -35,10 +35,13 @@ from whale.planning.shard.write import Outline, cuts_of, outline_of
 
 GRAIN = 16
 """Units of a large axis that stay together, so that rows of a matrix align with cache lines and tensor-core tiles: otherwise products
-take a sixth longer on a CPU (1,175 columns as long as 1,370).
+take a sixth longer on a CPU (1,175 columns as long as 1,370). Halved or doubled: 1 of 3 plans differs, by less than 0.01 %.
 """
 
-GRAINS_PER_DEVICE = 8  # an axis with fewer grains is divided to the unit, because grains would cost more balance than they gain
+GRAINS_PER_DEVICE = 8
+"""An axis with fewer grains is divided to the unit, because grains would cost more balance than they gain. Halved or doubled: none of 3
+plans differs.
+"""
 
 NOT_ASKED = Split()
 

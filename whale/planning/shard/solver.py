@@ -274,7 +274,7 @@ class Rows:
             integrality=np.array(self._integral),
             bounds=Bounds(np.zeros(width), upper),
             constraints=LinearConstraint(matrix, np.array(self._low), np.array(self._high)),
-            options={"mip_rel_gap": 0.0, "node_limit": max_nodes, "presolve": self.problem.memory is None},
+            options={"mip_rel_gap": 0.0, "node_limit": max_nodes, "presolve": False},
         )
         if found.status == OUT_OF_NODES:
             self.ran_out_of_nodes = True

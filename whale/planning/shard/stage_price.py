@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from whale.axes.values import may_lie_in_parts
 from whale.estimate import Line, edge_line
 from whale.estimate.costs.line import Started
+from whale.estimate.prices.budget import ALL, Budget
 from whale.estimate.prices.collective_costs import CollectiveCosts, StagePlace
 from whale.estimate.prices.part import Part, Recompute
 from whale.estimate.prices.prices import PartCost, Prices
@@ -25,12 +26,6 @@ from whale.planning.strategy import Placed
 from whale.planning.structure.stages import Assignment
 
 
-def kept_by(prices: Prices, pipelines: Sequence[PipelineShape], count: int = 1) -> Prices:
-    """The prices where `count` replicas of each of these shard the state of each parameter."""
-    num_keepers = count * sum(pipeline.num_keepers for pipeline in pipelines)
-    return prices.kept_by(num_keepers, sums_at_once=all(pipeline.num_micro_batch == 1 for pipeline in pipelines))
-
-
 @dataclass(frozen=True)
 class PricedStage:
     """A stage on its devices."""
@@ -46,32 +41,41 @@ class PricedStage:
 
 @dataclass(frozen=True)
 class StagePricing:
-    """Prices stages, after the passes inside split stages have decided."""
+    """Prices stages within a budget, after the passes inside split stages have decided."""
 
     prices: Prices
     sharder: Sharder  # decides what is cut
     overlapper: Overlapper  # decides whether rows are computed in halves
+    budget: Budget = ALL
     _known: dict[Hashable, tuple[Mapping[tuple[int, Device], DeviceCost], Overlapping]] = field(
         default_factory=dict, compare=False, repr=False
     )
-    _keeping: dict[tuple[int | None, bool], StagePricing] = field(default_factory=dict, compare=False, repr=False)  # by `Prices.keeping`
 
     @staticmethod
     def of(prices: Prices, overlap: bool | None = None) -> StagePricing:
         """With new passes; `overlap`: whether split stages compute in halves, None where that pays."""
         return StagePricing(prices, Sharder(prices), Overlapper(prices, overlap))
 
-    def at(self, prices: Prices) -> StagePricing:
-        """The same, with what is known, at prices that differ in reserved memory, or in who keeps the state."""
-        if prices.keeping != self.sharder.prices.keeping:
-            if prices.keeping not in self._keeping:
-                self._keeping[prices.keeping] = replace(StagePricing.of(prices, self.overlapper.wanted), _keeping=self._keeping)
-            return self._keeping[prices.keeping].at(prices)
-        return self if prices is self.prices else replace(self, prices=prices)
+    def reserving(self, lacking: Mapping[Device, int]) -> StagePricing:
+        """The same with more bytes left free on each device type."""
+        return replace(self, budget=self.budget.reserving(lacking))
 
     def kept_by(self, pipelines: Sequence[PipelineShape], count: int = 1) -> StagePricing:
-        """Where `count` replicas of each of these shard the state of each parameter."""
-        return self.at(kept_by(self.prices, pipelines, count))
+        """The same where `count` replicas of each of these shard the state of each parameter."""
+        if not self.prices.costs.zero:
+            return self
+        num_keepers = count * sum(pipeline.num_keepers for pipeline in pipelines)
+        sums_at_once = all(pipeline.num_micro_batch == 1 for pipeline in pipelines)
+        return replace(self, budget=replace(self.budget, num_keepers=num_keepers, sums_at_once=sums_at_once))
+
+    def capacity(self, device: str) -> int:
+        """Bytes that a plan may fill."""
+        return self.prices.capacity(device, self.budget)
+
+    @property
+    def rooms(self) -> dict[Device, int]:
+        """The same per device type."""
+        return {device.kind: self.capacity(device.name) for device in self.prices.cluster.devices}
 
     def price(
         self,
@@ -89,12 +93,12 @@ class StagePricing:
         groups = groups_of(devices[stage], pipeline.width(stage))
         rows = max(1.0, num_rows / len(groups))
         if pipeline.width(stage) == 1:
-            alone = (cost_alone(self.prices, assignment.parts[stage], name, rows, recompute) for name in devices[stage])
+            alone = (cost_alone(self.prices, assignment.parts[stage], name, rows, recompute, self.budget) for name in devices[stage])
             costs = (replace(own, receive=received_line(self.prices, own.part, devices, stage, index)) for index, own in enumerate(alone))
             return PricedStage(tuple(costs))
         scene = make_scene(self.prices, assignment, stage, pipeline)
         site = StagePlace(unlike_groups(groups, self.prices), rows, pipeline.in_flight[stage], pipeline.num_micro_batch)
-        budget = self._budget(pipeline, assignment, stage, num_rows, cut_for or recomputes, capacity_of(site, self.prices))
+        budget = self._budget(pipeline, assignment, stage, num_rows, cut_for or recomputes, site)
         sharding = self.sharder.choose(scene, site, budget, pipeline.splits[stage])
         known, overlapping = self._parts(assignment.parts[stage], scene, site, sharding, recompute)
         together = []
@@ -102,7 +106,7 @@ class StagePricing:
             own = known[index % site.width, self.prices.cluster.by_name[name].kind]
             receive = received_line(self.prices, own.part, devices, stage, index)
             receive = receive + _from_own_devices(self.prices, pipeline, assignment, stage, devices, index, scene.rows_arriving)
-            together.append(replace(own, receive=receive, capacity=self.prices.capacity(name)))
+            together.append(replace(own, receive=receive, capacity=self.capacity(name)))
         return PricedStage(tuple(together), sharding, overlapping)
 
     def parts(
@@ -125,12 +129,13 @@ class StagePricing:
         stage: int,
         num_rows: float,
         recomputes: Sequence[Recompute],
-        capacity: tuple[int, ...],
+        site: StagePlace,
     ) -> MemoryBudget:
         """What a device of a split stage holds; split stages of one device share its memory by what they hold uncut."""
         kept, working, taken = dict[int, float](), 0.0, 0.0
         for own in pipeline.stages_of(pipeline.stage_rank[stage]):
-            part, rows = self.prices.part(assignment.parts[own], recomputes[own]), max(1.0, num_rows / pipeline.num_groups(own))
+            part = self.prices.part(assignment.parts[own], recomputes[own], self.budget)
+            rows = max(1.0, num_rows / pipeline.num_groups(own))
             held, waits = part.held(pipeline.alive(own)).at(rows), part.waits.at(rows) * (pipeline.waiting[own] > 0)
             if pipeline.width(own) == 1:
                 taken += held
@@ -138,15 +143,16 @@ class StagePricing:
                 at_work = 2 * max(self.prices.outputs[name].at(rows) for name in assignment.parts[own].ops)  # that is cut with the ops
                 kept[own], working = held + waits, max(working, part.working.at(rows) - at_work - waits)
         share = kept[stage] / sum(kept.values())
-        waits = self.prices.part(assignment.parts[stage], recomputes[stage]).waits.per_row
+        waits = self.prices.part(assignment.parts[stage], recomputes[stage], self.budget).waits.per_row
         repeated = repeated_of(assignment.parts[stage].ops, recomputes[stage], pipeline.waiting[stage] if waits > 0 else 0)
-        return MemoryBudget(kept[stage] + working * share, pipeline.in_flight[stage], capacity, taken, share, repeated)
+        capacity = capacity_of(site, self.prices, self.budget)
+        return MemoryBudget(kept[stage] + working * share, pipeline.in_flight[stage], capacity, taken, share, repeated, self.budget)
 
     def _parts(
         self, part: Part, scene: Scene, site: StagePlace, sharding: StageSharding, recompute: Recompute
     ) -> tuple[Mapping[tuple[int, Device], DeviceCost], Overlapping]:
         """Cost of a split stage by position in the group and device type, and whether rows are in halves."""
-        key = part, scene, sharding.shards, recompute, sharding.cut.costs
+        key = part, scene, sharding.shards, recompute, sharding.cut.costs, self.budget.keeping
         if key not in self._known:
             self._known[key] = self._price_parts(part, scene, site, sharding.shards, recompute)
         return self._known[key]
@@ -154,10 +160,10 @@ class StagePricing:
     def _price_parts(
         self, part: Part, scene: Scene, site: StagePlace, shards: tuple[Shard, ...], recompute: Recompute
     ) -> tuple[Mapping[tuple[int, Device], DeviceCost], Overlapping]:
-        prices = self.sharder.prices
+        prices = self.prices
         parts = [prices.local(scene.ops, shards, position) for position in range(site.width)]
         names = {(place, prices.cluster.by_name[name].kind): name for group in site.groups for place, name in enumerate(group)}
-        alone = {key: cost_alone(parts[key[0]], part, name, site.num_rows, recompute) for key, name in names.items()}
+        alone = {key: cost_alone(parts[key[0]], part, name, site.num_rows, recompute, self.budget) for key, name in names.items()}
         labels = prices.labels(scene.ops, shards)
         bridges = prices.bridges(scene.ops, shards, scene.returned)
         collective_costs = CollectiveCosts(prices, site)

@@ -16,7 +16,6 @@ from typing import Protocol, TypeVar
 
 from whale.errors import OutOfMemory, raise_faults
 from whale.estimate import StepEstimate
-from whale.estimate.prices.prices import Prices
 from whale.ir.cluster import Cluster, Device
 from whale.planning.pipeline.balance import MemoryShortage
 from whale.planning.verify.verify import host_faults, memory_fault, overfull
@@ -28,6 +27,9 @@ class Estimated(Protocol):
 
 
 T = TypeVar("T", bound=Estimated)
+
+Decide = Callable[[Mapping[Device, int]], T]
+"""Makes a plan that leaves so many bytes free on each device type."""
 
 MAX_ROUNDS = 4  # attempts per plan
 
@@ -67,16 +69,16 @@ def refuse_overfull(step: StepEstimate, cluster: Cluster) -> None:
 
 
 def decide_in_memory(
-    prices: Prices,
-    as_needed: Callable[[Prices], T],
-    keeping: Callable[[Prices], T] | None = None,
-    least: Callable[[Prices], T] | None = None,
+    rooms: Mapping[Device, int],
+    as_needed: Decide[T],
+    keeping: Decide[T] | None = None,
+    least: Decide[T] | None = None,
 ) -> T:
     """The plan that fits by the estimate.
 
     Args:
-        prices: of the graph on the cluster.
-        as_needed: makes a plan, and raises `Refused` where it does not fit.
+        rooms: per device type, the bytes that a plan may fill.
+        as_needed: makes a plan with so many of them left free, and raises `Refused` where it does not fit.
         keeping: the same without recomputation, where memory decides on that; taken if it fits, and compared with the one as needed if
             it fills a device, or fits only after more than two attempts, which must promise a tenth of the step.
         least: the same with most recomputation; taken where the one as needed does not fit.
@@ -84,7 +86,7 @@ def decide_in_memory(
     Raises:
         MemoryShortage: nothing fits; after a refusal, with the estimate's figures of the first plan as needed.
     """
-    attempts: Iterator[T | MemoryShortage] = iter(()) if keeping is None else _attempts(prices, keeping)
+    attempts: Iterator[T | MemoryShortage] = iter(()) if keeping is None else _attempts(rooms, keeping)
     kept, refused_seconds = list[T](), 0.0
     for found in islice(attempts, KEEPING_ROUNDS):
         if isinstance(found, Refused):
@@ -94,14 +96,14 @@ def decide_in_memory(
     if kept and all(each.peak.total <= FULL * each.capacity for each in kept[0].step.devices):
         return kept[0]
     try:
-        needed = _decide_in_rounds(prices, as_needed)
+        needed = _decide_in_rounds(rooms, as_needed)
     except MemoryShortage:
         kept = kept or _fitting(attempts)
         if kept:
             return kept[0]
         if least is not None:
             with suppress(MemoryShortage):
-                return _decide_in_rounds(prices, least)
+                return _decide_in_rounds(rooms, least)
         raise
     if refused_seconds < WORTH_KEEPING * needed.step.step_seconds:
         kept = kept or _fitting(attempts)
@@ -112,29 +114,28 @@ def _fitting(attempts: Iterable[T | MemoryShortage]) -> list[T]:
     return [found for found in attempts if not isinstance(found, MemoryShortage)]
 
 
-def _decide_in_rounds(prices: Prices, decide: Callable[[Prices], T]) -> T:
+def _decide_in_rounds(rooms: Mapping[Device, int], decide: Decide[T]) -> T:
     """The first plan of the attempts that fits; at last the one with unlimited memory, where it may fit."""
     faults = list[MemoryShortage]()
-    for found in _attempts(prices, decide):
+    for found in _attempts(rooms, decide):
         if not isinstance(found, MemoryShortage):
             return found
         faults.append(found)
     refused = next((fault for fault in faults if isinstance(fault, Refused)), None)
-    if refused is None and _is_hopeless(faults[-1], prices):
+    if refused is None and _is_hopeless(faults[-1], rooms):
         raise faults[-1]
     with suppress(MemoryShortage):
-        return decide(prices.with_reserved_memory(dict.fromkeys(_room(prices), -UNLIMITED_BYTES)))
+        return decide(dict.fromkeys(rooms, -UNLIMITED_BYTES))
     raise refused or faults[0]
 
 
-def _attempts(prices: Prices, decide: Callable[[Prices], T]) -> Iterator[T | MemoryShortage]:
+def _attempts(rooms: Mapping[Device, int], decide: Decide[T]) -> Iterator[T | MemoryShortage]:
     """The plan with all memory, or with less or more of it, as the estimate demands: each attempt's fault, and the plan that fits."""
-    kinds = _room(prices)
-    spared, too_little, too_much = dict.fromkeys(kinds, 0), dict[Device, int](), dict[Device, int]()
+    spared, too_little, too_much = dict.fromkeys(rooms, 0), dict[Device, int](), dict[Device, int]()
     is_refused = False
     for _ in range(MAX_ROUNDS):
         try:
-            yield decide(prices.with_reserved_memory(spared) if any(spared.values()) else prices)
+            yield decide(spared)
             return
         except Refused as fault:
             yield fault
@@ -142,21 +143,16 @@ def _attempts(prices: Prices, decide: Callable[[Prices], T]) -> Iterator[T | Mem
             spared = {kind: number + fault.lacking.get(kind, 0) for kind, number in spared.items()}
         except MemoryShortage as fault:
             yield fault
-            if not is_refused and (_is_hopeless(fault, prices) or fault.num_bytes > CLOSED_FORM_EXCESS * min(kinds.values())):
+            if not is_refused and (_is_hopeless(fault, rooms) or fault.num_bytes > CLOSED_FORM_EXCESS * min(rooms.values())):
                 return
             too_much = spared
             spared = {kind: number - fault.num_bytes for kind, number in spared.items()}
         if too_little and too_much:
-            spared = {kind: (too_little[kind] + too_much[kind]) // 2 for kind in kinds}
+            spared = {kind: (too_little[kind] + too_much[kind]) // 2 for kind in rooms}
             if spared in (too_little, too_much):
                 return
 
 
-def _room(prices: Prices) -> dict[Device, int]:
-    """Per device type, the bytes it may use."""
-    return {device.kind: prices.capacity(device.name) for device in prices.cluster.devices}
-
-
-def _is_hopeless(fault: MemoryShortage, prices: Prices) -> bool:
+def _is_hopeless(fault: MemoryShortage, rooms: Mapping[Device, int]) -> bool:
     """Whether closed forms miss what no attempt with more memory makes up for."""
-    return not 0 < fault.num_bytes <= min(_room(prices).values())
+    return not 0 < fault.num_bytes <= min(rooms.values())

@@ -12,7 +12,7 @@ from whale.estimate.step.step import DeviceEstimate
 from whale.ir.cluster import Cluster
 from whale.ir.graph import ModelGraph
 from whale.ir.plan import Plan, Replica, Stage, devices_of
-from whale.ir.updates import buffer_updates
+from whale.ir.updates import Update, buffer_updates, num_parts
 from whale.planning.pipeline.segments import find_ground
 from whale.planning.shard.overlapping import overlap_faults
 from whale.planning.structure.stages import batch_axis_faults, crossing_faults
@@ -359,15 +359,27 @@ def update_faults(graph: ModelGraph, replicas: Sequence[Replica]) -> list[WhaleE
     """The buffers that cannot be updated from parts of the batch, with their lines."""
     faults: list[WhaleError] = []
     for name, update in buffer_updates(graph).items():
-        groups = (max((len(stage.shares) for stage in own.stages if name in stage.parameters), default=0) for own in replicas)
-        num_parts = sum(count * own.pipeline.num_micro_batch for count, own in zip(groups, replicas, strict=True))
-        if update.kind == "whole" and num_parts > 1:
-            text = f"buffer {name} cannot be written from a batch in {num_parts} parts: it must hold sums or means over rows"
+        count = num_parts(name, replicas)
+        reason = _why_apart(name, update, replicas) if update.derivation is not None else update.reason
+        if reason and count > 1:
+            text = f"buffer {name} cannot be written from a batch in {count} parts: it must hold sums or means over rows"
             faults.append(
                 PlanError(
-                    f"{text} ({update.reason})",
+                    f"{text} ({reason})",
                     where=update.where,
                     hint="write buffer += x.sum(0) or buffer.lerp_(x.mean(0), 0.1), or run one replica with one micro-batch",
                 )
             )
     return faults
+
+
+def _why_apart(name: str, update: Update, replicas: Sequence[Replica]) -> str:
+    """Why a device cannot compute a buffer from others; "" if it has all of them."""
+    assert update.derivation is not None
+    others = sorted(set(update.derivation.given.values()))
+    for stage in (stage for replica in replicas for stage in replica.stages if name in stage.parameters):
+        if stage.split > 1:
+            return f"it is computed from {first_few(others)}, in a split"
+        if missing := [other for other in others if other not in stage.parameters]:
+            return f"it is computed from {first_few(missing)}, which another stage writes"
+    return ""

@@ -254,7 +254,8 @@ class Agreement:
             listing = first_few([f"{ranks}: {place or 'no batch of engine.loader'}" for place, ranks in ranks_at.items()], separator="; ")
             raise BatchError(
                 f"ranks step with different global batches ({listing})",
-                hint=f"skip no batch of the loader on one rank only, and step on all ranks with its batches or on none. {_KNOWN_BY}",
+                hint="give all ranks the same dataset, skip no batch of the loader on one rank only, and step on all ranks with its "
+                f"batches or on none. {_KNOWN_BY}",
             )
         found = cast(list[Mapping[str, int] | None], self._world.gather_objects(report.contents))
         known = {rank: contents for rank, contents in enumerate(found) if contents is not None}

@@ -20,9 +20,9 @@ from whale.runtime.execute.batch import BatchView
 from whale.runtime.execute.exchange import Exchange, place_of
 from whale.runtime.execute.loss import LossAccount, Totals
 from whale.runtime.execute.op_faults import named_ops
-from whale.runtime.execute.randomness import seed_of
 from whale.runtime.execute.stage import Flight, StageRunner
 from whale.runtime.execute.status import StatusBoard
+from whale.runtime.program.randomness import seed_of
 from whale.runtime.program.watch import Place, Watch
 from whale.runtime.state.gathered import GatheredWeights
 from whale.runtime.state.gradient_sync import GradientSync

@@ -115,4 +115,5 @@ def shards_of(
             dim = next(dim for dim, runs in enumerate(zip(*parts, strict=True)) if len(set(runs)) > 1)
             size = model.parameter_by_name[name].spec.shape[dim]
             gathered[name] = Slots(dim, size, tuple(device[dim] for device in parts), position % stage.split)
-    return StageShards(axes, stage.shards, position % stage.split, stage.split, held.partial, gathered)
+    is_alike = holdings.plan.is_alike(stage)
+    return StageShards(axes, stage.shards, position % stage.split, stage.split, held.partial, gathered, is_alike)

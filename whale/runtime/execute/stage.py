@@ -11,8 +11,8 @@ import torch
 from whale.deferred import WeightQueue
 from whale.ir.graph import NUM_ROWS
 from whale.ir.schedule import Kind
-from whale.runtime.execute.randomness import seeded
 from whale.runtime.program.lowering import AWAITED, QUEUE, TRANSIENT, StageProgram
+from whale.runtime.program.randomness import seeded
 from whale.runtime.program.shard import GROUP, Gate, Group
 from whale.runtime.state.gathered import GatheredWeights
 from whale.runtime.state.publishing import Publishing

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -12,7 +13,7 @@ from whale.axes import Axes
 from whale.errors import BatchError, WhaleError
 from whale.ir.plan import Plan
 from whale.ir.schedule import Schedule
-from whale.ir.updates import buffer_updates
+from whale.ir.updates import Update, buffer_updates, num_parts
 from whale.runtime.execute.agreement import Agreement, PendingAgreement
 from whale.runtime.execute.batch import BatchView, InputPrefetch
 from whale.runtime.execute.call_check import Call
@@ -23,6 +24,7 @@ from whale.runtime.execute.executor import ActionOrder, Executor, StepState
 from whale.runtime.execute.loss import LossAccount, Totals, weight_program
 from whale.runtime.execute.rank_stages import RankStages, make_stages
 from whale.runtime.program.compiled import Compilation
+from whale.runtime.program.lowering import StageProgram, lower
 from whale.runtime.program.stage_source import Captured
 from whale.runtime.state.gathered import GatheredWeights
 from whale.runtime.state.gradient_sync import GradientSync
@@ -66,7 +68,8 @@ class Worker:
         updates = buffer_updates(captured.graph)
         self.sync = sync
         self.written = tuple(updates)
-        self.copied = {name: update for name, update in updates.items() if update.kind != "statistics"}
+        self.copied = {name: _in_parts(name, update, plan) for name, update in updates.items() if update.kind != "statistics"}
+        self._tensors = tensors
         self._device, self._world_sums = roster.world.device, connections.world_sums
         self._weights = weight_program(captured.graph, captured.graph_for(captured.graph.num_rows), self._device)
         self._executor: Executor | None = None
@@ -112,7 +115,19 @@ class Worker:
                 visits.get(self._rank_place.rank, Visits()),
             )
         self._runners = stages.runners
+        self._derived = [] if roster.rank is None else self._deriving(captured)
         self._agreement = Agreement(plan, self.model, self._weights, stages, tensors, roster, connections.world_sums, copies)
+
+    def _deriving(self, captured: Captured) -> list[tuple[StageProgram, Mapping[str, str]]]:
+        """The programs of buffers that follow from others, in order, with the names of the others by what they are given as."""
+        model = captured.graph
+        own = [each.derivation for name, each in self.copied.items() if each.derivation is not None and name in self._tensors]
+        graph = captured.graph_for(model.num_rows) if own else None
+        return [
+            (lower(graph, model, each.ops, each.given, [each.result], self._device), each.given)
+            for each in sorted(own, key=lambda each: model.position[each.result])
+            if graph is not None
+        ]
 
     def _make_exchange(self, schedule: Schedule, axes: Axes | None, connections: Connections) -> Exchange:
         rank_place, world, ranks = self._rank_place, connections.roster.world, connections.roster.world_ranks
@@ -183,6 +198,11 @@ class Worker:
         """Buffers, by name, that the micro-batches of the last run have written here."""
         return {name: value for runner in self._runners.values() for name, value in runner.buffers.made.items()}
 
+    def derive(self) -> None:
+        """Computes the buffers that follow from others, which have their new values."""
+        for program, given in self._derived:
+            program.module(*(self._tensors[given.get(key, key)].detach() for key in program.keys))
+
     def refuse(self, reason: WhaleError, call: Call | None = None) -> None:
         """Tells the other ranks, which are about to run a step, that this rank's batch is bad, and why."""
         self._agreement.refuse(reason, call)
@@ -207,3 +227,9 @@ class Worker:
     def close(self) -> None:
         """Releases the groups of split stages; no step can follow."""
         self._executor = None
+
+
+def _in_parts(name: str, update: Update, plan: Plan) -> Update:
+    """How the parts of a batch combine; of an undivided one, what it writes is the new value."""
+    is_whole = update.derivation is not None and num_parts(name, plan.replicas) == 1
+    return replace(update, kind="once", derivation=None) if is_whole else update

@@ -20,6 +20,7 @@ from whale.runtime.program.overlap import overlap
 from whale.runtime.program.regather import keep_parts
 from whale.runtime.program.segments import Rewrite, with_segments
 from whale.runtime.program.shard import GROUP, Slots, lower_shards
+from whale.runtime.program.shard.draws import number_draws
 from whale.runtime.program.watch import NOBODY, Watch
 from whale.runtime.program.weight_gathers import Numbers, insert_gathers, insert_waits
 
@@ -62,6 +63,7 @@ def lower(
 ) -> StageProgram:
     """Cuts the ops of one stage out of the whole graph."""
     wanted, handed = set(ops), set(received)
+    random = {name for name in wanted if "random" in model.by_name[name].tags}
     read = _reads(model, wanted, handed, outputs)
     local = _copy(graph, model, wanted, handed, read, outputs, device)
     first: tuple[str, ...] = ()
@@ -71,9 +73,11 @@ def lower(
             local, model, shards.axes, shards.shards, shards.position, complete=complete, gathered=shards.gathered, num_rows=num_rows
         )
         local, first = program.graph, (GROUP,)
-        divide_gradients(local, model, (shards.terms or frozenset()) - program.partial, shards.width)
+        whole = (shards.terms or frozenset()) - program.parameters.keys() - shards.gathered.keys()
+        divide_gradients(local, model, whole - program.partial, shards.width)
         if halving is not None:
             local = overlap(local, model, halving, outputs)
+        number_draws(local, random, is_alike=shards.is_alike)
     if splits_backward:
         queue = _first(local, QUEUE)
         defer_weights(local, _trainable(model, read), queue, num_dims_of)
@@ -90,7 +94,6 @@ def lower(
         first = (AWAITED, *first)
     if not splits_backward:
         _sum_as_read(local, model)
-    random = {name for name in wanted if "random" in model.by_name[name].tags}
     kinds = tuple("received" if name in handed else model.by_name[name].kind for name in read)
     keys = tuple(model.by_name[name].target if kind in ("parameter", "buffer") else name for name, kind in zip(read, kinds, strict=True))
     return StageProgram(
@@ -116,6 +119,7 @@ class StageShards:
     terms: frozenset[str] | None = None
     # parameters and buffers that the program needs whole but the device holds in part, and where the parts belong
     gathered: Mapping[str, Slots] = field(default_factory=dict)
+    is_alike: bool = True  # whether equal seeds give equal random numbers on all devices of the group
 
     @property
     def divides_rows(self) -> bool:

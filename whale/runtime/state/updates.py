@@ -154,7 +154,7 @@ def _clones(sources: list[torch.Tensor]) -> list[torch.Tensor]:
 
 
 ADDED: tuple[UpdateKind, ...] = ("mean", "sum")
-"""Kinds that are combined from all parts of the batch; of the others each part gives the same value, or there is one part."""
+"""Kinds that are combined from all parts of the batch; of those that are not derived either, each part gives the same, or there is one."""
 
 
 class StepBuffers:
@@ -196,6 +196,11 @@ class StepBuffers:
         self.made[name] = addend if made is None else made + addend
 
 
+def _is_made(update: Update) -> bool:
+    """Whether what one part has written is the new value."""
+    return update.kind not in (*ADDED, "derived")
+
+
 def _scaled(before: torch.Tensor, update: Update) -> torch.Tensor:
     return widened(before) * update.scale
 
@@ -222,8 +227,8 @@ class SharedBuffers:
         if not updates:
             return
         if plan.has_idle_replicas:
-            made = {**made, **self._from_first_replica(model, [name for name in updates if updates[name].kind not in ADDED], made)}
-        moved = [name for name in made if updates[name].kind not in ADDED]
+            made = {**made, **self._from_first_replica(model, [name for name, update in updates.items() if _is_made(update)], made)}
+        moved = [name for name in made if _is_made(updates[name])]
         copy_all([self.tensors[name].detach() for name in moved], [made[name] for name in moved])
         names = sorted(name for name, update in updates.items() if update.kind in ADDED)
         if not names:

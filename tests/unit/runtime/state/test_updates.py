@@ -55,6 +55,7 @@ def test_an_undivided_batch_may_write_anything(name: str) -> None:
 REASONS = {
     "variance": "vector: aten.var.dim (%var) gives neither",
     "decayed_by_a_tensor": "vector: aten.add_.Tensor (%add_) gives neither",
+    "divided_early": "square: aten.div.Tensor (%div) gives neither",
     "read_afterwards": "vector: it is read after it was written from rows",
     "random": "vector: it depends on random numbers",
     "rows": "square: aten.copy_.default (%copy_) gives neither",

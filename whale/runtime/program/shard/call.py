@@ -1,53 +1,23 @@
-"""One call of the captured graph that is cut: its arguments by name, in the layout in which it needs them.
-
-Random numbers of a split group are equal where a tensor is whole, and differ by position where it is cut. All devices of a group
-enter a stage with the same generator state. An op on whole tensors draws from it. An op on parts draws from a seed made of
-(that state, position); afterwards the generator has a state that is equal on all devices again:
-
-    generator  --s-->  dropout(whole)  --s'-->  dropout(part): seed = hash(s', position)  --hash(s', next)-->  ...
-"""
+"""One call of the captured graph that is cut: its arguments by name, in the layout in which it needs them."""
 
 from __future__ import annotations
 
-import ctypes
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NoReturn
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
 from whale.axes.operators import operator_of
 from whale.axes.values import Dimension, Role, axes_of
 from whale.errors import PlanError
 from whale.ir.graph import Op, TensorSpec
+from whale.runtime.program.shard.draws import draw
 from whale.runtime.program.shard.layout import Held, ShardLayout
 from whale.runtime.program.shard.writer import Writer
 from whale.sharding.bridges import Bridge
-
-
-def draw_by_position(position: int, target: Any, *args: Any, **kwargs: Any) -> Any:
-    """Runs a random op with numbers of this position, and leaves the generator as on the group's other devices."""
-    device = next(value.device for value in args if isinstance(value, Tensor))
-    generator = torch.cuda.default_generators[device.index or 0] if device.type == "cuda" else torch.default_generator
-    state = _contents(generator.get_state())
-    generator.manual_seed(_seed(state, position))
-    try:
-        return target(*args, **kwargs)
-    finally:
-        generator.manual_seed(_seed(state, -1))
-
-
-def _contents(state: Tensor) -> bytes:
-    """The bytes of a generator's state, read by address: in a dry run it is the only tensor with contents."""
-    return ctypes.string_at(state.data_ptr(), state.numel())
-
-
-def _seed(state: bytes, number: int) -> int:
-    digest = hashlib.blake2b(state + number.to_bytes(8, "little", signed=True), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1
 
 
 @dataclass(frozen=True)
@@ -129,7 +99,7 @@ class Call:
             given.pop()
         kwargs = {i.name: values[i.name] for i in schema if i.kwarg_only and not _is(values[i.name], i.default_value)}
         if "random" in self.op.tags and not self._noise_is_whole():
-            return self.emit(draw_by_position, self.layout.position, self.node.target, *args, **kwargs)
+            return self.emit(draw, 0, self.layout.position, self.node.target, *args, **kwargs)
         return self.emit(self.node.target, *args, **kwargs)
 
     def _noise_is_whole(self) -> bool:
