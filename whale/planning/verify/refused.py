@@ -86,7 +86,7 @@ def decide_in_memory(
     Raises:
         MemoryShortage: nothing fits; after a refusal, with the estimate's figures of the first plan as needed.
     """
-    attempts: Iterator[T | MemoryShortage] = iter(()) if keeping is None else _attempts(rooms, keeping)
+    attempts: Iterator[T | MemoryShortage] = iter(()) if keeping is None else _attempts(rooms, keeping, is_unlimited_soon=True)
     kept, refused_seconds = list[T](), 0.0
     for found in islice(attempts, KEEPING_ROUNDS):
         if isinstance(found, Refused):
@@ -115,42 +115,50 @@ def _fitting(attempts: Iterable[T | MemoryShortage]) -> list[T]:
 
 
 def _decide_in_rounds(rooms: Mapping[Device, int], decide: Decide[T]) -> T:
-    """The first plan of the attempts that fits; at last the one with unlimited memory, where it may fit."""
+    """The first plan of the attempts that fits."""
     faults = list[MemoryShortage]()
     for found in _attempts(rooms, decide):
         if not isinstance(found, MemoryShortage):
             return found
         faults.append(found)
-    refused = next((fault for fault in faults if isinstance(fault, Refused)), None)
-    if refused is None and _is_hopeless(faults[-1], rooms):
-        raise faults[-1]
-    with suppress(MemoryShortage):
-        return decide(dict.fromkeys(rooms, -UNLIMITED_BYTES))
-    raise refused or faults[0]
+    raise next((fault for fault in faults if isinstance(fault, Refused)), faults[0])
 
 
-def _attempts(rooms: Mapping[Device, int], decide: Decide[T]) -> Iterator[T | MemoryShortage]:
-    """The plan with all memory, or with less or more of it, as the estimate demands: each attempt's fault, and the plan that fits."""
+def _attempts(rooms: Mapping[Device, int], decide: Decide[T], *, is_unlimited_soon: bool = False) -> Iterator[T | MemoryShortage]:
+    """The plan with all memory, with less or more of it, as the estimate demands, and at last with unlimited memory.
+
+    Each attempt's fault, and the plan that fits. `is_unlimited_soon`: whether unlimited memory comes right after a first shortage by
+    closed forms: its plan is the fastest of all, whether it fits or not.
+    """
+    unlimited = dict.fromkeys(rooms, -UNLIMITED_BYTES)
     spared, too_little, too_much = dict.fromkeys(rooms, 0), dict[Device, int](), dict[Device, int]()
-    is_refused = False
-    for _ in range(MAX_ROUNDS):
+    when, is_end, is_refused = 1 if is_unlimited_soon else MAX_ROUNDS, False, False
+    for attempt in range(MAX_ROUNDS + 1):
+        is_unlimited = attempt == when
         try:
-            yield decide(spared)
+            yield decide(unlimited if is_unlimited else spared)
             return
         except Refused as fault:
             yield fault
-            is_refused, too_little = True, spared
+            if is_unlimited and is_end:
+                return
+            if is_unlimited:
+                continue
+            is_refused, too_little, when = True, spared, MAX_ROUNDS
             spared = {kind: number + fault.lacking.get(kind, 0) for kind, number in spared.items()}
         except MemoryShortage as fault:
             yield fault
-            if not is_refused and (_is_hopeless(fault, rooms) or fault.num_bytes > CLOSED_FORM_EXCESS * min(rooms.values())):
+            if is_unlimited or (not is_refused and _is_hopeless(fault, rooms)):
                 return
             too_much = spared
             spared = {kind: number - fault.num_bytes for kind, number in spared.items()}
+            if not is_refused and fault.num_bytes > CLOSED_FORM_EXCESS * min(rooms.values()):
+                when, is_end = attempt + 1, True
         if too_little and too_much:
-            spared = {kind: (too_little[kind] + too_much[kind]) // 2 for kind in rooms}
-            if spared in (too_little, too_much):
-                return
+            middle = {kind: (too_little[kind] + too_much[kind]) // 2 for kind in rooms}
+            if middle in (too_little, too_much):
+                when, is_end = attempt + 1, True
+            spared = middle
 
 
 def _is_hopeless(fault: MemoryShortage, rooms: Mapping[Device, int]) -> bool:
