@@ -160,7 +160,7 @@ def test_devices_that_are_as_good_bring_nothing() -> None:
 
 
 def test_what_brings_nothing_shares_a_line() -> None:
-    found = advised(made([[(1e9, GIB)], [(1e9, GIB)]], network=1e8), effort=8)
+    found = advised(made([[(1e9, GIB)], [(1e9, GIB)]], network=5e8), effort=8)
     assert [each.about for each in found.advice] == ["devices", "batch", "more", "redundancy", "none"]
     more, (nothing,) = about(found, "more")[0], about(found, "none")
     assert more.value is not None and more.beside is not None and more.value < more.beside

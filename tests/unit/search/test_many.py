@@ -32,4 +32,4 @@ def test_a_slower_plan_and_a_missing_one_are_told(monkeypatch: pytest.MonkeyPatc
     assert difference(math.inf, 1.0) == math.inf
     assert difference(math.inf, math.inf) == difference(1.0, math.inf) == difference(0.9, 1.0) == 0
     monkeypatch.setattr(many, "found", lambda *_: 1.0)
-    assert free_case(0, 2).difference > 0
+    assert free_case(1, 2).difference > 0

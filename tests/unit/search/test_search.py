@@ -234,7 +234,7 @@ def test_what_fits_nowhere_says_what_would_help() -> None:
 
 def hint_of(num_devices: int, settings: dict[str, object]) -> str:
     with pytest.raises(PlanError) as caught:
-        search(layers([64] * 6), made([[(1e9, 100_000)] * num_devices], network=1e9), Config(settings), rows=8)
+        search(layers([64] * 6), made([[(1e9, 85_000)] * num_devices], network=1e9), Config(settings), rows=8)
     return caught.value.hint or ""
 
 
@@ -242,7 +242,7 @@ def test_as_many_devices_as_the_hint_asks_for_hold_the_model() -> None:
     assert "about 6 x 1e+09" in hint_of(5, {})
     assert "x 1e+09" not in hint_of(5, {"pipeline.num_stages": 5}), "whatever number of devices there is"
     for num_devices in (6, 7):
-        found = search(layers([64] * 6), made([[(1e9, 100_000)] * num_devices], network=1e9), Config(), rows=8, effort=20)
+        found = search(layers([64] * 6), made([[(1e9, 85_000)] * num_devices], network=1e9), Config(), rows=8, effort=20)
         assert len(found.plan.devices) >= 6
 
 
