@@ -23,7 +23,7 @@ LEFT_OVER = 0.9  # cost of an incomplete last group of interleaving, in missing 
 
 
 @dataclass(frozen=True)
-class Passes:
+class RankPasses:
     """The passes of one micro-batch on each rank, in seconds over all its chunks: ``[ranks, cases]``."""
 
     forward: Floats
@@ -97,7 +97,7 @@ def before(seconds: Floats) -> Floats:
     return found
 
 
-def in_turn(passes: Passes, sooner: int | None = None) -> Floats:
+def in_turn(passes: RankPasses, sooner: int | None = None) -> Floats:
     """1F1B; `sooner`: where the order recomputes before gradients arrive, how many recomputations that saves; None: it does not."""
     there = passes.own if sooner is None else passes.own - passes.recomputed
     spare = passes.backward if sooner is None else there - passes.forward
@@ -105,7 +105,7 @@ def in_turn(passes: Passes, sooner: int | None = None) -> Floats:
     return found if sooner is None else np.maximum(0.0, found - sooner * passes.recomputed)
 
 
-def by_chunks(passes: Passes) -> Floats:
+def by_chunks(passes: RankPasses) -> Floats:
     """All micro-batches pass one chunk before the next, which waits until the first of them is round all ranks."""
     m, p, v, ring = passes.num_micro_batch, passes.p, passes.num_chunks, passes.way.sum(axis=0)
     waits = [np.maximum(0.0, (p - m) * passes.mean(own) / v + ring) for own in (passes.forward, passes.backward)]
@@ -113,7 +113,7 @@ def by_chunks(passes: Passes) -> Floats:
     return found
 
 
-def by_groups(passes: Passes) -> Floats:
+def by_groups(passes: RankPasses) -> Floats:
     """The same in groups of micro-batches, forward and backward in turn."""
     m, p, v = passes.num_micro_batch, passes.p, passes.num_chunks
     lacking = np.where((passes.lacking == 0) & (np.asarray(m) % p > 0), LEFT_OVER * p, passes.lacking)
@@ -121,14 +121,14 @@ def by_groups(passes: Passes) -> Floats:
     return found
 
 
-def with_late_weights(passes: Passes) -> Floats:
+def with_late_weights(passes: RankPasses) -> Floats:
     """Weight gradients fill what is left of the drain (ZB-H1)."""
     found = before(passes.inputs + np.maximum(passes.forward - passes.weights, 0.0) + 2 * passes.way)
     returning = passes.returning(passes.own - passes.weights, passes.backward, passes.weights)
     return found + np.maximum(returning, passes.lacking * passes.mean(passes.weights))
 
 
-def with_late_weights_twice_ahead(passes: Passes) -> Floats:
+def with_late_weights_twice_ahead(passes: RankPasses) -> Floats:
     """The same with twice the forwards ahead (ZB-H2)."""
     there = passes.own - passes.weights
     others = (there + 2 * passes.way).sum(axis=0) - there
@@ -137,7 +137,7 @@ def with_late_weights_twice_ahead(passes: Passes) -> Floats:
     return np.maximum(found, round_trip)
 
 
-def down_and_up(passes: Passes) -> Floats:
+def down_and_up(passes: RankPasses) -> Floats:
     """Two chunks per rank in the shape of a V (ZB-V)."""
     missing = passes.lacking - np.maximum(0, passes.num_micro_batch - passes.p) / 2
     slack = before(passes.inputs + np.maximum(passes.forward - passes.weights, 0.0)) + missing * passes.mean(passes.weights)

@@ -11,7 +11,7 @@ from functools import cached_property, partial
 
 from whale.errors import ConfigError
 from whale.ir.schedule import Action, Kind, Schedule
-from whale.schedules.idle import Floats, Passes, by_chunks, by_groups
+from whale.schedules.idle import Floats, RankPasses, by_chunks, by_groups
 from whale.schedules.idle import in_turn as idle_in_turn
 
 
@@ -53,7 +53,7 @@ class Builder:
     takes_group: bool = False  # whether it uses `ScheduleShape.group_size`
     check: Callable[[ScheduleShape], list[ConfigError]] = lambda shape: []  # further conditions on the shape
     waiting: Callable[[ScheduleShape, int], int] = lambda shape, rank: 0  # most micro-batches of a stage between I and W
-    idle: Callable[[Passes], Floats] = idle_in_turn  # closed form of the seconds that each rank waits
+    idle: Callable[[RankPasses], Floats] = idle_in_turn  # closed form of the seconds that each rank waits
     tried: tuple[int, ...] = ()  # stages per rank with which the search tries it; () for those that others are never slower than
     ends_by_chunk: bool = False  # whether a rank ends its later stages before it begins the first one's backwards: sums hide there
 

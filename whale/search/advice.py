@@ -21,7 +21,7 @@ from whale.hardware import compute_type
 from whale.hardware.precision import HALVES
 from whale.ir.cluster import Cluster, Device
 from whale.ir.graph import MOST_ROWS, ModelGraph
-from whale.search.asking import Answer, Question, answers
+from whale.search.asking import Answer, PlanQuestion, answers
 from whale.search.changes import faster_between, one_more, with_plenty
 from whale.search.freedom import pin_of
 from whale.search.largest import Largest
@@ -67,7 +67,7 @@ class _Change:
     about: About
     subject: str
     setting: str
-    question: Question
+    question: PlanQuestion
 
 
 def advise(
@@ -100,7 +100,7 @@ def advise(
             f"planning.batch_rows: {config.planning.batch_rows} is a range; advice needs one number of rows",
             hint="find it with `whale plan`, and give it by --rows",
         )
-    base = Question(graph, cluster, config, graph.num_rows if rows is None else rows)
+    base = PlanQuestion(graph, cluster, config, graph.num_rows if rows is None else rows)
     own = _Adviser(base, recapture, (lambda what: None) if tell is None else tell)
     try:
         own.begin()
@@ -118,7 +118,7 @@ def advise(
 class _Adviser:
     """What was asked, and what is known."""
 
-    base: Question  # as it is
+    base: PlanQuestion  # as it is
     recapture: Callable[[Config], ModelGraph] | None
     tell: Callable[[str], None]
     known: list[Answer] = field(default_factory=list, init=False)  # plans for `base`
@@ -147,7 +147,7 @@ class _Adviser:
         return tuple(kind for kind in self.counts if kind in slowest) if len(self.counts) > 1 else ()
 
     @cached_property
-    def _question(self) -> Question:
+    def _question(self) -> PlanQuestion:
         """`base` with the effort of the questions after the first."""
         number = 2 * min(len(self.counts), MOST_TYPES) + 4  # each type, and more of it; precision, rows, links, copies
         effort = max(1, round(self.base.config.planning.effort * min(1, QUESTIONS / number)))
@@ -159,7 +159,7 @@ class _Adviser:
         self.known.extend(answers(self.base))
         self._asked.update((kind, kind in self.best.kinds) for kind in self.counts)
 
-    def ask(self, setting: str, question: Question, start: Sequence[Answer] = ()) -> tuple[Answer, ...]:
+    def ask(self, setting: str, question: PlanQuestion, start: Sequence[Answer] = ()) -> tuple[Answer, ...]:
         """The answers to a question; none where there is no plan."""
         self.tell(setting)
         try:

@@ -17,7 +17,7 @@ from whale.search.searching import Candidate, search
 
 
 @dataclass(frozen=True)
-class Question:
+class PlanQuestion:
     """What is planned for."""
 
     graph: ModelGraph
@@ -58,7 +58,7 @@ class Answer:
         return f"{self.arrangement}: {self.objective.text(self.value)}"
 
 
-def answers(question: Question, setting: str = "", start: Sequence[Strategy] = ()) -> tuple[Answer, ...]:
+def answers(question: PlanQuestion, setting: str = "", start: Sequence[Strategy] = ()) -> tuple[Answer, ...]:
     """The plans that `whale.search.decide` would choose from, best first.
 
     Args:

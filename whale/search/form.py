@@ -26,7 +26,7 @@ from whale.planning.realizing import Realizer
 from whale.planning.replicas.solve import Solver
 from whale.planning.strategy import Placed, RankSpec, ReplicaSpec, Strategy
 from whale.schedules import BUILDERS
-from whale.schedules.idle import Passes
+from whale.schedules.idle import RankPasses
 from whale.search.freedom import Order
 from whale.search.lane import Lane
 from whale.search.places import Hops, Numbers, Places
@@ -200,7 +200,7 @@ class ClosedForms:
             m, (forward, weights) = np.array(counts), self._shares
             x = np.array([[num_ranks - 1.0], [1.0]])
             times = x * forward, x * (1 - forward), x * weights
-            passes = (Passes(*times, m, each.num_chunks, num_ranks=num_ranks) for each in orders)
+            passes = (RankPasses(*times, m, each.num_chunks, num_ranks=num_ranks) for each in orders)
             idle = [np.zeros(len(m)) + BUILDERS[each.schedule].idle(own)[-1] for each, own in zip(orders, passes, strict=True)]
             alive = [[each.alive(num_ranks, number) for number in counts] for each in orders]
             self._known_turns[key] = np.array(idle), np.array(alive)

@@ -14,7 +14,7 @@ from whale.estimate.costs.line import Floats
 from whale.planning.pipeline.scheduling import PipelineShape
 from whale.planning.strategy import ReplicaSpec
 from whale.schedules import BUILDERS
-from whale.schedules.idle import Passes
+from whale.schedules.idle import RankPasses
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class Lane:
         hops = self.hops[0, 0, :, None] + self.hops[0, 1, :, None] * (rows / m)
         alive = np.array(pipeline.in_flight[: pipeline.num_ranks], dtype=np.float64)[:, None]
         recomputed = self.recomputed[:, None] * forward
-        return BUILDERS[pipeline.schedule].idle(Passes(forward, backward, weights, m, v, recomputed, hops, alive))
+        return BUILDERS[pipeline.schedule].idle(RankPasses(forward, backward, weights, m, v, recomputed, hops, alive))
 
     def ends(self, rows: float) -> tuple[float, Floats]:
         """Seconds of all micro-batches of a step, and when each rank ends its last backward pass or weight gradients."""

@@ -118,12 +118,16 @@ class FreeSpace:
         """Single split groups over several hosts or device types that promise most: by computing, and what a split exchanges."""
         order, policy, pieces = self.freedom.orders[0], self.freedom.policies[0], self.forms.planner.pieces
         cluster, found, number = self.forms.planner.cluster, list[Ranked](), min(self.space.micro_batches(self.space.num_rows), default=0)
-        rows = self.space.num_rows / max(1, number)
-        for strategy in self.space.spread() if number else ():
+        groups = list(self.space.spread()) if number else []
+        if not groups:
+            return
+        rows = self.space.num_rows / number
+        exchanged = self.forms.exchanged(rows)
+        for strategy in groups:
             n = strategy.num_devices
             slowest = min(cluster.link(*pair).bandwidth for pair in combinations(strategy.names, 2))
             speed = sum(count / pieces.whole_seconds(kind, 1, rows) for kind, count in strategy.taken.items())
-            seconds = number * (1 / speed + self.forms.exchanged(rows) * (n - 1) / n / slowest)
+            seconds = number * (1 / speed + exchanged * (n - 1) / n / slowest)
             own = ordered(strategy, order, order, number, policy)
             if not self._overflows(own, number):
                 found.append(Ranked(own, self.objective.likely(own, seconds, self.forms.least_held(own, number)), effort_of(own)))

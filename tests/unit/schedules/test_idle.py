@@ -11,7 +11,7 @@ from whale.config import SCHEDULES
 from whale.estimate import ActionTimes, simulate
 from whale.ir.schedule import Kind
 from whale.schedules import BUILDERS, build
-from whale.schedules.idle import Passes, before
+from whale.schedules.idle import RankPasses, before
 from whale.search.freedom import ORDERS
 
 NUM_CASES = 80
@@ -46,7 +46,7 @@ def _error(name: str, drawn: random.Random) -> float:
     hops = np.full_like(rank, hop)
     if v == 1 or order.stage_rank[p] != 0:  # the last rank sends nothing to the first
         hops[-1] = 0.0
-    passes = Passes(rank, 2 * rank + recomputed, 2 * rank * weights, m, v, recomputed, hops, alive)
+    passes = RankPasses(rank, 2 * rank + recomputed, 2 * rank * weights, m, v, recomputed, hops, alive)
     of_stage, late = [float(rank[owner, 0]) / v for owner in order.stage_rank], weights if Kind.BACKWARD_WEIGHT in kinds[0] else 0.0
     inputs, after = ([2 * share * own for own in of_stage] for share in (1 - late, late))
     expected = simulate(order, ActionTimes(of_stage, inputs, after, recompute=of_stage, transfer=hop)).makespan

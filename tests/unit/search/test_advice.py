@@ -29,7 +29,7 @@ from whale.ir.serialization import to_json
 from whale.planning import make_plan
 from whale.search import advice, asking, decide, search
 from whale.search.advice import About, Advice, Advised, advise, of_depth, shares
-from whale.search.asking import Answer, Question
+from whale.search.asking import Answer, PlanQuestion
 from whale.search.changes import faster_between, one_more
 
 GRAPH = layers([64] * 4)
@@ -113,7 +113,7 @@ def test_every_value_is_what_a_search_with_that_change_gives(graph: ModelGraph, 
         return
     found = advise(graph, cluster, config, rows=rows)
     lines_agree(found, cluster)
-    as_it_is = Question(graph, cluster, config, rows)
+    as_it_is = PlanQuestion(graph, cluster, config, rows)
     for stated, kind, used in conditions(found, cluster):
         assert step.step_seconds <= stated.value * CLOSE, "no suggestion beats the plan"
         assert as_it_is.value_of(stated.plan) == pytest.approx(stated.value, rel=1e-9)
@@ -125,7 +125,7 @@ def test_every_value_is_what_a_search_with_that_change_gives(graph: ModelGraph, 
     for stated in found.facts:
         if (changed := changes(cluster, rows).get(stated.setting)) is not None:
             there, own_rows = changed
-            assert Question(graph, there, config, own_rows).value_of(stated.plan) == pytest.approx(stated.value, rel=1e-9)
+            assert PlanQuestion(graph, there, config, own_rows).value_of(stated.plan) == pytest.approx(stated.value, rel=1e-9)
             assert stated.value <= decide(None, graph, there, config, rows=own_rows)[1].step_seconds * CLOSE
 
 
@@ -184,7 +184,7 @@ def test_a_search_that_starts_from_a_good_plan_is_never_worse_on_more_devices() 
 def test_a_question_that_finds_a_better_plan_gives_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     cluster, answers = made([[(1e10, GIB)], [(1e9, GIB)] * 2], network=1e6), asking.answers
 
-    def poor(question: Question, setting: str = "", start: object = ()) -> tuple[Answer, ...]:
+    def poor(question: PlanQuestion, setting: str = "", start: object = ()) -> tuple[Answer, ...]:
         return answers(question, setting)[slice(None) if setting else slice(-1, None)]
 
     monkeypatch.setattr(advice, "answers", poor)
@@ -197,7 +197,7 @@ def test_a_question_that_finds_a_better_plan_gives_the_plan(monkeypatch: pytest.
 def test_a_search_that_loses_the_plan_does_not_make_it_worse(monkeypatch: pytest.MonkeyPatch) -> None:
     cluster, answers = made([[(1e9, GIB)], [(1e9, GIB)]], network=1e8), asking.answers
 
-    def lost(question: Question, setting: str = "", start: object = ()) -> tuple[Answer, ...]:
+    def lost(question: PlanQuestion, setting: str = "", start: object = ()) -> tuple[Answer, ...]:
         if setting.startswith("one more"):
             raise PlanError("lost")
         alone = replace(question, cluster=cluster.only(["h0/0"])) if setting.startswith("links") else question

@@ -8,7 +8,7 @@ import numpy as np
 
 from whale.estimate.costs.line import Floats
 from whale.schedules import BUILDERS
-from whale.schedules.idle import Passes
+from whale.schedules.idle import RankPasses
 
 
 def pipeline_seconds(
@@ -31,7 +31,7 @@ def pipeline_seconds(
     part = ranks / (4 if builder.recomputes else 3)
     first = None if first_parts is None else np.asarray(first_parts)
     recomputed = part if builder.recomputes else 0.0
-    passes = Passes(part, ranks - part, part, num_micro_batch, num_chunks, recomputed, first=first)
+    passes = RankPasses(part, ranks - part, part, num_micro_batch, num_chunks, recomputed, first=first)
     result: Floats = (num_micro_batch * ranks + builder.idle(passes)).max(axis=0)
     return result
 

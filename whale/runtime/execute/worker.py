@@ -122,12 +122,11 @@ class Worker:
         """The programs of buffers that follow from others, in order, with the names of the others by what they are given as."""
         model = captured.graph
         own = [each.derivation for name, each in self.copied.items() if each.derivation is not None and name in self._tensors]
-        graph = captured.graph_for(model.num_rows) if own else None
-        return [
-            (lower(graph, model, each.ops, each.given, [each.result], self._device), each.given)
-            for each in sorted(own, key=lambda each: model.position[each.result])
-            if graph is not None
-        ]
+        if not own:
+            return []
+        own.sort(key=lambda each: model.position[each.result])
+        graph = captured.graph_for(model.num_rows)
+        return [(lower(graph, model, each.ops, each.given, [each.result], self._device), each.given) for each in own]
 
     def _make_exchange(self, schedule: Schedule, axes: Axes | None, connections: Connections) -> Exchange:
         rank_place, world, ranks = self._rank_place, connections.roster.world, connections.roster.world_ranks

@@ -15,10 +15,15 @@ def seed_of(*place: int | str) -> int:
     return int.from_bytes(digest, "little") >> 1
 
 
+def generator_of(device: torch.device) -> torch.Generator:
+    """The generator that ops on a device draw from."""
+    return torch.cuda.default_generators[device.index or 0] if device.type == "cuda" else torch.default_generator
+
+
 @contextmanager
 def seeded(seed: int, device: torch.device) -> Iterator[None]:
     """Draws from a seed inside, and restores the generator after."""
-    generator = torch.cuda.default_generators[device.index or 0] if device.type == "cuda" else torch.default_generator
+    generator = generator_of(device)
     before = generator.get_state()
     generator.manual_seed(seed)
     try:

@@ -18,7 +18,7 @@ from torch import Tensor, fx
 from torch.utils._pytree import tree_map_only
 
 from whale.runtime.program.marks import op_of
-from whale.runtime.program.randomness import seed_of
+from whale.runtime.program.randomness import generator_of, seed_of
 
 aten = torch.ops.aten
 
@@ -29,24 +29,25 @@ WHOLE, WHOLE_EVERYWHERE = -1, -2
 def draw(number: int, position: int, target: Any, *args: Any, **kwargs: Any) -> Any:
     """Runs a random op with numbers of its own, and leaves the generator as it was seeded."""
     device = next((value.device for value in args if isinstance(value, Tensor)), torch.device(kwargs.get("device") or "cpu"))
-    if position == WHOLE_EVERYWHERE and device.type != "cpu":
-        return _everywhere(number, device, target, args, kwargs)
-    generator = torch.cuda.default_generators[device.index or 0] if device.type == "cuda" else torch.default_generator
+    generator = generator_of(device)
     seed = generator.initial_seed()
-    generator.manual_seed(seed_of(seed, number, position))
+    own = seed_of(seed, number, position)
+    if position == WHOLE_EVERYWHERE and device.type != "cpu":
+        return _everywhere(own, device, target, args, kwargs)
+    generator.manual_seed(own)
     try:
         return target(*args, **kwargs)
     finally:
         generator.manual_seed(seed)
 
 
-def _everywhere(number: int, device: torch.device, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    seed = torch.cuda.default_generators[device.index or 0].initial_seed()
+def _everywhere(seed: int, device: torch.device, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Runs a random op with numbers that are equal on all devices."""
     if target is aten.dropout.default and not kwargs:
         value, rate, is_training = args
-        return dropout(value, rate, seed_of(seed, number)) if is_training else value
+        return dropout(value, rate, seed) if is_training else value
     with torch.random.fork_rng(devices=()):
-        torch.default_generator.manual_seed(seed_of(seed, number))
+        torch.default_generator.manual_seed(seed)
         here = tree_map_only(Tensor, lambda value: value.cpu(), (args, {**kwargs, **({"device": "cpu"} if "device" in kwargs else {})}))
         return tree_map_only(Tensor, lambda value: value.to(device), target(*here[0], **here[1]))
 
