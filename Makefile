@@ -27,7 +27,7 @@ help:
 	@echo "make laws      all tests, each law with many examples, drawn anew"
 	@echo "make versions  what torch can break, with each version of torch that is admitted (5 GB each with CUDA)"
 	@echo "make lint      ruff"
-	@echo "make types     mypy, strict"
+	@echo "make types     mypy: the package, and with fewer checks the tests"
 	@echo "make bench     benchmarks against torch, on the CPU"
 	@echo "make clean     remove what these have made"
 

@@ -35,7 +35,7 @@ def counted(*arguments: Any, **more: Any) -> tuple[ModelGraph, CapturedProgram]:
 
 def count_all() -> None:
     """From now on the captures of `whale.parallelize` in this process are counted, and in those forked from it."""
-    whale.api.mode.capture = counted
+    whale.api.mode.capture = counted  # type: ignore[attr-defined]
 
 
 class Captured:
@@ -64,7 +64,7 @@ class Captured:
                 mode=mode,
                 static=static,
                 device="cpu",
-                precision=precision,  # type: ignore[arg-type]
+                precision=precision,
             )
         return self._made[key]
 

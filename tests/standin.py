@@ -38,11 +38,11 @@ class OnDevice(Tensor):
     """
 
     held: Tensor
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = torch._C._disabled_torch_function_impl
 
     @staticmethod
     def __new__(cls, held: Tensor) -> OnDevice:
-        made: OnDevice = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        made: OnDevice = Tensor._make_wrapper_subclass(
             cls, held.shape, strides=held.stride(), storage_offset=held.storage_offset(), dtype=held.dtype, device=DEVICE
         )
         made.held = held
@@ -51,7 +51,7 @@ class OnDevice(Tensor):
     @property
     def data(self) -> Tensor:
         """As torch's; who writes it gives the tensor the other's memory."""
-        return torch.Tensor.data.__get__(self)  # type: ignore[attr-defined,no-any-return]
+        return torch.Tensor.data.__get__(self)  # type: ignore[attr-defined]
 
     @data.setter
     def data(self, value: OnDevice) -> None:

@@ -62,7 +62,7 @@ def captured(builder: str, mode: str) -> Captured:
     network: nn.Module = made[0].double()
     network.train(mode == "train")
     batch = _doubled(made[1])
-    model, program = capture(network, batch, *made[2:], mode=mode)  # type: ignore[arg-type]
+    model, program = capture(network, batch, *made[2:], mode=mode)
     for node in program.graph.nodes:
         _double(node)
     stage = whole_stage(model, program)

@@ -47,15 +47,15 @@ def single(case: Case) -> Single:
     law = Law(case)
     graph = fx.Graph()
     placeholders = [graph.placeholder(f"t{index}") for index in range(len(law.tensors))]
-    args, kwargs = law._with(placeholders)  # type: ignore[arg-type]
-    node = graph.create_node("call_function", law.call, tuple(args), kwargs, name="op")  # type: ignore[arg-type]
+    args, kwargs = law._with(placeholders)
+    node = graph.create_node("call_function", law.call, tuple(args), kwargs, name="op")
     is_float = [tensor.is_floating_point() and case.grad for tensor in law.tensors]
     specs = [law.reading.graph.by_name[f"t{index}"].outputs for index in range(len(law.tensors))]
     sources = [
         Op(f"t{i}", "parameter" if is_float[i] else "input", f"t{i}", outputs=specs[i], requires_grad=is_float[i])
         for i in range(len(law.tensors))
     ]
-    tags = set(law.op.tags) | ({"random"} if torch.Tag.nondeterministic_seeded in law.call.tags else set())  # type: ignore[attr-defined]
+    tags = set(law.op.tags) | ({"random"} if torch.Tag.nondeterministic_seeded in law.call.tags else set())
     calls = [replace(law.op, requires_grad=any(is_float), tags=frozenset(tags))]
     returned = [node]
     if not isinstance(law.call(*law._with(law.tensors)[0], **law._with(law.tensors)[1]), Tensor):
@@ -118,7 +118,8 @@ class Attempt:
 
 def failures(rank: int, num_ranks: int, module: str, name: str) -> list[str]:
     """What goes wrong for the cases of a list in a module, cut along every axis in turn."""
-    group, tried = everyone(), []
+    group: Group = everyone()
+    tried: list[Any] = []
     for case, whole, axes, expected in _read(module, name):
         for axis, role in axes.ops["op"].roles.items():
             if role.kind == "whole" or axes.by_name[axis].size < num_ranks:
@@ -173,7 +174,7 @@ def _compare_gradients(program: Any, pieces: list[Any], gradients: list[Tensor |
             for position, piece in enumerate(mine):
                 put_in(made, piece, program.parameters[name], axes, shards, position)
         else:
-            made = sum(mine, torch.zeros(())) if name in program.partial else mine[rank]  # type: ignore[assignment]
+            made = sum(mine, torch.zeros(())) if name in program.partial else mine[rank]
         if not _close(made + torch.zeros_like(right), right):
             return f"gradient of {name}: {made} instead of {right}"
     return ""

@@ -23,7 +23,7 @@ class Fatal(torch.optim.SGD):
         super().__init__(parameters, lr=0.1)
         self.steps = 0
 
-    def step(self) -> None:  # type: ignore[override]
+    def step(self) -> None:
         super().step()
         self.steps += 1
         if RANK == 1 and self.steps == 2:

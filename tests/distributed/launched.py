@@ -146,7 +146,7 @@ def _be(words: list[str], environment: dict[str, str], folder: str, output: str,
         with open(os.path.join(output, name), "w") as file:
             os.dup2(file.fileno(), number)
     for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+        stream.reconfigure(line_buffering=True)
     os.chdir(folder)
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # it may have children
     multiprocessing.set_start_method(None, force=True)  # of which the data loader's are made as in any script

@@ -220,7 +220,7 @@ def _in_group(number: int, job: Job) -> Any:
     torch.set_num_threads(1)  # makes the pool anew that did not survive the fork, before two threads would at once
     size = str(job.num_ranks)
     os.environ.update(RANK=str(number), WORLD_SIZE=size, LOCAL_RANK=str(number), LOCAL_WORLD_SIZE=size)
-    store = dist.FileStore(f"{job.path}.store", job.num_ranks)
+    store = dist.FileStore(f"{job.path}.store", job.num_ranks)  # type: ignore[attr-defined]
     dist.init_process_group("gloo", store=store, rank=number, world_size=job.num_ranks, timeout=timedelta(seconds=PATIENCE_SECONDS))
     dist.barrier()  # nobody leaves while another one still connects
     try:

@@ -57,7 +57,7 @@ def test_autocast_in_forward(world: World, plan: str) -> None:
     for _ in range(2):
         optimizer.zero_grad()
         value = loss(model(batch["x"]), batch)
-        value.backward()  # type: ignore[no-untyped-call]
+        value.backward()
         losses.append(value.item())
         optimizer.step()
     world.prepare(prepare, plan)

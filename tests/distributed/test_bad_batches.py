@@ -153,7 +153,7 @@ def train_alone() -> list[float]:
     for _ in range(2):
         value = loss(model(batch["input"]), batch)
         optimizer.zero_grad()
-        value.backward()  # type: ignore[no-untyped-call]
+        value.backward()
         optimizer.step()
         losses.append(float(value.detach()))
     return [*losses, float(loss(model(batch["input"]), batch).detach())]

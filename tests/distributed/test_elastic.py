@@ -39,7 +39,7 @@ class Launchers:
         self.folder, self.words = folder, words
         self.started: list[Started] = []
         self.environment: dict[str, str] = {}
-        self._store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+        self._store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
         meeting = f"is_host=0,keep_alive_max_attempt={silent_seconds}"  # of one second each
         place = ("--rdzv-endpoint", f"localhost:{self._store.port}", "--rdzv-conf", meeting, "--local-addr", "localhost")
         flags = ("--elastic", bounds, *place, "--ranks", str(num_ranks), "--timeout", "60")

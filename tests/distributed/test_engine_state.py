@@ -46,7 +46,7 @@ def train(rank: int, num_ranks: int, case: Case, rebuilds: bool) -> tuple[list[f
                 losses.append(float(engine.evaluate(batch)))
         whole = engine.state_dict()
         assert whole is not None
-        num_hooks = sum(len(p._post_accumulate_grad_hooks or ()) for p in engine.parameters.values())  # type: ignore[attr-defined]
+        num_hooks = sum(len(p._post_accumulate_grad_hooks or ()) for p in engine.parameters.values())
         return losses, reference.copy_of(whole), num_hooks
     finally:
         engine.close()

@@ -44,7 +44,7 @@ class Falling(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return torch.ops.whale_tests.fall(gradient)  # type: ignore[no-any-return]
+        return torch.ops.whale_tests.fall(gradient)
 
 
 @torch.library.custom_op("whale_tests::fall", mutates_args=())
@@ -68,7 +68,7 @@ class Fragile(nn.Module):
             self.back = nn.Linear(8, 1)
 
     def forward(self, input: Tensor) -> Tensor:
-        return self.back(Falling.apply(self.front(input).tanh()))  # type: ignore[no-untyped-call,no-any-return]
+        return self.back(Falling.apply(self.front(input).tanh()))
 
 
 def stumble(rank: int, num_ranks: int) -> list[str]:
@@ -130,7 +130,7 @@ class Words(nn.Module):
         self.head = nn.Linear(4, 3)
 
     def forward(self, word: Tensor) -> Tensor:
-        return self.head(self.table(word))  # type: ignore[no-any-return]
+        return self.head(self.table(word))
 
 
 def read_a_bad_sample(rank: int, num_ranks: int) -> list[str]:
@@ -169,7 +169,7 @@ class Wary(nn.Module):
             raise ValueError("too large")
         h = self.first(x).relu()
         assert h.isfinite().all()
-        return self.second(h)  # type: ignore[no-any-return]
+        return self.second(h)
 
 
 def refuse_a_batch(rank: int, num_ranks: int, config: dict[str, Any]) -> str:
@@ -207,7 +207,7 @@ def test_a_batch_that_the_model_refuses(world: World, config: dict[str, Any], fi
 
 
 def settle(rank: int, num_ranks: int, odd: object) -> None:
-    whale.parallelize(captured_scopes("none").model, loss=loss, batch=make_batch(8), config=odd if rank == 1 else {})  # type: ignore[arg-type]
+    whale.parallelize(captured_scopes("none").model, loss=loss, batch=make_batch(8), config=odd if rank == 1 else {})
 
 
 @pytest.mark.parametrize(

@@ -95,7 +95,7 @@ def test_a_value_that_changes_between_steps(world: World, name: str) -> None:
     for number, value in enumerate(VALUES):
         optimizer.zero_grad()
         loss = mean(model(batch(number)["x"]), batch(number))
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         optimizer.step()
         expected.append(float(loss.detach()))
         model.scale = value
@@ -160,7 +160,7 @@ def one_step(rank: int, num_ranks: int, loss: Callable[[Tensor, Batch], Tensor])
 def test_sizes_that_only_values_tell(world: World, loss: Callable[[Tensor, Batch], Tensor]) -> None:
     model = Net()
     value = loss(model(batch(0)["x"]), batch(0))
-    value.backward()  # type: ignore[no-untyped-call]
+    value.backward()
     SGD(model.parameters()).step()
     for found, state in world.run(one_step, loss, num_ranks=2):
         assert found == pytest.approx(float(value.detach()), rel=1e-12)
@@ -240,7 +240,7 @@ def mistaken(rank: int, num_ranks: int) -> list[float]:
     _, engine = made("uneven", mean)
     for verb, given in ((engine.step, ()), (engine.evaluate, (batch(0), 2)), (engine.state_dict, (0, 1))):
         with pytest.raises(TypeError, match="argument"):
-            verb(*given)  # type: ignore[operator]
+            verb(*given)
     return [float(engine.step(batch(0)))]
 
 
@@ -252,7 +252,7 @@ def test_an_engine_goes_on_after_arguments_that_a_verb_does_not_take(world: Worl
 def steps_with_traces(rank: int, num_ranks: int, name: str) -> list[int]:
     """The steps before which this rank traced the model again; its clock goes as fast as its number says."""
     told = array("d", [0.0, 0.0])  # the time, and the traces
-    whale.api.modes.time = SimpleNamespace(monotonic=lambda: told[0])
+    whale.api.modes.time = SimpleNamespace(monotonic=lambda: told[0])  # type: ignore[attr-defined]
 
     def counted(output: Tensor, batch: Batch) -> Tensor:
         told[0] += 0.3 * (1 + rank)

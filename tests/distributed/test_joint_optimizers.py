@@ -46,7 +46,7 @@ def train(rank: int, num_ranks: int, folder: str) -> tuple[list[float], dict[str
     losses = [float(engine.step(batch)) for _ in range(3)]
     optimizer = engine.optimizer
     with pytest.raises(ConfigError, match=r"stepped outside engine\.step"):
-        next(iter(optimizer.members.values())).step()  # type: ignore[union-attr]
+        next(iter(optimizer.members.values())).step()
     engine.replan(config={"pipeline.num_stages": 1, "memory.zero": "1"})
     losses += [float(engine.step(batch)) for _ in range(3)]
     engine.save(Path(folder) / "c")
@@ -91,7 +91,7 @@ class Lamb(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure: Any = None) -> None:
         for group in self.param_groups:
             for parameter in group["params"]:
                 state = self.state[parameter]

@@ -218,7 +218,7 @@ def train_synchronised(rank: int, num_ranks: int, batch: torch.Tensor) -> dict[s
         engine.step(batch)
     state = engine.state_dict()
     engine.close()
-    assert state is not None and type(model[1]) is torch.nn.SyncBatchNorm  # type: ignore[index]
+    assert state is not None and type(model[1]) is torch.nn.SyncBatchNorm
     return reference.copy_of(state)
 
 

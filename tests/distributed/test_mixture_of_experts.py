@@ -46,7 +46,7 @@ class Case:
     num_micro_batch: int = 1
 
 
-class Staged(moe.MixtureOfExperts):  # type: ignore[misc]
+class Staged(moe.MixtureOfExperts):
     """The same model with a default strategy for each pipeline stage."""
 
     def __init__(self, scopes: tuple[int, ...], capacity_factor: float) -> None:

@@ -193,7 +193,7 @@ def eager(case: Case, pieces: Any) -> tuple[list[float], dict[str, Tensor]]:
                 logits = model(batch["x"][start:stop])
                 each = F.cross_entropy(logits.flatten(0, 1), batch["labels"][start:stop].flatten(), reduction="none").float().sum()
             total += float(each) / (NUM_ROWS * 5)
-            each.backward(torch.tensor(scale / (NUM_ROWS * 5)))  # type: ignore[no-untyped-call]
+            each.backward(torch.tensor(scale / (NUM_ROWS * 5)))
             for name, parameter in model.named_parameters() if is_last else ():  # replicas sum what each has accumulated
                 if parameter.grad is not None:
                     own = parameter.grad

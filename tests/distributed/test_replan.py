@@ -38,7 +38,7 @@ Blocks = tuple[tuple[tuple[str, Any], ...], ...]
 @st.composite
 def replicas(draw: st.DrawFn, num_ranks: int) -> Blocks:
     """Some or all devices, as copies of the model, pipelines and split groups beside each other."""
-    found, left = [], num_ranks
+    found, left = list[Any](), num_ranks
     while left and (not found or draw(st.integers(0, 5))):
         size = draw(st.integers(1, left))
         kind = draw(st.sampled_from(("split", "num_stages"))) if size > 1 else "num_stages"
@@ -300,7 +300,7 @@ def from_loader(rank: int, num_ranks: int, case: Case, source: Source) -> tuple[
     loader, num_rows, losses = engine.loader(Rows(case.batches[0]), global_batch_size=64), set(), list[float]()
     kept = next(iter(loader)) if source == "kept" else None
     if source == "refused":
-        engine._checked = refused_move  # type: ignore[method-assign]
+        engine._checked = refused_move
     with contextlib.redirect_stderr(io.StringIO()) as said, equally_fast(engine, rank):
         for _ in range(24):
             for batch in loader:

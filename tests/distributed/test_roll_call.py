@@ -106,7 +106,7 @@ def train_masked(rank: int, num_ranks: int) -> tuple[str, list[float]]:
     for _ in range(4):
         optimizer.zero_grad()
         total, weight = masked(model(batch["input"]), batch)
-        (total / weight).backward()  # type: ignore[no-untyped-call]
+        (total / weight).backward()
         optimizer.step()
         losses.append(float(total / weight))
     return "", losses

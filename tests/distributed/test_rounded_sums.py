@@ -137,7 +137,7 @@ def plain(case: Case, pieces: Any) -> dict[str, Tensor]:
             for start, stop in rows:
                 model.zero_grad()
                 error = F.mse_loss(model(batch["input"][start:stop]), batch["y"][start:stop], reduction="sum")
-                error.backward(torch.tensor(1 / batch["y"].numel()))  # type: ignore[no-untyped-call]
+                error.backward(torch.tensor(1 / batch["y"].numel()))
                 for name, parameter in model.named_parameters():
                     assert parameter.grad is not None
                     each = parameter.grad.to(DTYPES[case.accumulated])

@@ -155,7 +155,7 @@ def plain_losses(model: nn.Module, batches: list[Batch]) -> list[float]:
     for batch in batches:
         loss = cross_entropy(model(batch["ids"]), batch)
         made.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         made.step()
         losses.append(float(loss.detach()))
     return losses
@@ -267,7 +267,7 @@ def test_a_model_that_reads_the_number_of_rows(world: World) -> None:
     for rows in (8, 5, 8, 12):
         loss = mean_of_squares(model(squares(rows)), squares(rows))
         made.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         made.step()
         losses.append(float(loss.detach()))
     for found in world.run(fixed_rows, False, num_ranks=2):

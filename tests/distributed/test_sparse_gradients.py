@@ -148,7 +148,7 @@ def plain(case: Case) -> dict[str, Tensor]:
         model.zero_grad()
         for number in range(case.passes):
             batch = make_batch(step * case.passes + number)
-            F.mse_loss(model(batch["ids"], batch["others"]), batch["y"]).backward()  # type: ignore[no-untyped-call]
+            F.mse_loss(model(batch["ids"], batch["others"]), batch["y"]).backward()
         if case.clip is not None:
             gradients = [own.grad for own in model.parameters() if own.grad is not None]
             norm = torch.stack([gradient.to_dense().norm() for gradient in gradients]).norm()
@@ -208,7 +208,7 @@ def train_in_turn(rank: int, num_ranks: int, case: Case) -> dict[str, Tensor]:
     engine = whale.parallelize(
         model, loss=loss, optimizer=OPTIMIZERS[case.optimizer], batch=make_batch(0), config=config, cluster=make_cluster(case.speeds)
     )
-    for step, model.turn in enumerate(TURNS):  # type: ignore[assignment]
+    for step, model.turn in enumerate(TURNS):
         engine.step(make_batch(step))
     state = engine.state_dict()
     assert state is not None
@@ -229,10 +229,10 @@ IN_TURN = (
 def test_a_table_that_the_first_capture_does_not_read(world: World, case: Case) -> None:
     model = in_turn()
     optimizer = OPTIMIZERS[case.optimizer](model.parameters())
-    for step, model.turn in enumerate(TURNS):  # type: ignore[assignment]
+    for step, model.turn in enumerate(TURNS):
         batch = make_batch(step)
         optimizer.zero_grad()
-        loss(model(batch["ids"], batch["others"]), batch).backward()  # type: ignore[no-untyped-call]
+        loss(model(batch["ids"], batch["others"]), batch).backward()
         optimizer.step()
     for found in world.run(train_in_turn, case, num_ranks=len(case.speeds)):
         for name, value in model.named_parameters():

@@ -108,7 +108,7 @@ def train_heads(config: dict[str, Any]) -> None:
         total: Any = 0
         for batch in batches:
             loss = of_heads(plain(batch["x"], batch["task"]), batch)
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
             total = total + loss
         clip(plain, config)
         optimizer.step()

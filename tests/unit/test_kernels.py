@@ -45,7 +45,7 @@ def summed(scores: Tensor, batch: Batch) -> Tensor:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("loss", [of_classes, of_rows, summed])
 def test_a_step_has_at_most_four_kernels_more(loss: object, dtype: str) -> None:
-    pair = compare(Case(Classifier, make_batch, loss), dtype)  # type: ignore[arg-type]
+    pair = compare(Case(Classifier, make_batch, loss), dtype)
     assert pair.whale.num_kernels <= pair.plain.num_kernels + 4, pair.more
     assert pair.whale.kernels["_foreach_copy_"] <= 1 + (dtype != "float32"), (
         "what was in buffers is kept by one kernel, weights cast by one"
@@ -57,7 +57,7 @@ def test_a_step_has_at_most_four_kernels_more(loss: object, dtype: str) -> None:
 def test_views_are_no_kernels_and_what_is_repeated_counts_once() -> None:
     x, y = torch.zeros(4, 6), torch.zeros(6)
     found = count(lambda: (x.view(-1), torch.empty(9), x + y.expand(4, 6), y.add_(1)))
-    assert found == Counts({"add": 1, "add_": 1}, {"view": 1, "empty": 1, "expand": 1}, 4 * (24 + 6 + 24) + 4 * 6)  # type: ignore[arg-type]
+    assert found == Counts({"add": 1, "add_": 1}, {"view": 1, "empty": 1, "expand": 1}, 4 * (24 + 6 + 24) + 4 * 6)
 
 
 def test_what_differs_is_named() -> None:

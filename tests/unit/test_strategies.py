@@ -47,7 +47,7 @@ class Chain(nn.Module):
         return nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64))
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.back(self.front(x))  # type: ignore[no-any-return]
+        return self.back(self.front(x))
 
 
 @cache

@@ -26,7 +26,7 @@ from whale.api.opening import Opening, attach, compare_settings
 from whale.capture import BatchDims, plain
 from whale.capture.exporting.wrapper import call_arguments
 from whale.comm import World, connect, on_first_rank, together
-from whale.config import Config, load_config
+from whale.config import Config, Source, load_config
 from whale.errors import CaptureError, ConfigError, WhaleError, warn
 from whale.hardware import compute_type
 from whale.ir.cluster import Cluster
@@ -45,7 +45,7 @@ def parallelize(
     optimizer: MakeOptimizer | None = None,
     scheduler: MakeScheduler | None = None,
     batch: Any,
-    config: Config | dict[str, object] | str | Path | None = None,
+    config: Source = None,
     cluster: Cluster | str | Path | None = None,
     plan: Plan | str | Path | None = None,
     initialize: Callable[[nn.Module], None] | None = None,
@@ -133,7 +133,7 @@ def _uncompiled(model: nn.Module, settings: Config, *, tells: bool) -> tuple[nn.
 _SESSION: ContextVar[Config | None] = ContextVar("whale_session", default=None)
 
 
-def init(config: Config | dict[str, object] | str | Path | None = None) -> Config:
+def init(config: Source = None) -> Config:
     """Sets the configuration for the engines made from here on; optional.
 
     Args:
@@ -148,7 +148,7 @@ def init(config: Config | dict[str, object] | str | Path | None = None) -> Confi
     return settings
 
 
-def resolve_config(config: Config | dict[str, object] | str | Path | None) -> Config:
+def resolve_config(config: Source) -> Config:
     """The configuration of one engine, from all its sources."""
     return load_config(config, environment=os.environ, base=_SESSION.get())
 

@@ -38,7 +38,7 @@ def parallelize(**options: object) -> whale.Engine:
         optimizer=partial(torch.optim.SGD, lr=0.1),
         batch=make_batch(8),
         config={"pipeline.num_micro_batch": 2},
-        **options,  # type: ignore[arg-type]
+        **options,
     )
 
 

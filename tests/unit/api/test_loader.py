@@ -242,7 +242,7 @@ def test_options_that_do_not_go_together() -> None:
     with pytest.raises(BatchError, match="at least 1"):
         load(Samples(5), 0)
     with pytest.raises(BatchError, match="global_batch_size=None is not at least 1"):
-        load(Samples(5), None)  # type: ignore[arg-type]
+        load(Samples(5), None)
     for name in ("sampler", "batch_sampler"):
         with pytest.raises(BatchError, match=f"does not take {name}=\n.*Subset.* or pass batches of a DataLoader with this {name}="):
             load(Samples(5), 2, **{name: [1, 2]})
@@ -311,7 +311,7 @@ def test_a_batch_is_the_users_own_and_pickles_as_such(kind: str) -> None:
 
 
 class Whole(nn.Linear):
-    def forward(self, batch: Record) -> Tensor:  # type: ignore[override]
+    def forward(self, batch: Record) -> Tensor:
         return super().forward(batch.x)
 
 

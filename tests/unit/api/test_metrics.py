@@ -59,7 +59,7 @@ def made(loss: Callable[..., Any] = loss_with_metrics, config: Mapping[str, Any]
 def test_metrics_are_those_of_the_whole_batch(tmp_path: Path) -> None:
     model, batch, engine = made(config={"runtime.log_file": str(tmp_path / "log")})
     expected = {name: value.detach() for name, value in loss_with_metrics(model(batch["x"]), batch).items()}
-    probe = model.probe.weight.detach().clone()  # type: ignore[union-attr, operator]
+    probe = model.probe.weight.detach().clone()
     calls = (engine.evaluate, engine.forward_backward)
     for call in calls:
         loss = call(batch)

@@ -136,7 +136,7 @@ def test_evaluation_says_what_it_mixes() -> None:
 class WithRest(Layer):
     """Also returns its last layer of all rows but the first: no end of the model, for it reads a matrix."""
 
-    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(self, x: Tensor) -> Tensor:
         hidden = self.first(x)
         return self.last(hidden), self.last(hidden[1:])  # type: ignore[return-value]
 
@@ -157,7 +157,7 @@ def test_outputs_of_other_rows_by_a_layer_are_of_one_piece_with_a_warning() -> N
 class Chosen(Layer):
     """Also returns the rows that a mask selects, their positions, sum and number."""
 
-    def forward(self, x: Tensor) -> dict[str, Tensor]:  # type: ignore[override]
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
         hidden = self.first(x)
         mask = hidden[:, 0] > 0
         (rows,) = torch.where(mask)

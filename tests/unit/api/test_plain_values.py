@@ -266,7 +266,7 @@ def test_what_is_written_to_the_users_model_is_told_to_be_lost_once() -> None:
     model = scaled()
     engine = whale.parallelize(model, loss=plain, optimizer=SGD, batch=BATCH)
     with torch.no_grad():
-        model.first.weight.clamp_(-0.1, 0.1)  # type: ignore[union-attr]
+        model.first.weight.clamp_(-0.1, 0.1)
     with pytest.warns(UserWarning, match=r"first.weight of the model was written after parallelize; .* engine.load_state_dict") as said:
         engine.step(BATCH)
         engine.step(BATCH)
@@ -352,6 +352,6 @@ def test_another_plan_captures_other_rows_with_the_values_of_then() -> None:
             assert model.bend is torch.relu
         optimizer.zero_grad()
         expected = plain(alone(BATCH["x"]), BATCH)
-        expected.backward()  # type: ignore[no-untyped-call]
+        expected.backward()
         optimizer.step()
         assert torch.isclose(engine.step(BATCH), expected.double()), step

@@ -78,7 +78,7 @@ def expected(model: nn.Module, loss: Loss, changes: list[Callable[[], object]]) 
         change()
         optimizer.zero_grad()
         value = loss(model(BATCH), BATCH)
-        value.backward()  # type: ignore[no-untyped-call]
+        value.backward()
         optimizer.step()
         losses.append(float(value.detach()))
     return losses
@@ -147,7 +147,7 @@ def method_of_a_class() -> tuple[nn.Module, Loss, Change]:
 
 
 def hook() -> tuple[nn.Module, Loss, Change]:
-    model, handles = Net(), []
+    model, handles = Net(), list[Any]()
 
     def change(value: float) -> None:
         for handle in handles:
@@ -184,7 +184,7 @@ def attribute_of_a_global_class() -> tuple[nn.Module, Loss, Change]:
 
 
 def enlarged(x: Tensor) -> Tensor:
-    return sum(part for part in [x * Options.factor])
+    return sum(part for part in [x * Options.factor])  # type: ignore[return-value]
 
 
 def global_of_a_function_that_a_method_calls() -> tuple[nn.Module, Loss, Change]:
@@ -453,7 +453,7 @@ def of_its_own(x: Tensor, factor: float) -> Tensor:
         def backward(ctx: Any, gradient: Tensor) -> Any:
             return gradient * ctx.factor, None
 
-    found: Tensor = Scaling.apply(x, factor)  # type: ignore[no-untyped-call]
+    found: Tensor = Scaling.apply(x, factor)
     return found
 
 
@@ -511,7 +511,7 @@ def test_tracing_again_leaves_all_state_as_it_was() -> None:
     for _ in range(3):
         random.random(), np.random.rand()  # the script draws, too
         engine.step(BATCH)
-    random.setstate(before[0])  # type: ignore[arg-type]
+    random.setstate(before[0])
     assert list(states())[2:] == before[2:]
 
 

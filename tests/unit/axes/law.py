@@ -67,12 +67,12 @@ class Shard:
     operator: Callable[..., object]
 
 
-def operator(target: str) -> Callable[..., object]:
+def operator(target: str) -> Any:
     packet, _, overload = target.partition(".")
     return getattr(getattr(torch.ops.aten, packet), overload)
 
 
-def results(value: object) -> list[Tensor]:
+def results(value: Any) -> list[Tensor]:
     return [value] if isinstance(value, Tensor) else list(value)
 
 
@@ -241,7 +241,7 @@ def _combine(role: Role, local: list[Tensor], parts: list[Part], targets: list[T
             return sum(piece * size for piece, size in zip(local, sizes, strict=True)) / sum(sizes)  # type: ignore[return-value]
         case "weighted_mean":
             counts = [int((t != -100).sum()) for t in targets if t is not None]
-            return sum((p * n for p, n in zip(local, counts, strict=True) if n), torch.zeros(())) / sum(counts)  # type: ignore[return-value]
+            return sum((p * n for p, n in zip(local, counts, strict=True) if n), torch.zeros(())) / sum(counts)
         case "max":
             return stacked.amax(0)
         case "min":

@@ -135,7 +135,7 @@ def test_names_are_unique_and_come_from_words_parameters_or_tensors() -> None:
 def test_ops_that_mix_samples_are_found(target: str, args: tuple[object, ...], shape: tuple[int | str, ...], mixes: bool) -> None:
     build = Build()
     x = build.input("x", "b", 5)
-    build.call(target, x, *args, out=shape)  # type: ignore[arg-type]
+    build.call(target, x, *args, out=shape)
     assert mixing(build.graph()) == ([(target.split(".")[0], "mixes")] if mixes else [])
 
 

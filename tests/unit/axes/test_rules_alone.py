@@ -51,25 +51,25 @@ def counted(shard: Shard) -> object:
 
 def numbered(shard: Shard) -> object:
     """Factories of values by places: the part of the whole."""
-    made: Tensor = shard.operator(*shard.args, **shard.kwargs)  # type: ignore[assignment]
+    made: Tensor = shard.operator(*shard.args, **shard.kwargs)
     dim = next((place for place, (own, size) in enumerate(zip(shard.shape, made.shape, strict=True)) if own != size), 0)
     return made.narrow(dim, shard.part[0], shard.part[1] - shard.part[0])
 
 
 def split_sizes(shard: Shard) -> object:
     """``split`` into parts of the local size."""
-    source: Tensor = shard.args[0]  # type: ignore[assignment]
+    source: Tensor = shard.args[0]
     return torch.ops.aten.split.Tensor(source, shard.shape[shard.args[2]], shard.args[2])  # type: ignore[call-overload]
 
 
 def one_hot(shard: Shard) -> object:
-    source: Tensor = shard.args[0]  # type: ignore[assignment]
+    source: Tensor = shard.args[0]
     classes = torch.arange(*shard.part) if shard.shape[-1] != 7 else torch.arange(7)
     return (source[..., None] == classes).long()
 
 
 def pixel_shuffled(shard: Shard) -> object:
-    source: Tensor = shard.args[0]  # type: ignore[assignment]
+    source: Tensor = shard.args[0]
     (n, channels, height, width), (h, w) = shard.shape, source.shape[-2:]
     factored = source.reshape(n, channels, height // h, width // w, h, w)
     return factored.permute(0, 1, 4, 2, 5, 3).reshape(shard.shape)
@@ -453,7 +453,7 @@ FREQUENCIES = [
 
 def of_rows(shard: Shard) -> object:
     """Ops whose size argument is an image's: the local rows of it."""
-    return shard.operator(shard.args[0], [shard.shape[0], *shard.args[1][1:]], *shard.args[2:])  # type: ignore[index]
+    return shard.operator(shard.args[0], [shard.shape[0], *shard.args[1][1:]], *shard.args[2:])
 
 
 FACTORIES = [

@@ -154,8 +154,8 @@ def test_what_no_call_reads_of_another_is_not() -> None:
 def _halved_once(model: nn.Module) -> None:
     """Registers a hook at the first call, as libraries do around `forward`, and notes it on the module."""
     if not getattr(model, "has_hooks", False):
-        model.layer.register_forward_hook(lambda module, args, output: output * 0.5)  # type: ignore[union-attr,operator]
-        model.has_hooks = True  # type: ignore[assignment]
+        model.layer.register_forward_hook(lambda module, args, output: output * 0.5)
+        model.has_hooks = True
 
 
 class Hooked(Base):

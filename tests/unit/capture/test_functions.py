@@ -72,7 +72,7 @@ class Net(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         y, total = Product.apply(Steep.apply(self.linear(x)), self.linear.weight, 3.0)
-        return y + Passed.apply(total)[:, None]  # type: ignore[no-any-return]
+        return y + Passed.apply(total)[:, None]
 
 
 def squares(output: Tensor, batch: Tensor) -> Tensor:
@@ -127,7 +127,7 @@ class Reversing(nn.Module):
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         h = self.linear(x)
-        return Reversed.apply(h, 0.3), Swapped.apply(h)  # type: ignore[no-untyped-call]
+        return Reversed.apply(h, 0.3), Swapped.apply(h)
 
 
 def test_a_view_is_pointwise_where_it_keeps_the_shape() -> None:
@@ -158,7 +158,7 @@ def test_what_the_model_checkpoints_is_computed_again(use_reentrant: bool) -> No
         ("linear_2", "linear_3"),
     ]
     expected = squares(model(batch.requires_grad_()), batch)
-    expected.backward()  # type: ignore[no-untyped-call]
+    expected.backward()
     assert torch.isclose(engine.step(batch.detach()), expected.double())
     for name, gradient in engine.gradients().items():
         torch.testing.assert_close(gradient, model.get_parameter(name).grad)
@@ -168,18 +168,18 @@ def test_what_the_model_checkpoints_is_computed_again(use_reentrant: bool) -> No
 def test_gradient_checkpointing_of_a_library_model() -> None:
     model, batch = gpt2()
     plain, _ = capture(model, batch)
-    model.gradient_checkpointing_enable()  # type: ignore[operator]
+    model.gradient_checkpointing_enable()
     graph, _ = capture(model, batch)
     assert [op.target for op in graph.ops] == [op.target for op in plain.ops]
-    assert len({op.region for op in graph.ops} - {None}) == model.config.n_layer  # type: ignore[union-attr]
+    assert len({op.region for op in graph.ops} - {None}) == model.config.n_layer
 
 
 @pytest.mark.slow
 def test_a_compiled_model_is_read_as_it_was() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
-    model[1] = torch.compile(model[1])  # type: ignore[assignment]
+    model[1] = torch.compile(model[1])
     compiled = torch.compile(model)
-    graph, program = capture(compiled, {"input": torch.randn(4, 4), "target": torch.randn(4, 4)}, lambda output, batch: output.mean())  # type: ignore[arg-type]
+    graph, program = capture(compiled, {"input": torch.randn(4, 4), "target": torch.randn(4, 4)}, lambda output, batch: output.mean())
     assert [op.target for op in graph.ops if op.kind == "call"][:2] == ["aten.linear.default", "aten.relu.default"]
     assert set(program.tensors) == set(compiled.state_dict())  # type: ignore[attr-defined]
 

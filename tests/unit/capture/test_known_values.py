@@ -69,7 +69,7 @@ def test_what_inputs_and_chance_decide_is_not(read: Callable[[Tensor], bool]) ->
 
 
 def test_what_the_number_of_rows_decides_is_known_for_that_number_alone() -> None:
-    assert not captured(Reading(lambda x: torch.arange(x.shape[0]).sum() > 7)).dynamic
+    assert not captured(Reading(lambda x: torch.arange(x.shape[0]).sum() > 7)).dynamic  # type: ignore[return-value]
 
 
 @pytest.mark.slow

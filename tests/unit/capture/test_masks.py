@@ -82,7 +82,7 @@ MASKS: dict[str, tuple[Told, Callable[[Attention, Tensor], Tensor]]] = {
     ),
     "shifted": ("mask", lambda model, x: _positions(x)[:, None] >= _positions(x) - 1),
     "window": ("mask", lambda model, x: (_positions(x)[:, None] - _positions(x)).abs() < 2),
-    "of a buffer": ("mask", lambda model, x: model.mask),
+    "of a buffer": ("mask", lambda model, x: model.mask),  # type: ignore[return-value]
     "of the batch": ("mask", lambda model, x: _causal(x) & (x.sum((1, 2), keepdim=True) > -1e9)[:, None]),
     "all, of the batch": ("mask", lambda model, x: (x.sum((1, 2), keepdim=True) > -1e9)[:, None]),
     "drawn": ("mask", lambda model, x: torch.rand(x.shape[1], x.shape[1]) < 2.0),
@@ -210,7 +210,7 @@ class Grouped(nn.Module):
             sizes.insert(self.dim, repeat)
             heads.append(each.unsqueeze(self.dim).expand(sizes).reshape(rows, 6, length, 2))
         mask = _causal(x) if self.masked else (x.sum(-1) > -1e9)[:, None, None]
-        return F.scaled_dot_product_attention(q, *heads, mask).square().sum()
+        return F.scaled_dot_product_attention(q, *heads, mask).square().sum()  # type: ignore[call-arg]
 
 
 @pytest.mark.parametrize(

@@ -99,13 +99,13 @@ def list_of_the_class(_: Any) -> Undo:
 
 def method(_: Any) -> Undo:
     own = Part.forward
-    Part.forward = lambda self, x: x  # type: ignore[method-assign]
+    Part.forward = lambda self, x: x
     return lambda: setattr(Part, "forward", own)
 
 
 def property_of_the_class(_: Any) -> Undo:
     own = vars(Part)["double"]
-    Part.double = property(lambda self: 3 * self.scale)  # type: ignore[method-assign,assignment]
+    Part.double = property(lambda self: 3 * self.scale)
     return lambda: setattr(Part, "double", own)
 
 
@@ -115,12 +115,12 @@ def forward_of_an_object(made: Any) -> Undo:
 
 
 def hook(made: Any) -> Undo:
-    return made.inner.register_forward_hook(lambda *_: None).remove  # type: ignore[no-any-return]
+    return made.inner.register_forward_hook(lambda *_: None).remove
 
 
 def training_flag(made: Any) -> Undo:
     made.inner.eval()
-    return made.inner.train  # type: ignore[no-any-return]
+    return made.inner.train
 
 
 def closure(made: Any) -> Undo:
@@ -150,7 +150,7 @@ def item(made: Any) -> Undo:
 
 def more_items(made: Any) -> Undo:
     made.items.append(1.0)
-    return made.items.pop  # type: ignore[no-any-return]
+    return made.items.pop
 
 
 def other_list(made: Any) -> Undo:
@@ -170,7 +170,7 @@ def value_of_a_dict(made: Any) -> Undo:
 
 def item_in_a_dict(made: Any) -> Undo:
     made.rates["last"].append(1.0)
-    return made.rates["last"].pop  # type: ignore[no-any-return]
+    return made.rates["last"].pop
 
 
 def order_of_a_dict(made: Any) -> Undo:
@@ -180,7 +180,7 @@ def order_of_a_dict(made: Any) -> Undo:
 
 def of_a_deque(made: Any) -> Undo:
     made.recent.append(3)
-    return made.recent.pop  # type: ignore[no-any-return]
+    return made.recent.pop
 
 
 def of_a_set(made: Any) -> Undo:

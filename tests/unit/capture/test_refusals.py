@@ -39,7 +39,7 @@ class Written(torch.autograd.Function):
 
 
 def own_function(linear: nn.Linear, x: Tensor) -> Tensor:
-    return Written.apply(linear(x))  # type: ignore[no-any-return]
+    return Written.apply(linear(x))
 
 
 def branch(linear: nn.Linear, x: Tensor) -> Tensor:
@@ -68,19 +68,19 @@ def penalty(linear: nn.Linear, x: Tensor) -> Tensor:
 
 def backward(linear: nn.Linear, x: Tensor) -> Tensor:
     linear(x).sum().backward()
-    return linear(x)  # type: ignore[no-any-return]
+    return linear(x)
 
 
 def vectorised(linear: nn.Linear, x: Tensor) -> Tensor:
-    return torch.vmap(lambda row: linear.weight @ row)(x)  # type: ignore[no-any-return]
+    return torch.vmap(lambda row: linear.weight @ row)(x)
 
 
 def of_a_function(linear: nn.Linear, x: Tensor) -> Tensor:
-    return torch.func.grad(lambda rows: linear(rows).sum())(x)  # type: ignore[no-any-return]
+    return torch.func.grad(lambda rows: linear(rows).sum())(x)
 
 
 def converted(linear: nn.Linear, x: Tensor) -> Tensor:
-    return linear.to(torch.float64)(x.double())  # type: ignore[no-any-return]
+    return linear.to(torch.float64)(x.double())
 
 
 def packed(linear: nn.Linear, x: Tensor) -> Tensor:

@@ -347,13 +347,13 @@ def test_other_bad_arguments() -> None:
     with pytest.raises(AnnotationError, match="is not a non-empty string"):
         replicate(name="")
     with pytest.raises(AnnotationError, match="axis"):
-        split(axis=3)  # type: ignore[arg-type]
+        split(axis=3)
     with pytest.raises(AnnotationError, match="set_default_strategy takes a scope or None"):
-        set_default_strategy("replicate")  # type: ignore[arg-type]
+        set_default_strategy("replicate")
     with pytest.raises(AnnotationError, match=r"whale\.tag"):
         replicate(1)(nn.Linear(1, 1))
     with pytest.raises(AnnotationError, match=r"replicate\(\) to decorate"):
-        replicate(twice)  # type: ignore[arg-type]
+        replicate(twice)
 
 
 def test_one_scope_may_be_entered_twice_and_inside_itself() -> None:
@@ -372,9 +372,9 @@ def test_a_library_that_wraps_modules_meanwhile(bare_init: Any) -> None:
 
     with replicate(1):
         ours = nn.Module.__init__
-        nn.Module.__init__ = wrapped  # type: ignore[method-assign]
+        nn.Module.__init__ = wrapped
     assert nn.Module.__init__ is wrapped and tag_of(nn.Linear(1, 1)) is None
     with replicate(1):
         assert tag_of(nn.Linear(1, 1)) is not None
     assert nn.Module.__init__ is wrapped
-    nn.Module.__init__ = bare_init  # type: ignore[method-assign]
+    nn.Module.__init__ = bare_init

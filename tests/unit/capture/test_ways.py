@@ -54,8 +54,8 @@ def asserting(x: Tensor, h: Tensor) -> Tensor:
 
 
 def likely(x: Tensor, h: Tensor) -> Tensor:
-    made = torch.distributions.Normal(h, h.exp(), validate_args=True)  # type: ignore[no-untyped-call]  # torch.compile turns it off
-    return -made.log_prob(x).sum()  # type: ignore[no-any-return, no-untyped-call]
+    made = torch.distributions.Normal(h, h.exp(), validate_args=True)  # torch.compile turns it off
+    return -made.log_prob(x).sum()
 
 
 def by_keywords(x: Tensor, h: Tensor) -> Tensor:

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from whale.config import Config, load_config
 from whale.config.config import variable_of
-from whale.config.sections import EPL_KEYS
-from whale.config.settings import KEYS
+from whale.config.sections import EPL_KEYS, KEYS
 from whale.errors import ConfigError
 
 
@@ -170,7 +169,7 @@ def test_a_missing_recipe(tmp_path: Path) -> None:
 
 def test_a_source_of_another_kind() -> None:
     with pytest.raises(ConfigError, match=r"config= is int, not a whale\.Config"):
-        load_config(4, environment={})  # type: ignore[arg-type]
+        load_config(4, environment={})
 
 
 @pytest.mark.parametrize("entry", EPL_KEYS, ids=lambda entry: str(entry.name))

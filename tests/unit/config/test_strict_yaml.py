@@ -111,7 +111,7 @@ def test_what_would_take_long_is_refused_at_once(tmp_path: Path, text: str, mess
     file.write_text(text)
     for read in (partial(load_config, environment={}), read_plan, load_cluster):
         with pytest.raises(WhaleError, match=message):
-            read(file)  # type: ignore[operator]
+            read(file)
 
 
 def test_a_hundred_deep_may_be_nested() -> None:

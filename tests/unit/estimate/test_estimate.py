@@ -34,7 +34,7 @@ def pair(link: Link, num_hosts: int = 1, memory: int = 2**30) -> Cluster:
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 def test_without_communication_the_bound_is_the_estimate(schedule: str) -> None:
     plan, graph = planned(8, pair(FAST), schedule=schedule, num_stages=2, num_micro_batch=4)
-    found = estimate(plan, graph, pair(FAST), Costs(launch_seconds=0.0))  # type: ignore[arg-type]
+    found = estimate(plan, graph, pair(FAST), Costs(launch_seconds=0.0))
     ranks = [sum(span.end - span.start for span in each.compute if span.action.micro_batch == 0) for each in found.devices]
     optimizer = max(each.optimizer for each in found.devices)
     assert found.step_seconds == pytest.approx(float(pipeline_seconds(schedule, ranks, 4)) + optimizer, rel=0.03)
@@ -44,7 +44,7 @@ def test_without_communication_the_bound_is_the_estimate(schedule: str) -> None:
 def test_the_plan_has_the_estimates_time_and_memory() -> None:
     there = cluster((3e9, 1e9))
     plan, graph = planned(8, there, num_stages=2, num_micro_batch=4)
-    found = estimate(plan, graph, there)  # type: ignore[arg-type]
+    found = estimate(plan, graph, there)
     assert plan.step_seconds == found.step_seconds
     for stage in plan.replicas[0].stages:
         for name, figures in zip(stage.virtual_device.devices, stage.estimates, strict=True):
@@ -54,7 +54,7 @@ def test_the_plan_has_the_estimates_time_and_memory() -> None:
 def test_the_states_of_the_plan_say_what_the_optimizer_keeps() -> None:
     plan, graph = planned(4, cluster((1e9,)))
     states = [states_of(graph.parameters, number) for number in (0, 2)]  # type: ignore[attr-defined]
-    kept = [estimate(replace(plan, parameter_states=each), graph, cluster((1e9,))) for each in states]  # type: ignore[arg-type]
+    kept = [estimate(replace(plan, parameter_states=each), graph, cluster((1e9,))) for each in states]
     assert kept[0].devices[0].peak.optimizer == 0 < kept[1].devices[0].peak.optimizer
 
 
@@ -63,7 +63,7 @@ def test_gpipe_and_1f1b_differ_in_memory_and_in_exposed_messages() -> None:
     estimates = {}
     for schedule in ("gpipe", "1f1b"):
         plan, graph = planned(8, slow, schedule=schedule, num_stages=2, num_micro_batch=6, rows=48)
-        estimates[schedule] = estimate(plan, graph, slow)  # type: ignore[arg-type]
+        estimates[schedule] = estimate(plan, graph, slow)
     assert estimates["gpipe"].of("h0/0").peak.activations > estimates["1f1b"].of("h0/0").peak.activations
     assert estimates["gpipe"].step_seconds != estimates["1f1b"].step_seconds
 
@@ -72,8 +72,8 @@ def test_gradients_are_summed_behind_the_backward_pass() -> None:
     """With one bucket per layer all but the first layer's are hidden; with one for all none is."""
     there = pair(Link(2e7, 1e-6))
     plan, graph = planned(8, there, rows=400)
-    hidden = estimate(plan, graph, there, Costs(bucket_bytes=1))  # type: ignore[arg-type]
-    shown = estimate(plan, graph, there, Costs(bucket_bytes=2**30))  # type: ignore[arg-type]
+    hidden = estimate(plan, graph, there, Costs(bucket_bytes=1))
+    shown = estimate(plan, graph, there, Costs(bucket_bytes=2**30))
     assert len(hidden.devices[0].syncs) == 8 and len(shown.devices[0].syncs) == 1
     assert hidden.straggler.exposed_sync < 0.3 * hidden.straggler.syncing
     assert shown.straggler.exposed_sync == pytest.approx(shown.straggler.syncing)
@@ -85,7 +85,7 @@ def test_updated_weights_hide_behind_the_next_forward_pass() -> None:
     there = pair(Link(2e7, 1e-6))
     plan, graph = planned(8, there, rows=400)
     plan = replace(plan, parameter_states=states_of(graph.parameters, zero=1))  # type: ignore[attr-defined]
-    late, early = (estimate(plan, graph, there, Costs(bucket_bytes=1, defers_weights=defers)) for defers in (True, False))  # type: ignore[arg-type]
+    late, early = (estimate(plan, graph, there, Costs(bucket_bytes=1, defers_weights=defers)) for defers in (True, False))
     given = [sync.end - sync.start for sync in late.devices[0].syncs if sync.what == "weights"]
     waited = sum(wait.end - wait.start for wait in late.devices[0].waits)
     assert len(given) == 8 == early.devices[0].num_given and not late.devices[0].num_given
@@ -110,7 +110,7 @@ def test_a_shared_card_is_slower_than_one_of_each() -> None:
 def test_equal_replicas_are_simulated_once() -> None:
     there = cluster(*((1e9,) * 4,) * 8)
     plan, graph = planned(8, there, rows=128, num_stages=4, num_micro_batch=4)
-    found = estimate(plan, graph, there)  # type: ignore[arg-type]
+    found = estimate(plan, graph, there)
     assert len(plan.replicas) == 8
     assert [len(each.devices) for each in found.devices] == [8] * 4
     assert sorted(name for each in found.devices for name in each.devices) == sorted(plan.devices)
@@ -123,7 +123,7 @@ def test_devices_that_do_all_at_the_same_times_are_told_as_one() -> None:
     hosts = (Host(name, tuple(device(f"{name}/{i}", name, 1e9) for i in range(count)), FAST) for name, count in sizes.items())
     there = Cluster("uneven", tuple(hosts), network)
     plan, graph = planned(4, there, rows=12)
-    (found,) = estimate(plan, graph, there).devices  # type: ignore[arg-type]
+    (found,) = estimate(plan, graph, there).devices
     assert found.devices == ("h0/0", "h0/1", "h1/0") and found.syncs
 
 
@@ -200,7 +200,7 @@ def test_never_below_what_the_busiest_device_computes(schedule: str, speeds: lis
     plan, graph = planned(
         8, there, rows=len(speeds) // 2 * max(m, 3) + extra, width=32, schedule=schedule, num_stages=2, num_micro_batch=max(m, 3)
     )
-    found = estimate(plan, graph, there)  # type: ignore[arg-type]
+    found = estimate(plan, graph, there)
     assert found.step_seconds >= max(each.busy for each in found.devices) - 1e-12
     for each in found.devices:
         assert each.memory[-1][1] == pytest.approx(sum(each.stage_bytes), abs=1)  # weights, all gradients, optimizer
@@ -227,12 +227,12 @@ def test_what_a_device_does_itself_is_its_passes() -> None:
     there = cluster((3e9, 1e9))
     for schedule in ("1f1b", "zb_h1", "recompute_early"):
         plan, graph = planned(8, there, num_stages=2, num_micro_batch=4, schedule=schedule)
-        for each in estimate(plan, graph, there).devices:  # type: ignore[arg-type]
+        for each in estimate(plan, graph, there).devices:
             assert each.own_seconds == pytest.approx(each.busy - each.optimizer)
 
 
 def test_the_text_form() -> None:
     there = cluster((1e9, 1e9))
     plan, graph = planned(4, there)
-    text = str(estimate(plan, graph, there))  # type: ignore[arg-type]
+    text = str(estimate(plan, graph, there))
     assert "computes longest" in text and "h0/0, h0/1: stage 0" in text and "link h0/0 out" in text

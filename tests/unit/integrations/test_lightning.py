@@ -18,7 +18,7 @@ lightning = pytest.importorskip("lightning", reason="lightning is not installed 
 ROWS = torch.randn(8, 4)
 
 
-class Module(lightning.LightningModule):
+class Module(lightning.LightningModule):  # type: ignore[name-defined]
     def __init__(self, change: Callable[[Module, Tensor, Any], Any] = lambda module, loss, batch_idx: loss) -> None:
         super().__init__()
         self.linear, self.change = nn.Linear(4, 1), change
@@ -123,7 +123,7 @@ def test_means_over_batches_are_weighted_by_their_own_rows() -> None:
     assert logged(strategy=WhaleStrategy()) == pytest.approx(logged())
 
 
-class Counting(lightning.Callback):  # type: ignore[misc]
+class Counting(lightning.Callback):  # type: ignore[name-defined]
     def __init__(self) -> None:
         self.num_epochs = 0
 

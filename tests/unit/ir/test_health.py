@@ -40,7 +40,7 @@ def test_a_device_that_becomes_slow_is_found_and_found_to_be_fast_again(place: i
         health = found[number] = Health.of(window, DEVICES, PREDICTED, {}, health)
     assert not found[since - 1].slow and not found[since - 1].deviates
     (slow,) = found[since + PERSISTENT].slow
-    assert slow.device == DEVICES[place] and slow.deviates and abs(slow.slow_since - since) <= 2  # type: ignore[operator]
+    assert slow.device == DEVICES[place] and slow.deviates and abs(slow.slow_since - since) <= 2
     assert found[until - 1].slowdowns[DEVICES[place]] == pytest.approx(factor, rel=0.1)
     assert not found[until + PERSISTENT].slow
 

@@ -15,7 +15,7 @@ ROWS = 4
 def scope(entry: int, count: int | None = 1, name: str | None = None, kind: str = "replicate", is_default: bool = False) -> Scope:
     """A scope entered at line ``entry + 1`` of ``model.py``."""
     assert kind in ("replicate", "split")
-    return Scope(kind, count, name, None, SourceLine("model.py", entry + 1), entry, is_default)  # type: ignore[arg-type]
+    return Scope(kind, count, name, None, SourceLine("model.py", entry + 1), entry, is_default)
 
 
 class Graph:
@@ -42,8 +42,8 @@ class Graph:
         """A parameter or buffer; its op is named ``p_NAME``."""
         spec = TensorSpec(shape, "float32", (0,) * len(shape))
         if all(parameter.name != name for parameter in self.parameters):
-            self.parameters.append(Parameter(name, spec, kind, trainable))  # type: ignore[arg-type]
-            self.ops.append(Op(f"p_{name}", kind, name, outputs=(spec,), requires_grad=trainable))  # type: ignore[arg-type]
+            self.parameters.append(Parameter(name, spec, kind, trainable))
+            self.ops.append(Op(f"p_{name}", kind, name, outputs=(spec,), requires_grad=trainable))
         return f"p_{name}"
 
     def call(
@@ -91,7 +91,7 @@ class Graph:
 
     def build(self, **fields: object) -> ModelGraph:
         """The graph."""
-        return ModelGraph(tuple(self.ops), tuple(self.parameters), ROWS, tuple(self.loss), self.outputs, **fields)  # type: ignore[arg-type]
+        return ModelGraph(tuple(self.ops), tuple(self.parameters), ROWS, tuple(self.loss), self.outputs, **fields)
 
 
 def chain(num_layers: int, scopes: Sequence[ScopePath] = (), width: int = 8) -> ModelGraph:

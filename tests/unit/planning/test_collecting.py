@@ -6,7 +6,7 @@ import gc
 
 import pytest
 
-from whale.planning.plan import without_collecting
+from whale.progress import without_collecting
 
 
 @pytest.mark.parametrize("was_on", [True, False])

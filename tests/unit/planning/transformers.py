@@ -67,7 +67,7 @@ def transformer(
     with torch.device("meta"):
         tokens = torch.zeros(2, length, dtype=torch.long)
         model = Transformer(layers, width, length, vocabulary, devices, axis)
-        return capture(model, {"ids": tokens, "labels": tokens.clone()}, loss, mode=mode)[0]  # type: ignore[arg-type]
+        return capture(model, {"ids": tokens, "labels": tokens.clone()}, loss, mode=mode)[0]
 
 
 def gpus(

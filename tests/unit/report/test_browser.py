@@ -24,7 +24,7 @@ def test_the_script_draws_every_bar(width: int, schedule: str, is_of_two: bool, 
     assert CHROMIUM is not None
     found = made(cluster((3e9, 1e9)), num_stages=2, num_micro_batch=4, schedule=schedule)
     runs = [recorded_run(found[0], found[3], [slowed(found[3], factor)]) for factor in (1.0, 3.0)]
-    html = comparison_html(*runs, ("one", "two")) if is_of_two else report_html(*found, recordings=[slowed(found[3])])
+    html = comparison_html(*runs, ("one", "two")) if is_of_two else report_html(*found, recordings=[slowed(found[3])])  # type: ignore[call-arg]
     file = tmp_path / "report.html"
     file.write_text(html)
     words = ["--headless=new", "--no-sandbox", "--disable-gpu", f"--window-size={width},900", "--enable-logging=stderr", "--v=0"]

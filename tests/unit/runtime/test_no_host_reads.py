@@ -184,7 +184,7 @@ def test_what_is_kept_for_backward_waits_on_the_host() -> None:
 class Reading(torch.optim.SGD):
     """Looks at a gradient before it applies it."""
 
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
+    def step(self, closure: None = None) -> None:
         gradient = self.param_groups[0]["params"][0].grad
         if gradient.isfinite().all():
             super().step(closure)

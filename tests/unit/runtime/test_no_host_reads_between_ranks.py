@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import cache
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -83,7 +84,8 @@ def ranks_alike(rank: int, backend: str) -> Iterator[World]:
     try:
         own = {"all_reduce": multiply, "all_to_all_single": mirror, "get_backend_config": lambda group: backend}
         alike = mock.patch.object(EqualCopies, "are_equal", return_value=True)  # a product is not a sum of unlike signs
-        with mock.patch.multiple(dist, **own, **dict.fromkeys(names, leave)), alike:
+        stand_ins: dict[str, Any] = {**own, **dict.fromkeys(names, leave)}
+        with mock.patch.multiple(dist, **stand_ins), alike:
             yield World(rank, NUM_RANKS, 0, NUM_RANKS, DEVICE, timedelta(seconds=10))
     finally:
         dist.destroy_process_group()

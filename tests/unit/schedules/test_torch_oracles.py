@@ -31,7 +31,7 @@ def texts(actions: list[object]) -> list[str]:
 
 
 def single(generator: type, num_ranks: int, num_micro_batch: int) -> Orders:
-    order = generator._get_pipeline_order(SimpleNamespace(_num_stages=num_ranks, _n_microbatches=num_micro_batch))
+    order = generator._get_pipeline_order(SimpleNamespace(_num_stages=num_ranks, _n_microbatches=num_micro_batch))  # type: ignore[attr-defined]
     return [texts(order[rank]) for rank in range(num_ranks)]
 
 
@@ -47,7 +47,7 @@ def multi(generator: type, num_ranks: int, num_micro_batch: int, num_chunks: int
             rank=rank,
             **more,
         )
-        orders.append(texts(generator._calculate_single_rank_operations(itself, rank)))
+        orders.append(texts(generator._calculate_single_rank_operations(itself, rank)))  # type: ignore[attr-defined]
     return orders
 
 

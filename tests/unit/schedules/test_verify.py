@@ -26,7 +26,7 @@ TALKING = (
 
 def message(first: str, second: str, **more: object) -> str:
     with pytest.raises(ScheduleError) as caught:
-        verify(two_ranks(first, second, **more))  # type: ignore[arg-type]
+        verify(two_ranks(first, second, **more))
     return str(caught.value)
 
 

@@ -207,13 +207,13 @@ def test_samples_that_depend_on_one_another_stay_together() -> None:
 
 
 def test_an_interrupt_keeps_the_best_so_far(monkeypatch: pytest.MonkeyPatch) -> None:
-    drafted, calls = whale.search.open.plan_as_set, list[object]()
+    drafted, calls = whale.search.open.plan_as_set, list[object]()  # type: ignore[attr-defined]
 
     def interrupted(*args: object) -> object:
         calls.append(args)
         if len(calls) > 1:
             raise KeyboardInterrupt
-        return drafted(*args)  # type: ignore[arg-type]
+        return drafted(*args)
 
     monkeypatch.setattr(whale.search.open, "plan_as_set", interrupted)
     found = found_for(scoped([64] * 4), made([[(1e9, GIB)] * 2], network=1e9))

@@ -24,7 +24,7 @@ def changed(**figures: object) -> Cluster:
     def other(host: Host) -> Host:
         first, second = host.devices
         assert isinstance(second, Device)
-        return replace(host, devices=(first, replace(second, **figures)))  # type: ignore[arg-type]
+        return replace(host, devices=(first, replace(second, **figures)))
 
     return replace(CLUSTER, hosts=tuple(map(other, CLUSTER.hosts)))
 

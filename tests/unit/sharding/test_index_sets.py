@@ -27,7 +27,7 @@ def factors(depth: int = 1) -> st.SearchStrategy[object]:
 
 
 def dimensions(depth: int = 1) -> st.SearchStrategy[Dimension]:
-    return st.lists(factors(depth), max_size=2 if depth < 1 else 3).map(tuple)  # type: ignore[arg-type]
+    return st.lists(factors(depth), max_size=2 if depth < 1 else 3).map(tuple)
 
 
 def enumerated(dimension: Dimension, held: dict[str, tuple[int, int]]) -> list[bool]:

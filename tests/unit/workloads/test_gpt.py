@@ -72,12 +72,12 @@ def test_it_is_at_hand_without_an_import_of_its_own() -> None:
     sizes: dict[str, int] = {"layers": 3, "hidden": 16, "heads": 2, "sequence": 8, "vocabulary": 32}
     assert whale.workloads.gpt(**sizes, dtype="bfloat16") == GPT(**sizes, dtype="bfloat16").graph()
     with pytest.raises(AttributeError, match="'bert'"):
-        whale.workloads.bert  # type: ignore[attr-defined]  # noqa: B018
+        whale.workloads.bert  # noqa: B018
 
 
 def test_all_that_is_wrong_is_said_at_once() -> None:
     with pytest.raises(ConfigError) as caught:
-        GPT(layers=0, hidden=15, heads=2, sequence=8, vocabulary=32, dtype="int8", dropout=2.0, tied="maybe")  # type: ignore[arg-type]
+        GPT(layers=0, hidden=15, heads=2, sequence=8, vocabulary=32, dtype="int8", dropout=2.0, tied="maybe")
     for text in ("layers of the gpt", "tied of the gpt: 'maybe' is not true or false", "'int8'", "dropout of the gpt"):
         assert text in str(caught.value)
     with pytest.raises(ConfigError, match="of the gpt does not divide"):

@@ -38,7 +38,7 @@ def tables(draw: st.DrawFn) -> tuple[int, list[list[int]], list[Limit], int]:
     steps = st.lists(st.integers(0, 4), min_size=total + 1, max_size=total + 1)
     times = [list(np.cumsum(draw(steps))) for _ in range(workers)]
     limits = [(draw(st.integers(0, 3)), draw(st.integers(0, 3)), draw(st.integers(2, 14))) for _ in range(workers)]
-    return total, times, limits, draw(st.integers(0, 1))
+    return total, times, limits, draw(st.integers(0, 1))  # type: ignore[return-value]
 
 
 @given(tables())

@@ -130,7 +130,7 @@ def test_memory_that_is_written_in_place_lies_in_one_way(reads_later: bool) -> N
 def spoil(plan: Plan, **fields: object) -> Plan:
     replica = plan.replicas[0]
     first, *others = replica.stages[0].shards
-    stage = dataclasses.replace(replica.stages[0], shards=(dataclasses.replace(first, **fields), *others))  # type: ignore[arg-type]
+    stage = dataclasses.replace(replica.stages[0], shards=(dataclasses.replace(first, **fields), *others))
     return dataclasses.replace(plan, replicas=(dataclasses.replace(replica, stages=(stage,)),))
 
 

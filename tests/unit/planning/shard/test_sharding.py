@@ -54,7 +54,7 @@ def split_two() -> tuple[Annotation, ...]:
 @lru_cache
 def captured(family: str, mode: str = "train", **settings: object) -> ModelGraph:
     model, batch = getattr(hf_models, family)(**settings)
-    graph, _ = capture(Scoped(model, split_two), batch, mode=mode)  # type: ignore[arg-type]
+    graph, _ = capture(Scoped(model, split_two), batch, mode=mode)
     return graph
 
 

@@ -22,17 +22,17 @@ PLAN = make_plan(GRAPH, THERE, Config({"pipeline.num_stages": 2, "pipeline.num_m
 
 def with_stage(index: int, **fields: object) -> Plan:
     replica = PLAN.replicas[0]
-    stages = tuple(replace(stage, **fields) if stage.index == index else stage for stage in replica.stages)  # type: ignore[arg-type]
+    stages = tuple(replace(stage, **fields) if stage.index == index else stage for stage in replica.stages)
     return replace(PLAN, replicas=(replace(replica, stages=stages),))
 
 
 def with_pipeline(**fields: object) -> Plan:
     replica = PLAN.replicas[0]
-    return replace(PLAN, replicas=(replace(replica, pipeline=replace(replica.pipeline, **fields)),))  # type: ignore[arg-type]
+    return replace(PLAN, replicas=(replace(replica, pipeline=replace(replica.pipeline, **fields)),))
 
 
 def with_state(**fields: object) -> Plan:
-    return replace(PLAN, parameter_states=(replace(PLAN.parameter_states[0], **fields),))  # type: ignore[arg-type]
+    return replace(PLAN, parameter_states=(replace(PLAN.parameter_states[0], **fields),))
 
 
 def with_edges(*edges: Edge) -> Plan:
@@ -83,7 +83,7 @@ def with_edges(*edges: Edge) -> Plan:
         (lambda: replace(PLAN, replicas=()), "has no replica"),
         (lambda: with_state(gradient=Form("float32", home="host")), "are on the host .*home host"),
         (lambda: with_state(gradient=Form("int64")), "the gradient form of .* is int64.*must be float64 or float32"),
-        (lambda: with_state(optimizer=Form("float32", "nowhere")), "the optimizer form of .* is float32, sharding nowhere"),  # type: ignore[arg-type]
+        (lambda: with_state(optimizer=Form("float32", "nowhere")), "the optimizer form of .* is float32, sharding nowhere"),
         (
             lambda: with_state(gradient=Form("float32", "owners")),
             "gradients of .* are shared out among owners, but the optimizer form is not",
@@ -94,7 +94,7 @@ def with_edges(*edges: Edge) -> Plan:
             "the compute form of .* is shared out among owners, but the optimizer form is not",
         ),
         (lambda: with_state(compute=Form("float32", home="host")), "the compute form of .* is on the host, but .*optimizer: .*home device"),
-        (lambda: with_state(compute=Form("float32", home="disk")), "home device or host"),  # type: ignore[arg-type]
+        (lambda: with_state(compute=Form("float32", home="disk")), "home device or host"),
         (
             lambda: with_state(gradient=Form("float32", is_sparse=True)),
             r"the state of .*layer0.* does not fit its gradient .*, sparse, opt",

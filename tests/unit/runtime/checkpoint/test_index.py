@@ -22,7 +22,7 @@ from whale.runtime.checkpoint.contents import _are_tiles
 
 QUARTERS = Share((4, 5), (((0, 4),), ((0, 5),)), tuple((((a, a + 2),), (b,)) for a in (0, 2) for b in ((0, 2), (2, 5))))
 CUT = torch.arange(20.0).view(4, 5)
-JUNK = (
+JUNK: tuple[Any, ...] = (
     None,
     -1,
     0,
@@ -102,7 +102,7 @@ def test_a_changed_index_is_an_error_that_changes_nothing_or_loads_equal_values(
     else:
         assert all(torch.equal(value, {**tensors(), "cut": CUT}[name]) for name, value in own.items())
     finally:
-        rewrite(saved, lambda index: (index.clear(), index.update(sound)))  # type: ignore[func-returns-value]
+        rewrite(saved, lambda index: (index.clear(), index.update(sound)))
 
 
 def of(index: Any, key: str) -> Any:

@@ -253,9 +253,9 @@ def test_a_value_out_of_range_is_laid_to_its_op() -> None:
 
 def test_a_model_that_was_compiled_is_compiled_in_its_place(capfd: pytest.CaptureFixture[str]) -> None:
     inside = make_model()
-    inside.layers[0].compile()  # type: ignore[index, union-attr]
+    inside.layers[0].compile()
     for model in (torch.compile(make_model()), inside):
-        engine = make_engine(model)  # type: ignore[arg-type]
+        engine = make_engine(model)
         assert runs(engine) and "so its stages are compiled" in capfd.readouterr().err
         state = {key: value + 1 for key, value in make_model().state_dict().items()}
         for prefix in ("_orig_mod.", ""):

@@ -61,7 +61,7 @@ def test_weight_gradients_wait_once() -> None:
     module, queue = with_segments(graph_of(queue=True), SEGMENTS, {"dropped"}), WeightQueue()
     added: list[object] = []
     add = queue.add
-    queue.add = lambda *item: (added.append(item), add(*item))[1]  # type: ignore[method-assign, func-returns-value]
+    queue.add = lambda *item: (added.append(item), add(*item))[1]
     found = run(module, queue)
     assert len(added) == 2
     for value, wanted in zip(found, expected, strict=True):

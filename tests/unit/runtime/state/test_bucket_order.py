@@ -69,7 +69,7 @@ def launches_of(plan: Plan, rank: int, holdings: Holdings, buckets: Sequence[Buc
     launches = Launches()
     own = {(replica.index, stage) for stage in stages}
     world = range(len(plan.devices))
-    links = RankLinks(holdings, rank, world, launches, timedelta(seconds=1), COPIES)  # type: ignore[arg-type]
+    links = RankLinks(holdings, rank, world, launches, timedelta(seconds=1), COPIES)
     sync = GradientSync(buckets, links, own, parameters, parameters)
     sync.begin()
     actions = schedules_of(plan)[replica.index].ranks[rank_place.pipeline_rank]

@@ -67,7 +67,7 @@ def make(names: Sequence[str], stages: Sequence[int], contributors: tuple[int, .
         for name, stage in zip(names, stages, strict=True)
     ]
     held = {(0, stage) for stage in stages}
-    links = RankLinks(Whole(), 0, (0, 1), owners, Waits(timedelta(seconds=1)), COPIES)  # type: ignore[arg-type]
+    links = RankLinks(Whole(), 0, (0, 1), owners, Waits(timedelta(seconds=1)), COPIES)
     sync = GradientSync(buckets, links, held, parameters, parameters)
     sync.begin()
     return sync, owners, parameters
@@ -114,7 +114,7 @@ def test_parameters_of_several_stages_start_last() -> None:
         Bucket((BucketSlot("tied", PIECE, (), 0, 4),), FLOAT, (0, 1), ((0, 0), (0, 1)), False),
         Bucket((BucketSlot("own", PIECE, (), 0, 4),), FLOAT, (0, 1), ((0, 0), (1, 0))),
     ]
-    links = RankLinks(Whole(), 0, (0, 1), owners, Waits(timedelta(seconds=1)), COPIES)  # type: ignore[arg-type]
+    links = RankLinks(Whole(), 0, (0, 1), owners, Waits(timedelta(seconds=1)), COPIES)
     sync = GradientSync(buckets, links, {(0, 0)}, parameters, parameters)
     sync.begin()
     sync.arm(0)
@@ -134,7 +134,7 @@ def test_what_keepers_have_taken_is_let_go_two_buckets_later() -> None:
     buckets.append(replace(buckets[0], slots=(replace(buckets[0].slots[0], name="c"),)))
     kept = {name: parameters[name] for name in "ac"}
     waits = Waits(timedelta(seconds=1))
-    sync = GradientSync(buckets, RankLinks(Whole(False), 0, (0, 1), Owners(), waits, COPIES), {(0, 0)}, parameters, kept)  # type: ignore[arg-type]
+    sync = GradientSync(buckets, RankLinks(Whole(False), 0, (0, 1), Owners(), waits, COPIES), {(0, 0)}, parameters, kept)
     sync.begin()
     sync.arm(0)
     for name in "abc":

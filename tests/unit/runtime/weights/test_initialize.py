@@ -23,12 +23,12 @@ FAMILIES = ("gpt2", "bert", "t5", "vit", "resnet", "llama", "mixtral")
 
 
 def fill(model: nn.Module, names: list[str] | None = None, seed: int = 0, **options: object) -> dict[str, Tensor]:
-    return initial_tensors(model, list(named_tensors(model)) if names is None else names, seed=seed, device=lambda _: CPU, **options)  # type: ignore[arg-type]
+    return initial_tensors(model, list(named_tensors(model)) if names is None else names, seed=seed, device=lambda _: CPU, **options)
 
 
 def on_meta(build: object, *arguments: object) -> nn.Module:
     with torch.device("meta"):
-        return build(*arguments)  # type: ignore[operator, no-any-return]
+        return build(*arguments)
 
 
 class Own(nn.Module):
@@ -268,7 +268,7 @@ class Failing(nn.Linear):
 def test_an_initialiser_that_fails_is_named() -> None:
     meta = on_meta(lambda: object.__new__(Failing))
     nn.Module.__init__(meta)
-    meta.weight, meta.bias = nn.Parameter(torch.empty(2, 2, device="meta")), None  # type: ignore[assignment]
+    meta.weight, meta.bias = nn.Parameter(torch.empty(2, 2, device="meta")), None
     with pytest.raises(InitializationError, match=r"reset_parameters\(\) failed on weight .*ValueError: no such distribution"):
         fill(meta)
 

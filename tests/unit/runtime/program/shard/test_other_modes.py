@@ -104,7 +104,7 @@ class Carried:
             return
         with torch.no_grad():
             whole = self.program.module()(*self.values.values())
-        names = [str(node) for node in self.program.graph.output_node().args[0]]  # type: ignore[union-attr]
+        names = [str(node) for node in self.program.graph.output_node().args[0]]
         expected = {name: value for name, value in zip(names, whole, strict=True) if self.model.by_name[name].kind == "call"}
         for replica in self.plan.replicas:
             found = self.returned(replica)
