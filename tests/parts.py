@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -13,22 +13,22 @@ from whale.runtime.program.shard.pieces import Index, as_index, part, write_part
 from whale.sharding.index_sets import axis_sizes, index_set, intervals
 
 
-def local_indices(dimensions: Sequence[Dimension], sizes: Mapping[str, int], shards: Sequence[Shard], position: int) -> tuple[Index, ...]:
+def local_indices(dimensions: Sequence[Dimension], axes: Axes, shards: Sequence[Shard], position: int) -> tuple[Index, ...]:
     """Per dimension of a tensor, the positions that one device of a split group holds.
 
     Args:
         dimensions: of the whole tensor, as products of axes.
-        sizes: of the axes.
+        axes: of the model.
         shards: of the stage.
         position: of the device in its split group.
     """
     held = intervals(shards, position)
-    return tuple(as_index(index_set(dimension, sizes, held)) for dimension in dimensions)
+    return tuple(as_index(index_set(dimension, axis_sizes(axes), held, axes.folded)) for dimension in dimensions)
 
 
 def local_shape(dimensions: Sequence[Dimension], axes: Axes, shards: Sequence[Shard], position: int) -> tuple[int, ...]:
     """The shape of a device's part of a tensor."""
-    places = local_indices(dimensions, axis_sizes(axes), shards, position)
+    places = local_indices(dimensions, axes, shards, position)
     return tuple(place.stop - place.start if isinstance(place, slice) else len(place) for place in places)
 
 
@@ -42,10 +42,10 @@ def cut_out(whole: Tensor, dimensions: Sequence[Dimension], axes: Axes, shards: 
         shards: of the stage.
         position: of the device in its split group.
     """
-    held = part(whole, local_indices(dimensions, axis_sizes(axes), shards, position))
+    held = part(whole, local_indices(dimensions, axes, shards, position))
     return held if held.shape == whole.shape else held.clone(memory_format=torch.contiguous_format)
 
 
 def put_in(whole: Tensor, held: Tensor, dimensions: Sequence[Dimension], axes: Axes, shards: Sequence[Shard], position: int) -> None:
     """The inverse of `cut_out`: writes a device's part into its place in the whole tensor."""
-    write_part(whole.detach(), local_indices(dimensions, axis_sizes(axes), shards, position), held.detach())
+    write_part(whole.detach(), local_indices(dimensions, axes, shards, position), held.detach())

@@ -77,6 +77,37 @@ def fused_by_split() -> Made:
     return _features(lambda: FusedGrouped(by_split=True))
 
 
+class Attending(nn.Module):
+    """A sequence with learned positions that attends to itself: causally; with a bias of its own and a mask of lengths; to a memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.positions = nn.Parameter(torch.randn(LENGTH, HIDDEN))
+        self.bias = nn.Parameter(torch.randn(3, LENGTH, LENGTH))
+        self.layers = nn.ModuleList(nn.Linear(HIDDEN, 3 * HIDDEN) for _ in range(3))
+        self.memory = nn.Parameter(torch.randn(LENGTH - 2, HIDDEN))
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.shape[0]
+        x = x + self.positions
+        first, second, third = self.layers
+        x = x + self._mixed(*first(x).chunk(3, -1), is_causal=True)
+        lengths = (x.detach()[..., 0] > -1.0)[:, None, None]
+        bias = torch.where(lengths, self.bias, torch.full((), -1e9, dtype=x.dtype))
+        x = x + self._mixed(*second(x).chunk(3, -1), attn_mask=bias)
+        memory = self.memory.expand(rows, -1, -1)
+        return x + self._mixed(third(x)[..., :HIDDEN], memory, memory, is_causal=True)
+
+    @staticmethod
+    def _mixed(*parts: Tensor, **settings: Any) -> Tensor:
+        q, k, v = (part.unflatten(-1, (3, HIDDEN // 3)).transpose(1, 2) for part in parts)
+        return F.scaled_dot_product_attention(q, k, v, **settings).transpose(1, 2).flatten(2)
+
+
+def attending() -> Made:
+    return _features(Attending)
+
+
 class InPlace(nn.Module):
     """In-place ops on parts, on whole tensors between cut uses, and through views."""
 
@@ -244,7 +275,18 @@ def own_function() -> Made:
     return _features(OwnFunction)
 
 
-BUILDERS = ("fused_by_slices", "fused_by_split", "in_place", "tied", "channels", "pointwise", "repeated", "classes", "own_function")
+BUILDERS = (
+    "fused_by_slices",
+    "fused_by_split",
+    "in_place",
+    "tied",
+    "channels",
+    "pointwise",
+    "repeated",
+    "classes",
+    "own_function",
+    "attending",
+)
 
 
 def _predicting(family: str) -> Made:

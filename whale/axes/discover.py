@@ -43,6 +43,7 @@ def discover(graph: ModelGraph) -> Axes:
     names = name_axes(graph, outcomes, held, reading.batch, checker)
     show = _NamedDimensions(names, reading.atoms)
     roles = {op: checker.roles(outcome.letters) for op, outcome in outcomes.items()}
+    folded = {leaf for found in roles.values() for leaf, role in found.items() if role.grows}
     ops = {
         op: OpAxes(tuple(map(show.dimensions, outcome.results)), {names[leaf]: role for leaf, role in roles[op].items()})
         for op, outcome in outcomes.items()
@@ -55,7 +56,7 @@ def discover(graph: ModelGraph) -> Axes:
     if reading.selections:
         in_rows = _with_selections(in_rows, reading, outcomes, unknown, names)
     return Axes(
-        axes=tuple(Axis(name, _size(sizes[leaf], graph.num_rows), reasons.get(leaf, ())) for leaf, name in names.items()),
+        axes=tuple(Axis(name, _size(sizes[leaf], graph.num_rows), reasons.get(leaf, ()), leaf in folded) for leaf, name in names.items()),
         ops=MappingProxyType(ops),
         parameters=MappingProxyType({name: show.dimensions(dims) for name, dims in held.items()}),
         mixing=find_mixing(graph, in_rows),
@@ -221,6 +222,7 @@ class Checker:
     4. An axis in only some pieces of a concatenated dimension: the whole pieces' gradient would be summed twice.
     5. An axis of unknown size: it depends on values (``x[mask]``), or on the rows but not in proportion (``cat((x, rows_of_mine))``).
 
+    An axis that is kept and needed whole (attention of a sequence to itself) is kept where the rule says which operands are gathered.
     An axis that fails a check is whole at this op, with the reason. `unknown`: leaves without a known size.
     """
 
@@ -236,7 +238,10 @@ class Checker:
                 role = letter.role if everywhere or letter.role.kind == "whole" else SOME_PIECES
                 role = UNKNOWN_SIZE if leaf in self._unknown and role.kind != "whole" else role
                 known = roles.get(leaf)
-                if known is None or (role.kind == "whole" and known.kind != "whole"):
+                if known is not None and {known.kind, role.kind} == {"kept", "whole"} and known.gathers and role.gathers:
+                    gathers = tuple(dict.fromkeys((*known.gathers, *role.gathers)))
+                    roles[leaf] = Role("kept", gathers=gathers, grows=known.grows or role.grows)
+                elif known is None or (role.kind == "whole" and known.kind != "whole"):
                     roles[leaf] = role
                 elif known.kind != "whole":
                     roles[leaf] = CONTRACTED_AND_KEPT if {known.kind, role.kind} == {"contracted", "kept"} else TWICE

@@ -14,7 +14,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from whale.axes.operators import added_operand
+from whale.axes.operators import added_operand, gathered_operands
 from whale.axes.values import Axes, may_lie_in_parts
 from whale.errors import PlanError
 from whale.ir.graph import ModelGraph, Op
@@ -28,7 +28,8 @@ class Use:
     """How an op needs an operand."""
 
     axis: str | None = None  # along which it is cut; None if it is whole
-    entered: bool = False  # whether it is whole while the op works on parts of an axis that it lacks: its gradients are partial
+    # whether it is whole while the op works on parts of an axis, which it lacks or is gathered along: its gradients are partial
+    entered: bool = False
 
 
 @dataclass(frozen=True)
@@ -119,7 +120,10 @@ class Labels:
             axis = self.scattered.get(op)
         if axis is None:
             return Use()
-        return Use(axis) if axis in self.axes_in(operand) else Use(entered=True)
+        return Use(axis) if axis in self.axes_in(operand) and operand not in self._gathered(op, axis) else Use(entered=True)
+
+    def _gathered(self, op: str, axis: str) -> frozenset[str]:
+        return gathered_operands(self.graph.by_name[op], role) if (role := self.axes.ops[op].roles.get(axis)) else frozenset()
 
     def returned(self, op: str) -> Use:
         """How the stage hands on a value: whole, unless the plan leaves it in parts."""

@@ -12,6 +12,8 @@
     i!           must be whole
     (i) (i:how)  contracted: results for parts of it are combined, by `sum` or as `how` says
     i~           kept, with statistics over all of it
+    i<           kept, and the work for an element grows with its position
+    i&           whole in this operand, though the op may work on parts of it in others
     i^           made by the op, which can make any part of it alone
     i=4          has this size
     -> [..] [..] the results
@@ -24,8 +26,8 @@ occurs twice.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
 
@@ -41,7 +43,7 @@ COMBINES = ("sum", "mean", "weighted_mean", "max", "min", "any", "all", "prod", 
 
 _OPERAND = re.compile(r"\s*(\+?)(\w+)\[([^\]]*)\]")
 _RESULT = re.compile(r"\s*\[([^\]]*)\]\s*,?")
-_FACTOR = re.compile(r"(?P<open>\()?(?P<letter>\.\.\.|[A-Za-z_]\w*)(?::(?P<how>\w+))?(?(open)\))(?:=(?P<size>\d+))?(?P<mark>[!^~]?)$")
+_FACTOR = re.compile(r"(?P<open>\()?(?P<letter>\.\.\.|[A-Za-z_]\w*)(?::(?P<how>\w+))?(?(open)\))(?:=(?P<size>\d+))?(?P<mark>[!^~<&]?)$")
 
 Term = tuple[str, ...]  # one dimension in a rule: the product of letters; empty for size 1
 
@@ -96,7 +98,7 @@ def parse(text: str) -> Notation:
             raise ConfigError(f"{right[position:].strip()!r} is not a result of the form [letters]", hint=_HINT)
         results.append(reader.terms(found[1], None, False))
         position = found.end()
-    return Notation(text, tuple(operands), tuple(results), reader.roles(), reader.sizes)
+    return Notation(text, tuple(operands), tuple(results), reader.roles([operand.name for operand in operands]), reader.sizes)
 
 
 _HINT = "for example: input[... i] weight[o i] +bias[o] -> [... o]"
@@ -109,6 +111,7 @@ class _RuleReader:
         self.text = text
         self.sizes: dict[str, int] = {}
         self._marks: dict[str, str] = {}
+        self._gathers: dict[str, list[int]] = {}  # per letter, the operands that are whole along it
         self._doubled: set[str] = set()
         self._readers: dict[str, set[int]] = {}  # per letter, the operands that have it; added ones do not count
         self._letters: dict[str, None] = {}
@@ -142,12 +145,16 @@ class _RuleReader:
             if how not in COMBINES:
                 raise ConfigError(f"{text!r} is not a way to combine parts: {', '.join(COMBINES)}")
             self._marks[letter] = how
+        elif found["mark"] == "&" and operand is not None:
+            self._gathers.setdefault(letter, []).append(operand)
         elif found["mark"]:
             self._marks[letter] = found["mark"]
         return letter
 
-    def roles(self) -> dict[str, Role]:
-        return {letter: self._role(letter) for letter in self._letters}
+    def roles(self, names: Sequence[str]) -> dict[str, Role]:
+        """The role of each letter; `names` are those of the operands."""
+        gathers = {letter: tuple((names[index], index) for index in found) for letter, found in self._gathers.items()}
+        return {letter: replace(self._role(letter), gathers=gathers.get(letter, ())) for letter in self._letters}
 
     def _role(self, letter: str) -> Role:
         mark = self._marks.get(letter, "")
@@ -162,12 +169,14 @@ class _RuleReader:
             return READS if taken else MAKES
         if mark == "~":
             return Role("pooled", reason="takes statistics over all of it")
+        if letter in self._gathers and not given:
+            return READS
         if given and not taken:
             return Role("broadcast") if mark == "^" else Role("whole", reason="makes it without saying how")
         if taken and not given:
             joined = len(self._readers.get(letter, ())) > 1
             return Role("contracted", "sum") if joined else Role("whole", reason="drops it without saying how")
-        return Role("kept")
+        return Role("kept", grows=mark == "<")
 
 
 def bind(rule: Notation, op: Op, reading: Reading) -> RuleOutcome:

@@ -22,9 +22,13 @@ class Role:
     kind: RoleKind
     combine: str = ""  # how a contracted axis is combined: ``sum``, ``mean``, ``lookup``,
     reason: str = ""  # for a whole axis, why; for one that the op makes, why a part alone would have other values
+    # operands that every part needs whole, though they have the axis, by name and position: keys and values, for some of the queries
+    gathers: tuple[tuple[str, int], ...] = ()
+    grows: bool = False  # whether the work for an element grows with its position, as under a causal mask
 
     def __str__(self) -> str:
-        return self.kind + (f" by {self.combine}" if self.combine else "") + (f": {self.reason}" if self.reason else "")
+        gathered = f", {' and '.join(name for name, _ in self.gathers)} whole" if self.gathers and self.kind == "kept" else ""
+        return self.kind + (f" by {self.combine}" if self.combine else "") + (f": {self.reason}" if self.reason else "") + gathered
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +51,8 @@ class Axis:
     name: str
     size: int  # at the example's number of rows
     whole: tuple[WholeReason, ...] = ()  # why it cannot be cut everywhere, one entry per distinct reason; empty for an axis that may be cut
+    # whether a part has elements from both ends, so that parts of equal sizes are equal work where it grows with the position
+    is_folded: bool = False
 
     @property
     def may_be_cut(self) -> bool:
@@ -82,7 +88,7 @@ class OpAxes:
 
     def __str__(self) -> str:
         results = " ".join("[" + " ".join(show_dimension(d) for d in dims) + "]" for dims in self.outputs)
-        marked = ", ".join(f"{axis} {role}" for axis, role in self.roles.items() if role.kind != "kept")
+        marked = ", ".join(f"{axis} {role}" for axis, role in self.roles.items() if role.kind != "kept" or role.gathers)
         return results + (f"  {marked}" if marked else "")
 
 
@@ -114,6 +120,11 @@ class Axes:
     @cached_property
     def by_name(self) -> dict[str, Axis]:
         return {axis.name: axis for axis in self.axes}
+
+    @cached_property
+    def folded(self) -> frozenset[str]:
+        """The axes of which a part has elements from both ends."""
+        return frozenset(axis.name for axis in self.axes if axis.is_folded)
 
     def in_results(self, op: str) -> frozenset[str]:
         known = self._in_results.get(op)

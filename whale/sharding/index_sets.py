@@ -5,11 +5,17 @@ A dimension is a product of axes, outermost first, so a part of an inner axis is
     heads*width, heads 4 of which the device holds 1..2, width 3      [. . . x x x x x x . . .]   one run
     three*heads, three 3                                              [. x x . . x x . . x x .]   three runs
     (q | k | v), pieces of different sizes                            each piece has runs of its own
+
+The units of a folded axis are counted from both ends in turn, so that a part of it has elements from both, and parts of equal
+sizes have equal work where that grows with the position (a causal mask):
+
+    units     0 2 4 6 7 5 3 1
+    parts     0 0 1 1 1 1 0 0      of 4 units each, two runs and one
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import accumulate
 from math import prod
@@ -47,24 +53,27 @@ def _extent(factor: Factor, sizes: Mapping[str, int]) -> int:
     return sizes[factor]
 
 
-def index_set(dimension: Dimension, sizes: Mapping[str, int], held: Mapping[str, tuple[int, int]]) -> Runs:
+def index_set(dimension: Dimension, sizes: Mapping[str, int], held: Mapping[str, tuple[int, int]], folded: Set[str] = frozenset()) -> Runs:
     """The positions of a dimension that a device holds, from the interval `held` of each cut axis."""
     runs: Runs = ((0, 1),)
     size = 1
     for factor in reversed(dimension):
-        runs = _product(_runs_of(factor, sizes, held), runs, size)
+        runs = _product(_runs_of(factor, sizes, held, folded), runs, size)
         size *= _extent(factor, sizes)
     return runs
 
 
-def _runs_of(factor: Factor, sizes: Mapping[str, int], held: Mapping[str, tuple[int, int]]) -> Runs:
+def _runs_of(factor: Factor, sizes: Mapping[str, int], held: Mapping[str, tuple[int, int]], folded: Set[str]) -> Runs:
     if not isinstance(factor, Concatenation):
         start, stop = held.get(factor, (0, sizes[factor]))
+        if factor in folded:
+            size = sizes[factor]
+            return merged((((start + 1) // 2, (stop + 1) // 2), (size - stop // 2, size - start // 2)))
         return ((start, stop),) if start < stop else ()
     found: list[tuple[int, int]] = []
     offset = 0
     for piece in factor.pieces:
-        found += [(offset + start, offset + stop) for start, stop in index_set(piece, sizes, held)]
+        found += [(offset + start, offset + stop) for start, stop in index_set(piece, sizes, held, folded)]
         offset += extent(piece, sizes)
     return merged(found)
 
@@ -108,13 +117,20 @@ class IndexSpace:
 
     dimensions: tuple[Dimension, ...]
     sizes: Mapping[str, int]
+    folded: frozenset[str] = frozenset()  # the axes whose units are counted from both ends
 
     def positions(self, region: Region, within: Region = Region()) -> tuple[Runs, ...]:  # noqa: B008
         """Per dimension, the positions of a region in the tensor of a device that holds `within`, which contains it."""
-        outer = {axis: (start, stop) for axis, start, stop in within.intervals}
+        if not self.folded.isdisjoint(region.axes):
+            return tuple(map(relative, self._runs(region), self._runs(within)))
+        outer = _held(within)
         sizes = {**self.sizes, **{axis: stop - start for axis, (start, stop) in outer.items()}}
         held = {axis: (start - outer.get(axis, (0, 0))[0], stop - outer.get(axis, (0, 0))[0]) for axis, start, stop in region.intervals}
         return tuple(index_set(dimension, sizes, held) for dimension in self.dimensions)
+
+    def _runs(self, region: Region) -> tuple[Runs, ...]:
+        held = _held(region)
+        return tuple(index_set(dimension, self.sizes, held, self.folded) for dimension in self.dimensions)
 
     def shape(self, region: Region) -> tuple[int, ...]:
         """The shape of the tensor of a device that holds a region."""
@@ -122,3 +138,7 @@ class IndexSpace:
 
     def num_elements(self, region: Region) -> int:
         return prod(self.shape(region))
+
+
+def _held(region: Region) -> dict[str, tuple[int, int]]:
+    return {axis: (start, stop) for axis, start, stop in region.intervals}

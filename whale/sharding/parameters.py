@@ -208,7 +208,7 @@ class ParameterShardings:
         if name in self.keeping and self.keeping[name][0].rows:
             sizes = {ROWS if dim == 0 else f"dimension {dim}": size for dim, size in enumerate(self.keeping[name][1])}
             return IndexSpace(tuple((axis,) for axis in sizes), sizes)
-        return IndexSpace(self._dimensions(name), self._sizes)
+        return IndexSpace(self._dimensions(name), self._sizes, frozenset() if self.axes is None else self.axes.folded)
 
     def num_elements(self, model: ModelGraph, name: str, region: Region) -> int:
         """Elements of a region of a parameter."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.unit.axes.graphs import Build
-from whale.axes import Axes, WholeReason, discover, register_rule
+from whale.axes import Axes, Role, WholeReason, discover, register_rule
 from whale.axes.operators.registry import _own_rules
 from whale.errors import ConfigError
 from whale.ir.graph import ModelGraph
@@ -33,6 +33,20 @@ def test_one_axis_met_twice_in_a_product() -> None:
     axes = discover(build.graph())
     assert "twice" in whole_at(axes, "x:0")["aten.mm.default"]
     assert axes.by_name["x:1"].may_be_cut
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_a_sequence_that_attends_to_itself_is_kept_with_keys_and_values_gathered(is_causal: bool) -> None:
+    build = Build()
+    x = build.input("x", "b", 2, 5, 3)
+    q, k = (build.call("mul.Tensor", x, factor, out=("b", 2, 5, 3)) for factor in (2.0, 3.0))
+    made = build.call("scaled_dot_product_attention.default", q, k, k, None, 0.0, is_causal, out=("b", 2, 5, 3))
+    both = build.call("scaled_dot_product_attention.default", k, k, k, out=("b", 2, 5, 3))
+    axes = discover(build.graph())
+    name = next(axis.name for axis in axes.axes if axis.size == 5)
+    assert axes.ops[made.op].roles[name] == Role("kept", gathers=(("attn_mask", 3), ("key", 1), ("value", 2)), grows=is_causal)
+    assert axes.by_name[name].is_folded == is_causal
+    assert axes.ops[both.op].roles[name].kind == "whole", "one tensor cannot be a part and whole"
 
 
 def test_a_square_layer_with_a_residual_is_contracted_and_kept() -> None:

@@ -23,6 +23,13 @@ def test_marks() -> None:
     assert kinds("w[(v:lookup) d!] ids[...] -> [... d! n^]") == {"v": "contracted by lookup", "d": "whole", "...": "kept", "n": "broadcast"}
 
 
+def test_operands_that_are_needed_whole() -> None:
+    roles = parse("q[s< d!] k[m& d!] mask[s& m&] -> [s d!]").roles
+    assert roles["s"].kind == "kept" and roles["s"].grows and roles["s"].gathers == (("mask", 2),)
+    assert roles["m"].kind == "whole" and roles["m"].gathers == (("k", 1), ("mask", 2))
+    assert not roles["d"].gathers
+
+
 def test_what_is_not_said_is_whole() -> None:
     roles = parse("x[a b] -> [a c]").roles
     assert roles["b"].kind == roles["c"].kind == "whole"

@@ -16,6 +16,8 @@ from whale.axes.operators.pointwise import FACTORIES, POINTWISE, copied, pointwi
 from whale.axes.operators.reductions import ALONG_A_DIMENSION, LOSSES, NORMALISATIONS, REDUCTIONS
 from whale.axes.operators.shapes import SHAPES
 from whale.axes.operators.space import FREQUENCIES, SPACE
+from whale.axes.outcome import argument
+from whale.axes.values import Role
 from whale.errors import ConfigError
 from whale.ir.graph import Op, Ref, operator_name
 
@@ -90,8 +92,16 @@ def is_pointwise(op: Op) -> bool:
 
 def added_operand(op: Op) -> str | None:
     """The op that makes the operand added to the product; None if there is none."""
-    name, position = operator_of(op).added or ("", -1)
-    if not name:
-        return None
-    argument = op.args[position] if position < len(op.args) else dict(op.kwargs).get(name)
-    return argument.op if isinstance(argument, Ref) else None
+    added = operator_of(op).added
+    return _maker(op, *added) if added else None
+
+
+def gathered_operands(op: Op, role: Role) -> frozenset[str]:
+    """The ops that make the operands which every part needs whole along an axis."""
+    return frozenset(name for place in role.gathers if (name := _maker(op, *place)) is not None)
+
+
+def _maker(op: Op, name: str, position: int) -> str | None:
+    """The op that makes an operand."""
+    value = argument(op, position, name)
+    return value.op if isinstance(value, Ref) else None

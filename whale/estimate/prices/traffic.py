@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from whale.axes import Axes, Dimension, axes_of
 from whale.axes.labels import Labels
-from whale.axes.operators import operator_of
+from whale.axes.operators import gathered_operands, operator_of
 from whale.axes.values import Concatenation, Factor
 from whale.estimate.costs.compute import op_seconds
 from whale.estimate.costs.costs import Costs
@@ -196,5 +196,6 @@ def _line(graph: ModelGraph, axes: Axes, op: Op, axis: str) -> Line:
     """Bytes that an op reads and writes of tensors with the axis; a lookup reads as much as it returns."""
     if operator_of(op).gathers:
         return output_line(op, graph.num_rows) * (2 if axis in axes.in_results(op.name) else 1)
-    having = (graph.by_name[name] for name in (op.name, *op.inputs) if axis in axes.in_results(name))
+    whole = gathered_operands(op, axes.ops[op.name].roles[axis]) if op.name in axes.ops and axis in axes.ops[op.name].roles else frozenset()
+    having = (graph.by_name[name] for name in (op.name, *op.inputs) if axis in axes.in_results(name) and name not in whole)
     return Line.sum(output_line(each, graph.num_rows) for each in having)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from whale.axes.labels import may_scatter
-from whale.axes.operators import added_operand
+from whale.axes.operators import added_operand, gathered_operands
 from whale.estimate.memory.memory import keeps_parameter
 from whale.ir.graph import Op, Ref
 from whale.ir.plan import BATCH
@@ -139,8 +139,11 @@ class Classes:
         axis = self.work(name, label)
         if axis is None:
             return WHOLE, False
-        if self.scene.role(name, axis).kind == "contracted" and self._added[name] == operand:
+        role = self.scene.role(name, axis)
+        if role.kind == "contracted" and self._added[name] == operand:
             return self._cut(operand, label.scattered)
+        if role.gathers and operand in gathered_operands(self.scene.graph.by_name[name], role):
+            return WHOLE, True
         return self._cut(operand, label.work)
 
     def _cut(self, operand: str, kind: int) -> Use:

@@ -76,7 +76,7 @@ class Boundary:
         """The index space of a micro-batch's tensor."""
         if any(stage.border_shard(tensor) for stage in self.replica.stages):
             assert self.axes is not None, f"%{tensor} crosses in parts of an axis whose place in it is not known"
-            return IndexSpace(self.axes.ops[tensor].outputs[0], {**axis_sizes(self.axes), BATCH: num_rows})
+            return IndexSpace(self.axes.ops[tensor].outputs[0], {**axis_sizes(self.axes), BATCH: num_rows}, self.axes.folded)
         return row_space(self.model.by_name[tensor].outputs[0], self._batch_axes.get(tensor), num_rows)
 
     def local_rows(self, stage: int, position: int, num_rows: int) -> tuple[int, int]:

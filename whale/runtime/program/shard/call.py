@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 import torch
 from torch import fx
 
+from whale.axes.labels import Use
 from whale.axes.operators import operator_of
 from whale.axes.values import Dimension, Role, axes_of
 from whale.errors import PlanError
@@ -76,7 +77,13 @@ class Call:
         """An argument in the new graph, in the layout in which this call needs it."""
         if self.role.kind == "contracted" and (operator_of(self.op).added or ("",))[0] == name:
             return self.added(self.raw[name])
+        if self.gathers(name) and isinstance(self.raw[name], fx.Node):
+            return self.writer.form(self.raw[name], Use(entered=True))
         return self.writer.mapped(self.raw[name], self.axis)
+
+    def gathers(self, name: str) -> bool:
+        """Whether this call needs an operand whole, though it works on a part of an axis that this may have."""
+        return any(name == operand for operand, _ in self.role.gathers)
 
     def added(self, argument: Any) -> Any:
         """An operand that is added to the sum, in the layout of the sum."""

@@ -13,10 +13,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.nn.attention.bias import causal_lower_right
 
 from whale.runtime.program.shard.call import Call
 from whale.runtime.program.shard.communication import Group, enter, gathered, largest, leave, leave_each, smallest
+from whale.runtime.program.shard.draws import draw
 from whale.runtime.program.shard.pieces import localize
+from whale.runtime.program.shard.slots import own_part
 from whale.sharding.index_sets import Runs
 
 
@@ -271,10 +274,47 @@ def class_loss(call: Call) -> fx.Node:
 
 
 def attention(call: Call) -> fx.Node:
-    """Attention: heads are independent, and so are queries, unless a causal mask depends on their positions."""
-    if call.raw["is_causal"] is True and call.is_sharded(call.result[-2]):
-        call.refuse("a causal mask is made from the positions of the queries", hint="pass the mask as attn_mask")
-    return same(call)
+    """Attention: heads are independent, and so are queries, each of which reads all keys, or under a causal mask those up to it."""
+    if not call.is_sharded(call.result[-2]):
+        return same(call)
+    held = call.held(call.result[-2])
+    if held.has_rows:
+        call.refuse("its queries are in one dimension with the batch")
+    if call.raw["is_causal"] is True:
+        settings = (call.raw[name] for name in ("dropout_p", "scale", "enable_gqa"))
+        args = (*map(call.value, ("query", "key", "value")), held.runs, *settings)
+        is_random = "random" in call.op.tags
+        return call.emit(draw, 0, call.layout.position, causal_part, *args) if is_random else call.emit(causal_part, *args)
+    mask = call.raw["attn_mask"]
+    if mask is None or not call.is_sharded(call.dimensions("attn_mask")[-2]):
+        return same(call)
+    rows = call.emit(own_part, call.value("attn_mask"), held.slots(len(call.dimensions("attn_mask")) - 2), what="rows")
+    return call.same(attn_mask=rows)
+
+
+def causal_part(query: Tensor, key: Tensor, value: Tensor, runs: Runs, dropout_p: float, scale: float | None, enable_gqa: bool) -> Tensor:
+    """Attention of the queries at some positions to all keys up to them.
+
+    Args:
+        query: ``[... positions head_dim]``, of the positions in `runs`, in order.
+        key, value: of all positions.
+    """
+    found, done = [], 0
+    for start, stop in runs:
+        own, end = query.narrow(-2, done, stop - start), min(stop, key.shape[-2])
+        done += stop - start
+        mask = None if start == 0 else _up_to_own(start, stop, end, query.device)
+        seen = (tensor.narrow(-2, 0, end) for tensor in (key, value))
+        attend = torch.nn.functional.scaled_dot_product_attention
+        found.append(attend(own, *seen, mask, dropout_p, is_causal=mask is None, scale=scale, enable_gqa=enable_gqa))
+    return torch.cat(found, -2)
+
+
+def _up_to_own(start: int, stop: int, end: int, device: torch.device) -> Tensor:
+    """The mask of queries at these positions over the first keys; where it ends in a triangle, kernels make it themselves."""
+    if end == stop:
+        return causal_lower_right(stop - start, end)
+    return torch.ones(stop - start, end, dtype=torch.bool, device=device).tril(start)
 
 
 def group_norm(call: Call) -> fx.Node:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -88,8 +88,11 @@ class ShardLayout:
             before, after = dimension[:at], dimension[at + 1 :]
             rows_outside = not any(axis in shard for axis in axes_of(before))
             rest = after if rows_outside else before
-        parts = tuple(index_set(rest, self.sizes, {axis: held[axis] for axis in shard}) for held in self._intervals)
+        parts = tuple(self._index_set(rest, {axis: held[axis] for axis in shard}) for held in self._intervals)
         return Held(extent(rest, self.sizes), parts, self.position, rows_outside, is_product)
+
+    def _index_set(self, dimension: Dimension, held: Mapping[str, tuple[int, int]]) -> Runs:
+        return index_set(dimension, self.sizes, held, self.axes.folded)
 
     def slots(self, op: str, axis: str) -> Slots:
         """Where the parts of an op's result are that is cut along an axis."""
@@ -119,8 +122,8 @@ class ShardLayout:
             rows_outside = self.held(dimension, mine).rows_outside
             dimension = self._beside_rows(dimension, rows_outside)
         held = self._intervals[self.position][mine]
-        own = index_set(dimension, self.sizes, {mine: held})
-        both = [index_set(dimension, self.sizes, {mine: held, others: device[others]}) for device in self._intervals]
+        own = self._index_set(dimension, {mine: held})
+        both = [self._index_set(dimension, {mine: held, others: device[others]}) for device in self._intervals]
         return Slots(dim, count(own), tuple(relative(runs, own) for runs in both), self.position, rows_outside)
 
     @staticmethod
