@@ -78,10 +78,11 @@ def fused_by_split() -> Made:
 
 
 class Attending(nn.Module):
-    """A sequence with learned positions that attends to itself: causally; with a bias of its own and a mask of lengths; to a memory."""
+    """A sequence with learned positions that attends to itself, causally or with a bias and a mask, and to a shorter memory."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_masked: bool) -> None:
         super().__init__()
+        self.is_masked = is_masked
         self.positions = nn.Parameter(torch.randn(LENGTH, HIDDEN))
         self.bias = nn.Parameter(torch.randn(3, LENGTH, LENGTH))
         self.layers = nn.ModuleList(nn.Linear(HIDDEN, 3 * HIDDEN) for _ in range(3))
@@ -92,8 +93,10 @@ class Attending(nn.Module):
         x = x + self.positions
         first, second, third = self.layers
         x = x + self._mixed(*first(x).chunk(3, -1), is_causal=True)
-        lengths = (x.detach()[..., 0] > -1.0)[:, None, None]
-        bias = torch.where(lengths, self.bias, torch.full((), -1e9, dtype=x.dtype))
+        bias = None
+        if self.is_masked:
+            lengths = (x.detach()[..., 0] > -1.0)[:, None, None]
+            bias = torch.where(lengths, self.bias, torch.full((), -1e9, dtype=x.dtype))
         x = x + self._mixed(*second(x).chunk(3, -1), attn_mask=bias)
         memory = self.memory.expand(rows, -1, -1)
         return x + self._mixed(third(x)[..., :HIDDEN], memory, memory, is_causal=True)
@@ -105,7 +108,11 @@ class Attending(nn.Module):
 
 
 def attending() -> Made:
-    return _features(Attending)
+    return _features(lambda: Attending(is_masked=False))
+
+
+def attending_masked() -> Made:
+    return _features(lambda: Attending(is_masked=True))
 
 
 class InPlace(nn.Module):

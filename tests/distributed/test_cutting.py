@@ -53,6 +53,14 @@ def test_a_small_model_on_parts_is_the_model(world: World, name: str) -> None:
         check(world, builder, cuts, num_parts)
 
 
+def test_attention_with_a_bias_and_a_mask_on_parts(world: World) -> None:
+    builder = "tests.distributed.cutting_models:attending_masked"
+    for num_parts, seeds in ((2, (0, 1, 2)), (3, (3, 4))):
+        cuts = [world.prepare(chosen_labels, builder, num_parts, seed) for seed in seeds]
+        assert any("sequence" in shard.axis for shards in cuts for shard in shards)
+        check(world, builder, cuts, num_parts)
+
+
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 def test_one_lowering_serves_any_number_of_rows(world: World, family: str) -> None:
     builder = f"tests.hf_models:{family}"

@@ -17,7 +17,7 @@ from torch.nn.attention.bias import causal_lower_right
 
 from whale.runtime.program.shard.call import Call
 from whale.runtime.program.shard.communication import Group, enter, gathered, largest, leave, leave_each, smallest
-from whale.runtime.program.shard.draws import draw
+from whale.runtime.program.shard.draws import draw, numbered
 from whale.runtime.program.shard.pieces import localize
 from whale.runtime.program.shard.slots import own_part
 from whale.sharding.index_sets import Runs
@@ -283,8 +283,7 @@ def attention(call: Call) -> fx.Node:
     if call.raw["is_causal"] is True:
         settings = (call.raw[name] for name in ("dropout_p", "scale", "enable_gqa"))
         args = (*map(call.value, ("query", "key", "value")), held.runs, *settings)
-        is_random = "random" in call.op.tags
-        return call.emit(draw, 0, call.layout.position, causal_part, *args) if is_random else call.emit(causal_part, *args)
+        return call.emit(drawn_part, 0, call.layout.position, *args) if "random" in call.op.tags else call.emit(causal_part, *args)
     mask = call.raw["attn_mask"]
     if mask is None or not call.is_sharded(call.dimensions("attn_mask")[-2]):
         return same(call)
@@ -304,10 +303,17 @@ def causal_part(query: Tensor, key: Tensor, value: Tensor, runs: Runs, dropout_p
         own, end = query.narrow(-2, done, stop - start), min(stop, key.shape[-2])
         done += stop - start
         mask = None if start == 0 else _up_to_own(start, stop, end, query.device)
-        seen = (tensor.narrow(-2, 0, end) for tensor in (key, value))
+        keys, values = key.narrow(-2, 0, end), value.narrow(-2, 0, end)
         attend = torch.nn.functional.scaled_dot_product_attention
-        found.append(attend(own, *seen, mask, dropout_p, is_causal=mask is None, scale=scale, enable_gqa=enable_gqa))
+        found.append(attend(own, keys, values, mask, dropout_p, is_causal=mask is None, scale=scale, enable_gqa=enable_gqa))
     return torch.cat(found, -2)
+
+
+@numbered
+def drawn_part(number: int, position: int, *args: Any) -> Tensor:
+    """`causal_part` whose dropout has numbers of its own."""
+    found: Tensor = draw(number, position, causal_part, *args)
+    return found
 
 
 def _up_to_own(start: int, stop: int, end: int, device: torch.device) -> Tensor:

@@ -11,7 +11,8 @@ drawn on the CPU.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, fx
@@ -22,10 +23,23 @@ from whale.runtime.program.randomness import generator_of, seed_of
 
 aten = torch.ops.aten
 
+F = TypeVar("F", bound=Callable[..., Any])
+
 WHOLE, WHOLE_EVERYWHERE = -1, -2
 """In place of a position: a whole tensor in a group of like devices, and of any."""
 
 
+_NUMBERED: set[Any] = set()
+"""Functions whose first argument is the number of a draw."""
+
+
+def numbered(function: F) -> F:
+    """Has `number_draws` give a function its number, as its first argument."""
+    _NUMBERED.add(function)
+    return function
+
+
+@numbered
 def draw(number: int, position: int, target: Any, *args: Any, **kwargs: Any) -> Any:
     """Runs a random op with numbers of its own, and leaves the generator as it was seeded."""
     device = next((value.device for value in args if isinstance(value, Tensor)), torch.device(kwargs.get("device") or "cpu"))
@@ -88,7 +102,7 @@ def number_draws(graph: fx.Graph, random: set[str], *, is_alike: bool) -> None:
     for node in graph.nodes:
         if node.op != "call_function" or op_of(node) not in random:
             continue
-        if node.target is draw:
+        if node.target in _NUMBERED:
             node.args = (number, *node.args[1:])
         elif _draws(node.target):
             node.args, node.target = (number, WHOLE if is_alike else WHOLE_EVERYWHERE, node.target, *node.args), draw
