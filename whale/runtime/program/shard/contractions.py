@@ -302,11 +302,20 @@ def causal_part(query: Tensor, key: Tensor, value: Tensor, runs: Runs, dropout_p
     for start, stop in runs:
         own, end = query.narrow(-2, done, stop - start), min(stop, key.shape[-2])
         done += stop - start
-        mask = None if start == 0 else _up_to_own(start, stop, end, query.device)
+        mask = _causal_mask(query, start, stop, end)
         keys, values = key.narrow(-2, 0, end), value.narrow(-2, 0, end)
         attend = torch.nn.functional.scaled_dot_product_attention
         found.append(attend(own, keys, values, mask, dropout_p, is_causal=mask is None, scale=scale, enable_gqa=enable_gqa))
     return torch.cat(found, -2)
+
+
+def _causal_mask(query: Tensor, start: int, stop: int, end: int) -> Tensor | None:
+    """The mask of queries at these positions over the first `end` keys; None where the op's own is that, or as large."""
+    if start == 0:
+        return None
+    if query.is_cuda and end == stop:  # kernels make a mask that ends in a triangle themselves
+        return causal_lower_right(stop - start, end) if type(query) is Tensor else None  # a dry run's has no values
+    return torch.ones(stop - start, end, dtype=torch.bool, device=query.device).tril(start)
 
 
 @numbered
@@ -314,13 +323,6 @@ def drawn_part(number: int, position: int, *args: Any) -> Tensor:
     """`causal_part` whose dropout has numbers of its own."""
     found: Tensor = draw(number, position, causal_part, *args)
     return found
-
-
-def _up_to_own(start: int, stop: int, end: int, device: torch.device) -> Tensor:
-    """The mask of queries at these positions over the first keys; where it ends in a triangle, kernels make it themselves."""
-    if end == stop:
-        return causal_lower_right(stop - start, end)
-    return torch.ones(stop - start, end, dtype=torch.bool, device=device).tril(start)
 
 
 def group_norm(call: Call) -> fx.Node:
