@@ -190,6 +190,9 @@ def bind(rule: Notation, op: Op, reading: Reading) -> RuleOutcome:
             for term, dim in zip(terms, dims or (), strict=False):
                 if dim and (len(term) == 1) == simple:
                     binder.bind(term, dim)
+        # one head of keys for a group of queries: what is alone in a dimension of size 1 is no factor of another
+        if simple:
+            binder.settle(term[0] for terms, dims in zip(operands, tensors, strict=True) if dims for term in terms if len(term) == 1)
     binder.settle(letter for terms, dims in zip(operands, tensors, strict=True) if dims is not None for term in terms for letter in term)
     if len(results) != len(op.outputs):
         raise RuleMisfit(f"it has {len(op.outputs)} results where its rule has {len(results)}")

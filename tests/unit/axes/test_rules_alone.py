@@ -143,6 +143,12 @@ ATTENTION = [
     ),
     Case(
         "scaled_dot_product_attention.default",
+        (x(2, 6, 5, 4), x(2, 1, 7, 4), x(2, 1, 7, 4)),
+        {"kept": [2, 4, 5, 6], "whole": [4, 7]},
+        {"enable_gqa": True},
+    ),
+    Case(
+        "scaled_dot_product_attention.default",
         (x(2, 3, 5, 4), x(2, 3, 6, 4), x(2, 3, 6, 7), None, 0.0, True),
         {"kept": [2, 3, 5, 7], "whole": [4, 6]},
         local=causal_rows,
