@@ -64,7 +64,7 @@ class Groups:
 
     def _warm_up(self) -> None:
         """Uses each NCCL group once, in one order on all ranks: the first use blocks until all are there."""
-        if not self._world.is_alone and backend_of(self._world.device) == "nccl":
+        if self._world.has_nccl:
             nothing = torch.zeros(1, device=self._world.device)
             for ranks in sorted(self._groups):
                 dist.all_reduce(nothing, group=self._groups[ranks])
@@ -129,9 +129,8 @@ class Channels:
         self._groups: dict[Channel, dist.ProcessGroup] = {}
         self._lines = world.waits.lines
         self.wire_device = world.wire_device
-        has_nccl = self.wire_device.type != "cpu"
-        self._blocks_host = not has_nccl
-        if has_nccl if own_groups is None else own_groups:
+        self._blocks_host = not world.has_nccl
+        if world.has_nccl if own_groups is None else own_groups:
             # All ranks take part, as in `Groups`.
             for channel in sorted({channel for channel in channels if channel.source != channel.target}):
                 with world.speaking("creating process groups"):

@@ -146,7 +146,7 @@ class Launched:
 
     work: dist.Work
     blocks_host: bool  # whether the host waits for it; else a device's stream
-    finish: Callable[[], object] | None = None  # what the host does with the received data after the wait
+    finish: Callable[[], object] | None = None  # what is done with the received data after the wait
 
 
 @dataclass(frozen=True)
@@ -191,12 +191,14 @@ class Waits:
         try:
             if launched.blocks_host:
                 launched.work.wait(self.timeout)
-                if launched.finish is not None:
-                    launched.finish()
-                return
-            launched.work.wait()
+            else:
+                launched.work.wait()
+            if launched.finish is not None:
+                launched.finish()
         except (RuntimeError, dist.DistError) as error:
             raise self._failed(action, ranks, error) from error
+        if launched.blocks_host:
+            return
         with self._lock:
             self._watched.append(_DeviceWait(_past(launched.work), time.monotonic(), action, tuple(ranks)))
             if self._monitor is None:

@@ -63,9 +63,14 @@ class World:
         return self.size == 1
 
     @property
+    def has_nccl(self) -> bool:
+        """Whether NCCL carries what is on the device; else Gloo does, through host memory."""
+        return not self.is_alone and backend_of(self.device) == "nccl"
+
+    @property
     def wire_device(self) -> torch.device:
         """Where tensors must be to be sent: Gloo sends from host memory only."""
-        return self.device if not self.is_alone and backend_of(self.device) == "nccl" else torch.device("cpu")
+        return self.device if self.has_nccl else torch.device("cpu")
 
     @property
     def can_compare(self) -> bool:
