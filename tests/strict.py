@@ -201,7 +201,7 @@ class Communicator:
         return operation
 
     def collective(
-        self, kind: str, details: object, outputs: Values, inputs: Values, given: Mapping[int, Values], room: Mapping[int, Values], to: Results
+        self, kind: str, details: str, outputs: Values, inputs: Values, given: Mapping[int, Values], room: Mapping[int, Values], to: Results
     ) -> Operation:
         """Starts what all ranks must agree on."""
         return self.launch(kind, dict.fromkeys(self.others, f"{kind} of {details}"), outputs, inputs, given, room, to)
@@ -219,7 +219,7 @@ class Communicator:
         for rank, (text,) in heard.items():
             theirs = bytes(text.tolist()).rstrip(b"\0").decode().partition(": ")[2]
             if theirs != said[rank][: len(theirs)] or not theirs:
-                raise self.broken(f"on {self}, rank {self.rank} has come to {said[rank]!r}, rank {rank} to {theirs!r}")
+                raise self.broken(f"on {self}, rank {self.rank} has come to {said[rank]}; rank {rank} to {theirs}")
         return self._swap(given, room, 2 * self.number + 1)
 
     def _swap(self, given: Mapping[int, Values], room: Mapping[int, Values], tag: int) -> dict[int, Values]:
@@ -279,7 +279,8 @@ class Network:
             return not _is_from_host()
         ours = [isinstance(each, OnDevice) for each in tensors]
         if any(ours) and not all(ours):
-            raise BrokenRule("an operation on tensors of the device and of the host")
+            self.broken.append("an operation on tensors of the device and of the host")
+            raise BrokenRule(self.broken[-1])
         return any(ours)
 
     def of(self, group: dist.ProcessGroup | None) -> Communicator:
@@ -312,7 +313,7 @@ class Network:
             return _GLOO["all_reduce"](tensor, op, group, async_op)
         comm, own = self.of(group), _numbers(tensor).clone()
         terms = dict.fromkeys(comm.others, [own])
-        details = _like(own), str(op)
+        details = f"{_like(own)}, {op}"
         return _started(comm.collective("all-reduce", details, [tensor], [], terms, terms, _sum_of(comm, own, op)), async_op)
 
     def reduce(self, tensor: Tensor, dst: int, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False) -> Any:
@@ -322,13 +323,13 @@ class Network:
         is_root = comm.rank == dst
         given, room = ({}, dict.fromkeys(comm.others, [own])) if is_root else ({dst: [own]}, {})
         results = _sum_of(comm, own, op) if is_root else lambda _: [_garbage(own)]
-        return _started(comm.collective("reduce", (_like(own), str(op), dst), [tensor], [], given, room, results), async_op)
+        return _started(comm.collective("reduce", f"{_like(own)}, {op}, to {dst}", [tensor], [], given, room, results), async_op)
 
     def broadcast(self, tensor: Tensor, src: int, group: Any = None, async_op: bool = False) -> Any:
         if not self.carries(tensor):
             return _GLOO["broadcast"](tensor, src, group, async_op)
         comm, own = self.of(group), _numbers(tensor).clone()
-        details = _like(own), src
+        details = f"{_like(own)}, from {src}"
         if comm.rank == src:
             work = comm.collective("broadcast", details, [], [tensor], dict.fromkeys(comm.others, [own]), {}, lambda _: [])
         else:
@@ -341,7 +342,7 @@ class Network:
         comm, own = self.of(group), _numbers(tensor).clone()
         rooms = {rank: [_numbers(room)] for rank, room in zip(comm.ranks, tensor_list, strict=True)}
         self._check_own(comm, own, rooms.pop(comm.rank)[0])
-        details = [_like(each) for each in tensor_list]
+        details = _alike(tensor_list)
         given = dict.fromkeys(comm.others, [own])
 
         def results(found: Mapping[int, Values]) -> Values:
@@ -358,7 +359,7 @@ class Network:
         pieces = {rank: [_numbers(each).clone()] for rank, each in zip(comm.ranks, input_list, strict=True)}
         (own,) = pieces.pop(comm.rank)
         self._check_own(comm, _numbers(output), own)
-        details, room = ([_like(each) for each in input_list], str(op)), dict.fromkeys(comm.others, [own])
+        details, room = f"{_alike(input_list)}, {op}", dict.fromkeys(comm.others, [own])
         work = comm.collective("reduce-scatter", details, [output], input_list, pieces, room, _sum_of(comm, own, op))
         return _started(work, async_op)
 
@@ -380,8 +381,8 @@ class Network:
         self._check_own(comm, own, rooms.pop(comm.rank))
         said = {}
         for rank in comm.others:
-            ways = sorted([(comm.rank, rank, _like(pieces[rank])), (rank, comm.rank, _like(rooms[rank]))])
-            said[rank] = f"all-to-all of {ways}"
+            ways = {comm.rank: pieces[rank], rank: rooms[rank]}
+            said[rank] = f"all-to-all with {', '.join(f'{_like(ways[each])} of {each}' for each in sorted(ways))}"
 
         def results(found: Mapping[int, Values]) -> Values:
             return [torch.cat([own if rank == comm.rank else found[rank][0] for rank in comm.ranks])]
@@ -416,8 +417,8 @@ class Network:
             room[each.peer].append(_numbers(each.tensor))
         said = {}
         for peer in given:
-            ways = sorted([(comm.rank, peer, *map(_like, given[peer])), (peer, comm.rank, *map(_like, room[peer]))])
-            said[peer] = f"messages {ways}"
+            ways = {comm.rank: given[peer], peer: room[peer]}
+            said[peer] = f"messages with {', '.join(f'{_alike(ways[each])} of {each}' for each in sorted(ways))}"
 
         def results(found: Mapping[int, Values]) -> Values:
             arrived = {peer: iter(values) for peer, values in found.items()}
@@ -459,6 +460,10 @@ def _garbage(like: Tensor) -> Tensor:
 
 def _like(tensor: Tensor) -> str:
     return f"{tensor.numel()} x {str(tensor.dtype).removeprefix('torch.')}"
+
+
+def _alike(tensors: Values) -> str:
+    return " + ".join(map(_like, tensors))
 
 
 def _encoded(text: str) -> Tensor:

@@ -236,9 +236,10 @@ def _on_network(name: str) -> contextlib.AbstractContextManager[object]:
         from tests.distributed.rendezvous import launches_wait
 
         return launches_wait()
-    if name == "strict":
+    if name in ("strict", "strict device"):
+        from tests.standin import DEVICE
         from tests.strict import strict_network
 
-        return strict_network()
+        return strict_network(DEVICE if name == "strict device" else None)
     assert name == "gloo", name
     return contextlib.nullcontext()

@@ -50,7 +50,7 @@ class World:
         num_ranks: of a run that names no number of its own.
         timeout: seconds that one run may take; then its ranks are killed.
         network: ``gloo``; ``rendezvous``, on which every launch waits for its other end (`tests.distributed.rendezvous`); or ``strict``,
-            which has the rules of NCCL (`tests.strict`).
+            which has the rules of NCCL (`tests.strict`), for tensors of the CPU, or ``strict device`` for those of the stand-in device.
         peers: seconds that the other ranks may still take after one of them has failed; then they are killed.
         grace: seconds that the source may take longer, to say where they stood; then it is killed.
     """
