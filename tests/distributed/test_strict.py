@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,9 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
+import whale
 from tests import strict
 from tests.distributed import (
     test_bridges,
@@ -258,6 +260,59 @@ def launches(rank: int, num_ranks: int, case: Case) -> set[str]:
 def test_the_network_carries_what_is_tested(world: Ranks) -> None:
     found = run_case(world, launches, test_schedules.pipeline("1f1b", 2, 2, (1.0,) * 4))
     assert all({"all-reduce", "send", "receive"} <= kinds for kinds in found)
+
+
+class Narrow(nn.Module):
+    """Two stages, of which the first sends numbers in types that NCCL lacks; in split groups also parts of them are exchanged."""
+
+    def __init__(self, num_devices: int) -> None:
+        super().__init__()
+        for name in ("front", "back"):
+            with whale.split(num_devices, name=name) if num_devices > 1 else whale.replicate(1, name=name):
+                self.add_module(name, Half())
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden, signs, turned = self.front(x, x.new_ones(8).to(torch.int16), None)
+        output, signs, turned = self.back(hidden, signs, turned)
+        return output * signs.double() + turned.abs()
+
+
+class Half(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, signs: Tensor, turned: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        hidden = self.linear(x) if turned is None else self.linear(x * signs.double() + turned.real)
+        signs = ((hidden > 0).flip(-1).to(torch.int16) * 2 - 1).flip(-1) + signs.flip(-1)
+        return hidden.tanh(), signs, torch.complex(hidden, hidden.flip(-1))
+
+
+def train_narrow(rank: int, num_ranks: int, num_devices: int) -> tuple[list[float], list[float]]:
+    """The losses of three steps, and those of the plain model."""
+    torch.manual_seed(0)
+    model, x = Narrow(num_devices).double(), torch.randn(8, 8, dtype=torch.float64)
+
+    def loss(output: Tensor, batch: Tensor) -> Tensor:
+        return (output - batch).square().mean()
+
+    rate = partial(torch.optim.SGD, lr=0.1)
+    engine = whale.parallelize(model, loss=loss, optimizer=rate, batch=x, config={"pipeline.num_micro_batch": 2})
+    losses, expected, optimizer = [], [], rate(model.parameters())
+    for _ in range(3):
+        optimizer.zero_grad()
+        expected.append(value := loss(model(x), x))
+        value.backward()
+        losses.append(float(engine.step(x)))
+        optimizer.step()
+    engine.close()
+    return losses, [value.item() for value in expected]
+
+
+@pytest.mark.parametrize("num_devices", [1, 2])
+def test_types_that_it_lacks_travel_as_bytes(world: Ranks, num_devices: int) -> None:
+    for losses, expected in world.run(train_narrow, num_devices, num_ranks=2 * num_devices):
+        assert losses == pytest.approx(expected, rel=1e-10)
 
 
 # -- laws ------------------------------------------------------------------------------------------------------

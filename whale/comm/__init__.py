@@ -3,6 +3,7 @@
 from whale.comm.clocks import Clock, compare_clocks
 from whale.comm.groups import Channel, Channels, Groups, RankSet, start_sum, start_sum_into
 from whale.comm.waiting import Launched, Waits, backend_of, blocks_host
+from whale.comm.wire import as_moved, flat_bytes
 from whale.comm.world import World, close_at_exit, connect, on_first_rank, together
 
 __all__ = [
@@ -14,11 +15,13 @@ __all__ = [
     "RankSet",
     "Waits",
     "World",
+    "as_moved",
     "backend_of",
     "blocks_host",
     "close_at_exit",
     "compare_clocks",
     "connect",
+    "flat_bytes",
     "on_first_rank",
     "start_sum",
     "start_sum_into",
