@@ -3,7 +3,7 @@
     order       the operations of a communicator run one after another, each when it is the next one on all its ranks
     match       collectives agree on kind, type, sizes, root and sum; messages have no tags: the n-th send of a rank to another
                 meets its n-th receive, of the same type and length
-    memory      contiguous tensors of the device, of types that NCCL has
+    memory      contiguous tensors of the device, of types that NCCL has; in a group of NCCL alone no others
     wait        until it is waited for, a buffer of results holds garbage and is not written, and what is sent does not change; the
                 wait is the device's, so it has no time limit
     first use   a communicator connects two ranks when they first meet in it; until then the host waits
@@ -173,8 +173,7 @@ class Communicator:
         return f"communicator {self.number} of ranks {self.ranks}"
 
     def broken(self, text: str) -> BrokenRule:
-        self.network.broken.append(text)
-        return BrokenRule(text)
+        return self.network.broken_by(text)
 
     def launch(
         self,
@@ -270,24 +269,29 @@ class Network:
         self.is_stand_in = device == DEVICE
         self.launches, self.broken = Counter[str](), list[str]()
         self.twin = _GLOO["new_group"](timeout=timedelta(seconds=PATIENCE_SECONDS))
-        self._num_made = 0
+        self._num_made, self._without_gloo = 0, set[object]()
         self.communicators = {dist.group.WORLD: Communicator(self, 0, range(dist.get_world_size()))}
 
-    def carries(self, *tensors: Tensor) -> bool:
+    def carries(self, group: Any, *tensors: Tensor) -> bool:
         """Whether an operation is a device's."""
-        if not self.is_stand_in:
-            return not _is_from_host()
-        ours = [isinstance(each, OnDevice) for each in tensors]
-        if any(ours) and not all(ours):
-            self.broken.append("an operation on tensors of the device and of the host")
-            raise BrokenRule(self.broken[-1])
+        ours = [isinstance(each, OnDevice) if self.is_stand_in else not _is_from_host() for each in tensors]
+        if any(ours) != all(ours):
+            raise self.broken_by("an operation on tensors of the device and of the host")
+        if not any(ours) and group in self._without_gloo:
+            raise self.broken_by("host memory in a group of NCCL alone")
         return any(ours)
+
+    def broken_by(self, text: str) -> BrokenRule:
+        self.broken.append(text)
+        return BrokenRule(text)
 
     def of(self, group: dist.ProcessGroup | None) -> Communicator:
         return self.communicators[dist.group.WORLD if group is None else group]
 
-    def new_group(self, ranks: Sequence[int] | None = None, **more: Any) -> Any:
+    def new_group(self, ranks: Sequence[int] | None = None, backend: str | None = None, **more: Any) -> Any:
         made = _GLOO["new_group"](ranks, **more)
+        if backend == "nccl":
+            self._without_gloo.add(made)
         self._num_made += 1
         members = range(dist.get_world_size()) if ranks is None else ranks
         if dist.get_rank() in members:
@@ -309,7 +313,7 @@ class Network:
     # -- as torch.distributed has them -----------------------------------------------------------------------
 
     def all_reduce(self, tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False) -> Any:
-        if not self.carries(tensor):
+        if not self.carries(group, tensor):
             return _GLOO["all_reduce"](tensor, op, group, async_op)
         comm, own = self.of(group), _numbers(tensor).clone()
         terms = dict.fromkeys(comm.others, [own])
@@ -317,7 +321,7 @@ class Network:
         return _started(comm.collective("all-reduce", details, [tensor], [], terms, terms, _sum_of(comm, own, op)), async_op)
 
     def reduce(self, tensor: Tensor, dst: int, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False) -> Any:
-        if not self.carries(tensor):
+        if not self.carries(group, tensor):
             return _GLOO["reduce"](tensor, dst, op, group, async_op)
         comm, own = self.of(group), _numbers(tensor).clone()
         is_root = comm.rank == dst
@@ -326,7 +330,7 @@ class Network:
         return _started(comm.collective("reduce", f"{_like(own)}, {op}, to {dst}", [tensor], [], given, room, results), async_op)
 
     def broadcast(self, tensor: Tensor, src: int, group: Any = None, async_op: bool = False) -> Any:
-        if not self.carries(tensor):
+        if not self.carries(group, tensor):
             return _GLOO["broadcast"](tensor, src, group, async_op)
         comm, own = self.of(group), _numbers(tensor).clone()
         details = f"{_like(own)}, from {src}"
@@ -337,7 +341,7 @@ class Network:
         return _started(work, async_op)
 
     def all_gather(self, tensor_list: Values, tensor: Tensor, group: Any = None, async_op: bool = False) -> Any:
-        if not self.carries(tensor, *tensor_list):
+        if not self.carries(group, tensor, *tensor_list):
             return _GLOO["all_gather"](tensor_list, tensor, group, async_op)
         comm, own = self.of(group), _numbers(tensor).clone()
         rooms = {rank: [_numbers(room)] for rank, room in zip(comm.ranks, tensor_list, strict=True)}
@@ -353,7 +357,7 @@ class Network:
     def reduce_scatter(
         self, output: Tensor, input_list: Values, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False
     ) -> Any:
-        if not self.carries(output, *input_list):
+        if not self.carries(group, output, *input_list):
             return _GLOO["reduce_scatter"](output, input_list, op, group, async_op)
         comm = self.of(group)
         pieces = {rank: [_numbers(each).clone()] for rank, each in zip(comm.ranks, input_list, strict=True)}
@@ -372,7 +376,7 @@ class Network:
         group: Any = None,
         async_op: bool = False,
     ) -> Any:
-        if not self.carries(output, input):
+        if not self.carries(group, output, input):
             return _GLOO["all_to_all_single"](output, input, output_split_sizes, input_split_sizes, group, async_op)
         comm = self.of(group)
         pieces = dict(zip(comm.ranks, _numbers(input).clone().split(input_split_sizes), strict=True))
@@ -391,21 +395,21 @@ class Network:
         return _started(comm.launch("all-to-all", said, [output], [input], given, room, results), async_op)
 
     def isend(self, tensor: Tensor, dst: int, group: Any = None, tag: int = 0) -> Any:
-        if not self.carries(tensor):
+        if not self.carries(group, tensor):
             return _GLOO["isend"](tensor, dst, group, tag)
         comm, own = self.of(group), _numbers(tensor).clone()
         said = {dst: f"message from {comm.rank} to {dst} of {_like(own)}"}
         return comm.launch("send", said, [], [tensor], {dst: [own]}, {}, lambda _: [])
 
     def irecv(self, tensor: Tensor, src: int, group: Any = None, tag: int = 0) -> Any:
-        if not self.carries(tensor):
+        if not self.carries(group, tensor):
             return _GLOO["irecv"](tensor, src, group, tag)
         comm = self.of(group)
         said = {src: f"message from {src} to {comm.rank} of {_like(tensor)}"}
         return comm.launch("receive", said, [tensor], [], {}, {src: [_numbers(tensor)]}, lambda found: found[src])
 
     def batch_isend_irecv(self, p2p_op_list: Sequence[dist.P2POp]) -> Any:
-        if not self.carries(*(each.tensor for each in p2p_op_list)):
+        if not self.carries(p2p_op_list[0].group, *(each.tensor for each in p2p_op_list)):
             return _GLOO["batch_isend_irecv"](p2p_op_list)
         comm = self.of(p2p_op_list[0].group)
         sends, receives = ([each for each in p2p_op_list if each.op == way] for way in (dist.isend, dist.irecv))

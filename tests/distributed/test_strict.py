@@ -154,6 +154,10 @@ def host_memory(rank: int, group: Group) -> None:
     dist.all_gather([torch.empty(4), torch.empty(4)], numbers(), group)
 
 
+def host_memory_where_gloo_is_not(rank: int, group: Group) -> None:
+    dist.all_reduce(torch.ones(4), group=dist.new_group(backend="nccl"))
+
+
 def written_while_it_is_sent(rank: int, group: Group) -> None:
     value = numbers()
     work = dist.isend(value, 1, group) if rank == 0 else dist.irecv(value, 0, group)
@@ -207,6 +211,7 @@ CONTROLS: dict[Callable[[int, Group], None], str] = {
     a_type_that_it_lacks: "torch.int16, which NCCL has not",
     strides: "what is not contiguous",
     host_memory: "tensors of the device and of the host",
+    host_memory_where_gloo_is_not: "host memory in a group of NCCL alone",
     written_while_it_is_sent: "memory of send on communicator 1 of ranks (0, 1) was written before its wait",
     written_before_it_is_there: "memory of all-reduce on communicator 1 of ranks (0, 1) was written before its wait",
     the_host_waits: "the host waits for all-reduce",
@@ -362,7 +367,7 @@ def test_law(world: Ranks, tmp_path: Path, law: str) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU, and forked ranks cannot use it")
-@pytest.mark.parametrize("plan", ["zb_h1", "split", "zero 3"])
+@pytest.mark.parametrize("plan", ["zb_h1", "split", "zero 3 and offload"])
 def test_law_of_tensors_on_a_device(on_device: Ranks, plan: str) -> None:
     """What goes by the rules is told by the tensors: a host's must not be among them."""
     test_ranks_on_one_gpu.test_the_law_by_precision(on_device, "float32", plan)

@@ -53,13 +53,9 @@ class Groups:
                 assert dist.group.WORLD is not None
                 self._groups[ranks] = dist.group.WORLD
                 continue
-            # All ranks take part: else torch names a group by how many each member has already, and members with
-            # different numbers of groups wait for each other under different names.
-            with world.speaking("creating process groups"):
-                group = dist.new_group(list(ranks), timeout=world.timeout)
-            if world.rank in ranks:
+            group = world.new_group(ranks)
+            if group is not None:
                 self._groups[ranks] = group
-                world.waits.lines.add(group)
         self._warm_up()
 
     def _warm_up(self) -> None:
@@ -131,13 +127,10 @@ class Channels:
         self.wire_device = world.wire_device
         self._blocks_host = not world.has_nccl
         if world.has_nccl if own_groups is None else own_groups:
-            # All ranks take part, as in `Groups`.
             for channel in sorted({channel for channel in channels if channel.source != channel.target}):
-                with world.speaking("creating process groups"):
-                    group = dist.new_group(sorted((channel.source, channel.target)), timeout=world.timeout)
-                if world.rank in (channel.source, channel.target):
+                group = world.new_group(sorted((channel.source, channel.target)))
+                if group is not None:
                     self._groups[channel] = group
-                    self._lines.add(group)
             self._warm_up(world)
 
     def _warm_up(self, world: World) -> None:
