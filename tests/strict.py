@@ -58,7 +58,7 @@ _FROM_HOST = frozenset(
     each.__code__
     for each in (
         whale.comm.clocks.compare_clocks,
-        whale.comm.waiting._close,
+        whale.comm.waiting.Lines.close_all,
         whale.runtime.checkpoint.surviving._travel,
         EqualCopies._check_numbers,
         StateCopies._travel,
@@ -69,6 +69,7 @@ _PATCHED = (
     "all_gather", "all_reduce", "all_to_all_single", "batch_isend_irecv", "broadcast", "destroy_process_group", "irecv", "isend",
     "new_group", "reduce", "reduce_scatter",
 )  # fmt: skip
+_backend_of = whale.comm.waiting.backend_of
 _GLOO: dict[str, Any] = {name: getattr(dist, name) for name in _PATCHED}
 _COMBINED: dict[Any, Callable[[Tensor, Tensor], Tensor]] = {
     dist.ReduceOp.SUM: torch.add,
@@ -304,8 +305,10 @@ class Network:
         _GLOO["destroy_process_group"](group)
 
     def backend_of(self, device: torch.device, group: dist.ProcessGroup | None = None) -> str | None:
-        is_ours = device == DEVICE if self.is_stand_in else not _is_from_host()
-        return "nccl" if is_ours else whale.comm.waiting.backend_of(device, group)
+        is_ours = device == DEVICE if self.is_stand_in else device.type == "cpu" and not _is_from_host()
+        if is_ours:
+            return "nccl"
+        return None if group in self._without_gloo else _backend_of(device, group)
 
     def blocks_host(self, device: torch.device, group: dist.ProcessGroup | None = None) -> bool:
         return self.backend_of(device, group) != "nccl"
@@ -503,7 +506,7 @@ def strict_network(device: torch.device | None = None) -> Iterator[Network]:
             stack.enter_context(mock.patch.object(dist, name, getattr(network, name)))
         for name in ("isend", "irecv"):  # by which `P2POp` knows them
             stack.enter_context(mock.patch.object(dist.distributed_c10d, name, getattr(network, name)))
-        for module in (whale.comm.world, whale.comm.groups, whale.runtime.program.shard.group):
+        for module in (whale.comm.waiting, whale.comm.world, whale.comm.groups, whale.runtime.program.shard.group):
             for name in ("backend_of", "blocks_host"):
                 if hasattr(module, name):
                     stack.enter_context(mock.patch.object(module, name, getattr(network, name)))
