@@ -319,7 +319,7 @@ class Network:
         if not self.carries(group, tensor):
             return _GLOO["all_reduce"](tensor, op, group, async_op)
         comm, own = self.of(group), _numbers(tensor).clone()
-        terms = dict.fromkeys(comm.others, [own])
+        terms = dict.fromkeys(comm.others, (own,))
         details = f"{_like(own)}, {op}"
         return _started(comm.collective("all-reduce", details, [tensor], [], terms, terms, _sum_of(comm, own, op)), async_op)
 
@@ -328,7 +328,7 @@ class Network:
             return _GLOO["reduce"](tensor, dst, op, group, async_op)
         comm, own = self.of(group), _numbers(tensor).clone()
         is_root = comm.rank == dst
-        given, room = ({}, dict.fromkeys(comm.others, [own])) if is_root else ({dst: [own]}, {})
+        given, room = ({}, dict.fromkeys(comm.others, (own,))) if is_root else ({dst: [own]}, {})
         results = _sum_of(comm, own, op) if is_root else lambda _: [_garbage(own)]
         return _started(comm.collective("reduce", f"{_like(own)}, {op}, to {dst}", [tensor], [], given, room, results), async_op)
 
@@ -338,7 +338,7 @@ class Network:
         comm, own = self.of(group), _numbers(tensor).clone()
         details = f"{_like(own)}, from {src}"
         if comm.rank == src:
-            work = comm.collective("broadcast", details, [], [tensor], dict.fromkeys(comm.others, [own]), {}, lambda _: [])
+            work = comm.collective("broadcast", details, [], [tensor], dict.fromkeys(comm.others, (own,)), {}, lambda _: [])
         else:
             work = comm.collective("broadcast", details, [tensor], [], {}, {src: [own]}, lambda found: found[src])
         return _started(work, async_op)
@@ -350,7 +350,7 @@ class Network:
         rooms = {rank: [_numbers(room)] for rank, room in zip(comm.ranks, tensor_list, strict=True)}
         self._check_own(comm, own, rooms.pop(comm.rank)[0])
         details = _alike(tensor_list)
-        given = dict.fromkeys(comm.others, [own])
+        given = dict.fromkeys(comm.others, (own,))
 
         def results(found: Mapping[int, Values]) -> Values:
             return [own if rank == comm.rank else found[rank][0] for rank in comm.ranks]
@@ -366,7 +366,7 @@ class Network:
         pieces = {rank: [_numbers(each).clone()] for rank, each in zip(comm.ranks, input_list, strict=True)}
         (own,) = pieces.pop(comm.rank)
         self._check_own(comm, _numbers(output), own)
-        details, room = f"{_alike(input_list)}, {op}", dict.fromkeys(comm.others, [own])
+        details, room = f"{_alike(input_list)}, {op}", dict.fromkeys(comm.others, (own,))
         work = comm.collective("reduce-scatter", details, [output], input_list, pieces, room, _sum_of(comm, own, op))
         return _started(work, async_op)
 

@@ -180,7 +180,7 @@ class Waits:
     """How this process waits for its peers."""
 
     timeout: timedelta  # the limit of any wait
-    device: torch.device = torch.device("cpu")  # of this process
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))  # of this process
     lines: Lines = field(default_factory=Lines)  # closed if a wait fails
     linger_seconds: float = LINGER_SECONDS  # how long this process, if it fails, waits for the errors of others
     _lost: str | None = None

@@ -38,7 +38,9 @@ def test_the_backend_of_a_kind_of_device(config: str, cpu: str, cuda: str, monke
 
 
 @pytest.mark.parametrize(("carrier", "backend", "seconds"), [("nccl", "nccl", 120), ("gloo", None, 60)])
-def test_groups_are_of_what_carries_the_device_alone(carrier: str, backend: str | None, seconds: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_groups_are_of_what_carries_the_device_alone(
+    carrier: str, backend: str | None, seconds: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """And NCCL's own limit comes behind ours."""
     made: list[tuple[object, ...]] = []
     monkeypatch.setattr("whale.comm.world.backend_of", lambda device: carrier)

@@ -15,7 +15,6 @@ from whale.hardware import catalogue
 from whale.measure import devices_at_hand, local_profile
 from whale.measure.devices import Gpu, gpus, host_cores, host_memory, in_cuda_order
 
-
 Handle = int | tuple[int, int]
 
 

@@ -116,9 +116,10 @@ def _swap(
     flat = [pieces[device].reshape(-1) for device in others]
     leaving = torch.cat(flat) if len(flat) > 1 else flat[0].contiguous()
     received = torch.empty(sum(sizes), dtype=own.dtype, device=leaving.device)
-    wires, sent = (as_moved(received), as_moved(leaving)), [0 if device == group.position else pieces[device].numel() for device in group.order]
-    each = own.itemsize // wires[0].itemsize  # elements of the wire
-    arrival = group.all_to_all(*wires, [each * size for size in sizes], [each * size for size in sent], what)
+    sent = [0 if device == group.position else pieces[device].numel() for device in group.order]
+    wire = as_moved(received)
+    each = own.itemsize // wire.itemsize  # elements there
+    arrival = group.all_to_all(wire, as_moved(leaving), [each * size for size in sizes], [each * size for size in sent], what)
 
     def finish() -> Tensor:
         arrived = dict(zip(group.order, torch.split(received, sizes), strict=True))
