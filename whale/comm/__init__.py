@@ -1,9 +1,8 @@
 """Process groups and collectives over `torch.distributed`: all communication between ranks goes through here."""
 
 from whale.comm.clocks import Clock, compare_clocks
-from whale.comm.groups import Channel, Channels, Groups, RankSet, start_sum, start_sum_into
+from whale.comm.groups import Channel, Channels, Groups, RankSet, as_moved, flat_bytes, start_sum, start_sum_into
 from whale.comm.waiting import Launched, Waits, backend_of, blocks_host
-from whale.comm.wire import as_moved, flat_bytes
 from whale.comm.world import World, close_at_exit, connect, on_first_rank, together
 
 __all__ = [

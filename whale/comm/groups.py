@@ -205,3 +205,17 @@ def _swapped(received: torch.Tensor, own: torch.Tensor, add: Callable[[], object
         add()
         return None
     return Launched(work, blocks_host=True, finish=add)
+
+
+MOVED = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int8, torch.uint8, torch.int32, torch.int64})
+"""Types that NCCL and Gloo both have; of booleans, int16, complex numbers and others one of them lacks some operation."""
+
+
+def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor as bytes, in one dimension; a view if it is contiguous."""
+    return tensor.detach().contiguous().view(-1).view(torch.uint8)
+
+
+def as_moved(tensor: torch.Tensor) -> torch.Tensor:
+    """A contiguous tensor as it is moved: itself, or a view as bytes if it has another type than `MOVED`."""
+    return tensor if tensor.dtype in MOVED else flat_bytes(tensor)
