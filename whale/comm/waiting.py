@@ -61,6 +61,10 @@ LISTEN_SECONDS = 0.02
 """Its polling interval."""
 
 
+_DESTROYED = (KeyError, TypeError, ValueError)
+"""What a group raises that the main thread has destroyed meanwhile."""
+
+
 @dataclass
 class Lines:
     """The process groups through which this process communicates, besides the world's own."""
@@ -77,22 +81,28 @@ class Lines:
 
     def abort(self) -> None:
         """Ends what all NCCL communicators do, on the device too."""
-        groups = [group for group in (dist.group.WORLD, *self._groups) if group is not None]
         cuda = torch.device("cuda")
-        backends: list[Any] = [group._get_backend(cuda) for group in groups if backend_of(cuda, group) == "nccl"]
-        for start in backends[:1]:  # together: one after another they could wait for each other
-            start._group_start()
+        backends: list[Any] = [group._get_backend(cuda) for group in self._over("nccl", cuda)]
+        for first in backends[:1]:  # together: one after another they could wait for each other
+            first._group_start()
             for backend in backends:
                 backend.abort()
-            start._group_end()
+            first._group_end()
 
     def close_all(self) -> None:
         """Closes all Gloo connections: a rank that waits at the other end fails at once."""
-        if dist.is_initialized():
-            for group in (dist.group.WORLD, *self._groups):
-                with suppress(KeyError, TypeError, ValueError):  # the main thread has destroyed the group meanwhile
-                    if group is not None and backend_of(torch.device("cpu"), group) == "gloo":
-                        _close(group)
+        for group in self._over("gloo", torch.device("cpu")):
+            with suppress(*_DESTROYED):
+                _close(group)
+
+    def _over(self, backend: str, device: torch.device) -> list[dist.ProcessGroup]:
+        """The groups, the world's too, in which a backend carries what is on a device."""
+        found = []
+        for group in (dist.group.WORLD, *self._groups) if dist.is_initialized() else ():
+            with suppress(*_DESTROYED):
+                if group is not None and backend_of(device, group) == backend:
+                    found.append(group)
+        return found
 
 
 def _close(group: dist.ProcessGroup) -> None:

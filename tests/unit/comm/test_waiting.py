@@ -156,6 +156,8 @@ def test_a_device_that_waits_too_long_is_freed_after_the_fault_is_known(
 ) -> None:
     done: list[str] = []
     monkeypatch.setattr("whale.comm.waiting.backend_of", lambda device, group: "nccl")
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr("whale.comm.waiting.failure_reason", lambda: None)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: done.append(f"{device} in {threading.current_thread().name}"))
     waits = Waits(timedelta(0), torch.device("cuda", 3))
     for _ in range(2):
