@@ -10,6 +10,9 @@ VERSIONS_DIR ?= .versions
 # What a version of torch can break.
 OF_VERSIONS := tests/gpu $(addprefix tests/unit/,api axes capture runtime integrations) \
 	$(patsubst %,tests/distributed/test_%.py,law precision state_law schedules split_law random_samples)
+# What NCCL could break; the rest sends nothing of its own, or tests how messages fail.
+BY_NCCLS_RULES := $(patsubst %,tests/distributed/test_%.py,law schedules split split_law state_law replan precision sums sparse_gradients \
+	bridges scattering overlap checkpoint_law split_checkpoint second_owners unlike_replicas perform)
 # Two at a time, each file by one of them, for its tests share what they capture; the small files are the last.
 SIDE_BY_SIDE := -n 2 --dist loadfile --no-loadscope-reorder
 # What is compiled, the tests too, is kept for the next process.
@@ -24,7 +27,7 @@ help:
 	@echo "make demo      train a byte-level GPT on 4 CPU ranks"
 	@echo "make test      all tests"
 	@echo "make quick     the unit tests that take no time"
-	@echo "make laws      all tests, each law with many examples, drawn anew"
+	@echo "make laws      all tests, each law with many examples, drawn anew; those of what is sent also by the rules of NCCL"
 	@echo "make versions  what torch can break, with each version of torch that is admitted (5 GB each with CUDA)"
 	@echo "make lint      ruff"
 	@echo "make types     mypy: the package, and with fewer checks the tests"
@@ -40,9 +43,10 @@ test: $(VENV)/installed_tests
 quick: $(VENV)/installed_tests
 	$(BIN)/python -m pytest $(SIDE_BY_SIDE) -m "not slow" tests/unit
 
-# More examples of each law than `.ci/run` tries, others each time.
+# More examples of each law than `.ci/run` tries, others each time; then by the rules of NCCL those of which `.ci/run` tries a few so.
 laws: $(VENV)/installed_tests
 	$(BIN)/python -m pytest $(SIDE_BY_SIDE) --hypothesis-profile thorough tests
+	WHALE_TEST_NETWORK=strict $(BIN)/python -m pytest $(SIDE_BY_SIDE) $(BY_NCCLS_RULES)
 
 # All of them, also where one fails.
 versions: $(VERSIONS:%=$(VERSIONS_DIR)/%/installed)

@@ -36,7 +36,7 @@ class Job:
         num_ranks: 0 for the source itself.
         path: where the files of its ranks begin.
         timeout: seconds.
-        rendezvous: whether every launch waits for its other end.
+        network: that the ranks are on, as `World` has it.
         peers: seconds that the other ranks may still take after one of them has failed.
         function, arguments: what to run; ranks put their number and how many they are before the arguments.
     """
@@ -44,7 +44,7 @@ class Job:
     num_ranks: int
     path: str
     timeout: float
-    rendezvous: bool
+    network: str
     peers: float
     function: Callable[..., Any]
     arguments: tuple[Any, ...]
@@ -215,7 +215,6 @@ def _in_group(number: int, job: Job) -> Any:
     import torch.distributed as dist
 
     from tests.captures import at_hand
-    from tests.distributed.rendezvous import launches_wait
 
     torch.set_num_threads(1)  # makes the pool anew that did not survive the fork, before two threads would at once
     size = str(job.num_ranks)
@@ -224,8 +223,23 @@ def _in_group(number: int, job: Job) -> Any:
     dist.init_process_group("gloo", store=store, rank=number, world_size=job.num_ranks, timeout=timedelta(seconds=PATIENCE_SECONDS))
     dist.barrier()  # nobody leaves while another one still connects
     try:
-        with at_hand(), launches_wait() if job.rendezvous else contextlib.nullcontext():
+        with at_hand(), _on_network(job.network if job.num_ranks > 1 else "gloo"):
             return job.function(number, job.num_ranks, *job.arguments)
     finally:
         with contextlib.suppress(RuntimeError):
             dist.destroy_process_group()
+
+
+def _on_network(name: str) -> contextlib.AbstractContextManager[object]:
+    """Within it, this process sends as the ranks of such a network do."""
+    if name == "rendezvous":
+        from tests.distributed.rendezvous import launches_wait
+
+        return launches_wait()
+    if name in ("strict", "strict device"):
+        from tests.standin import DEVICE
+        from tests.strict import strict_network
+
+        return strict_network(DEVICE if name == "strict device" else None)
+    assert name == "gloo", name
+    return contextlib.nullcontext()

@@ -4,7 +4,7 @@
     receive  posts, says "here", waits for "here"
     sum      waits for the result
 
-``WHALE_TEST_RENDEZVOUS=1`` runs all distributed tests on it. A program that runs on it relies on no buffer, and starts
+``WHALE_TEST_NETWORK=rendezvous`` runs all distributed tests on it. A program that runs on it relies on no buffer, and starts
 what it sends and receives in one order on all ranks.
 """
 

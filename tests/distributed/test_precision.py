@@ -234,8 +234,12 @@ cases = st.builds(
 @example(Case(("linear", "norm"), "bf16", "1f1b", "adam", sums="accumulated"))
 @example(Case(("einsum", "convolution", "convolution"), "bf16", "micro-batches", "adam", zero=3))  # views of weights, the first by far
 def test_half_precision(world: World, tmp_path: Path, case: Case) -> None:
+    check(world, tmp_path, case)
+
+
+def check(world: World, folder: Path, case: Case) -> None:
     world.prepare(prepare, case)
-    ranks = world.run(train, case, str(tmp_path / "checkpoint"), num_ranks=2)
+    ranks = world.run(train, case, str(folder / "checkpoint"), num_ranks=2)
     losses, weights = eager(case, ranks[0][2].all_micro_batch_rows(NUM_ROWS))
     for found, state, _, _ in ranks:
         assert found == pytest.approx(losses, rel=1e-6 if case.is_exact else 2e-2)

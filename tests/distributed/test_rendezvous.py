@@ -18,7 +18,7 @@ from whale.comm import Channel, Channels, World
 @pytest.fixture(scope="module")
 def meeting() -> Iterator[Ranks]:
     """Four ranks on such a network."""
-    with Ranks(4, rendezvous=True) as ranks:
+    with Ranks(4, network="rendezvous") as ranks:
         yield ranks
 
 

@@ -49,14 +49,15 @@ class World:
     Args:
         num_ranks: of a run that names no number of its own.
         timeout: seconds that one run may take; then its ranks are killed.
-        rendezvous: whether every launch waits for its other end (`tests.distributed.rendezvous`).
+        network: ``gloo``; ``rendezvous``, on which every launch waits for its other end (`tests.distributed.rendezvous`); or ``strict``,
+            which has the rules of NCCL (`tests.strict`), for tensors of the CPU, or ``strict device`` for those of the stand-in device.
         peers: seconds that the other ranks may still take after one of them has failed; then they are killed.
         grace: seconds that the source may take longer, to say where they stood; then it is killed.
     """
 
     num_ranks: int
     timeout: float = PATIENCE_SECONDS
-    rendezvous: bool = field(default_factory=lambda: os.environ.get("WHALE_TEST_RENDEZVOUS") == "1")
+    network: str = field(default_factory=lambda: os.environ.get("WHALE_TEST_NETWORK", "gloo"))
     peers: float = PEERS_SECONDS
     grace: float = 4 * GRACE_SECONDS
     _number: int = 0
@@ -108,7 +109,7 @@ class World:
         self._number += 1
         path = str(Path(self._directory.name) / f"run{self._number}")
         limit = self.timeout if timeout is None else timeout
-        outcomes = self._outcomes(Job(size, path, limit, self.rendezvous, self.peers, function, arguments))
+        outcomes = self._outcomes(Job(size, path, limit, self.network, self.peers, function, arguments))
         if any(outcome.text for outcome in outcomes):
             failed = {rank: outcome for rank, outcome in enumerate(outcomes) if outcome.text}
             raise RankFailure({rank: outcome.error for rank, outcome in failed.items()}, {r: outcome.text for r, outcome in failed.items()})

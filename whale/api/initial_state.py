@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from whale.api.modes import Modes
-from whale.comm import Groups, World, together
+from whale.comm import Groups, World, flat_bytes, together
 from whale.errors import ConfigError, WhaleError, first_few, warn
 from whale.ir.graph import ModelGraph
 from whale.runtime.execute.equal_copies import checksum
@@ -116,7 +116,7 @@ def _take_from_rank_0(
             own = real[name]
             value = own.to(world.device).contiguous() if world.rank == 0 else torch.empty(own.shape, dtype=own.dtype, device=world.device)
             with world.speaking(f"taking {name} from rank 0"):
-                dist.broadcast(value, src=0, group=groups[ranks])
+                dist.broadcast(flat_bytes(value), src=0, group=groups[ranks])
             if world.rank != 0:
                 tensors[name].detach().copy_(shard(name, value))
     groups.close()

@@ -268,6 +268,8 @@ class FaultKeeper:
             else:  # its update was done
                 random = random_state()
         await_device(self.runtime.roster.world.device)
+        if self.runtime.roster.world.waits.has_lost_device:
+            raise CheckpointError("the device was freed of its waits for lost ranks, and has gone on with what was not received")
         number = self.state.step_number
         return self._write(f"_{number}", number, *self.held(position, random), self.runtime.unmerged(self.state))
 

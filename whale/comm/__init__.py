@@ -1,7 +1,7 @@
 """Process groups and collectives over `torch.distributed`: all communication between ranks goes through here."""
 
 from whale.comm.clocks import Clock, compare_clocks
-from whale.comm.groups import Channel, Channels, Groups, RankSet, start_sum, start_sum_into
+from whale.comm.groups import Channel, Channels, Groups, RankSet, as_moved, flat_bytes, start_sum, start_sum_into
 from whale.comm.waiting import Launched, Waits, backend_of, blocks_host
 from whale.comm.world import World, close_at_exit, connect, on_first_rank, together
 
@@ -14,11 +14,13 @@ __all__ = [
     "RankSet",
     "Waits",
     "World",
+    "as_moved",
     "backend_of",
     "blocks_host",
     "close_at_exit",
     "compare_clocks",
     "connect",
+    "flat_bytes",
     "on_first_rank",
     "start_sum",
     "start_sum_into",

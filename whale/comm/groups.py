@@ -53,18 +53,14 @@ class Groups:
                 assert dist.group.WORLD is not None
                 self._groups[ranks] = dist.group.WORLD
                 continue
-            # All ranks take part: else torch names a group by how many each member has already, and members with
-            # different numbers of groups wait for each other under different names.
-            with world.speaking("creating process groups"):
-                group = dist.new_group(list(ranks), timeout=world.timeout)
-            if world.rank in ranks:
+            group = world.new_group(ranks)
+            if group is not None:
                 self._groups[ranks] = group
-                world.waits.lines.add(group)
         self._warm_up()
 
     def _warm_up(self) -> None:
         """Uses each NCCL group once, in one order on all ranks: the first use blocks until all are there."""
-        if not self._world.is_alone and backend_of(self._world.device) == "nccl":
+        if self._world.has_nccl:
             nothing = torch.zeros(1, device=self._world.device)
             for ranks in sorted(self._groups):
                 dist.all_reduce(nothing, group=self._groups[ranks])
@@ -129,16 +125,12 @@ class Channels:
         self._groups: dict[Channel, dist.ProcessGroup] = {}
         self._lines = world.waits.lines
         self.wire_device = world.wire_device
-        has_nccl = self.wire_device.type != "cpu"
-        self._blocks_host = not has_nccl
-        if has_nccl if own_groups is None else own_groups:
-            # All ranks take part, as in `Groups`.
+        self._blocks_host = not world.has_nccl
+        if world.has_nccl if own_groups is None else own_groups:
             for channel in sorted({channel for channel in channels if channel.source != channel.target}):
-                with world.speaking("creating process groups"):
-                    group = dist.new_group(sorted((channel.source, channel.target)), timeout=world.timeout)
-                if world.rank in (channel.source, channel.target):
+                group = world.new_group(sorted((channel.source, channel.target)))
+                if group is not None:
                     self._groups[channel] = group
-                    self._lines.add(group)
             self._warm_up(world)
 
     def _warm_up(self, world: World) -> None:
@@ -213,3 +205,17 @@ def _swapped(received: torch.Tensor, own: torch.Tensor, add: Callable[[], object
         add()
         return None
     return Launched(work, blocks_host=True, finish=add)
+
+
+MOVED = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int8, torch.uint8, torch.int32, torch.int64})
+"""Types that NCCL and Gloo both have; of booleans, int16, complex numbers and others one of them lacks some operation."""
+
+
+def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor as bytes, in one dimension; a view if it is contiguous."""
+    return tensor.detach().contiguous().view(-1).view(torch.uint8)
+
+
+def as_moved(tensor: torch.Tensor) -> torch.Tensor:
+    """A contiguous tensor as it is moved: itself, or a view as bytes if it has another type than `MOVED`."""
+    return tensor if tensor.dtype in MOVED else flat_bytes(tensor)

@@ -1,8 +1,9 @@
 """Waits for communication with a time limit, and errors that say what was waited for, with whom, and why a rank failed.
 
 With Gloo the host waits, no longer than the limit. With NCCL a wait only orders streams and returns at once, and the host runs
-ahead. A monitor thread then keeps the limit for what has been waited for; the next wait raises what it found, if NCCL's own
-watchdog does not end the process first.
+ahead. A monitor thread then keeps the limit for what has been waited for; the next wait raises what it found. NCCL's own limit is
+longer, since its watchdog ends the process. The host may be blocked by the device, which waits for a lost rank: so the monitor aborts
+the communicators. Then the device goes on with whatever lies in its buffers, and nothing that it computes from then on is to be used.
 
 A rank that fails writes the reason to the store that all ranks share and closes its connections, so that nobody waits for it. The
 first rank to write is the cause; ranks that fail because of it write nothing. Gloo has no call that closes a connection, but a
@@ -23,6 +24,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -52,8 +54,15 @@ _MAX_LENGTH = 300
 LINGER_SECONDS = 3.0
 """How long a failed rank waits for the others to report their errors: launchers kill all ranks once one has ended."""
 
+NCCL_FACTOR = 2
+"""NCCL's own limit of a wait, by the limit of `Waits`."""
+
 LISTEN_SECONDS = 0.02
 """Its polling interval."""
+
+
+_DESTROYED = (KeyError, TypeError, ValueError)
+"""What a group raises that the main thread has destroyed meanwhile."""
 
 
 @dataclass
@@ -70,13 +79,30 @@ class Lines:
         if group in self._groups:
             self._groups.remove(group)
 
+    def abort(self) -> None:
+        """Ends what all NCCL communicators do, on the device too."""
+        cuda = torch.device("cuda")
+        backends: list[Any] = [group._get_backend(cuda) for group in self._over("nccl", cuda)]
+        for first in backends[:1]:  # together: one after another they could wait for each other
+            first._group_start()
+            for backend in backends:
+                backend.abort()
+            first._group_end()
+
     def close_all(self) -> None:
         """Closes all Gloo connections: a rank that waits at the other end fails at once."""
-        if dist.is_initialized():
-            for group in (dist.group.WORLD, *self._groups):
-                with suppress(KeyError, TypeError, ValueError):  # the main thread has destroyed the group meanwhile
-                    if group is not None and backend_of(torch.device("cpu"), group) == "gloo":
-                        _close(group)
+        for group in self._over("gloo", torch.device("cpu")):
+            with suppress(*_DESTROYED):
+                _close(group)
+
+    def _over(self, backend: str, device: torch.device) -> list[dist.ProcessGroup]:
+        """The groups, the world's too, in which a backend carries what is on a device."""
+        found = []
+        for group in (dist.group.WORLD, *self._groups) if dist.is_initialized() else ():
+            with suppress(*_DESTROYED):
+                if group is not None and backend_of(device, group) == backend:
+                    found.append(group)
+        return found
 
 
 def _close(group: dist.ProcessGroup) -> None:
@@ -146,7 +172,7 @@ class Launched:
 
     work: dist.Work
     blocks_host: bool  # whether the host waits for it; else a device's stream
-    finish: Callable[[], object] | None = None  # what the host does with the received data after the wait
+    finish: Callable[[], object] | None = None  # what is done with the received data after the wait
 
 
 @dataclass(frozen=True)
@@ -164,12 +190,13 @@ class Waits:
     """How this process waits for its peers."""
 
     timeout: timedelta  # the limit of any wait
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))  # of this process
     lines: Lines = field(default_factory=Lines)  # closed if a wait fails
     linger_seconds: float = LINGER_SECONDS  # how long this process, if it fails, waits for the errors of others
     _lost: str | None = None
     _watched: deque[_DeviceWait] = field(default_factory=deque)
     _monitor: threading.Thread | None = None
-    _fault: RuntimeFault | None = None
+    _fault: RuntimeFault | None = None  # of the device
     _progress: float = 0.0
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -191,12 +218,14 @@ class Waits:
         try:
             if launched.blocks_host:
                 launched.work.wait(self.timeout)
-                if launched.finish is not None:
-                    launched.finish()
-                return
-            launched.work.wait()
+            else:
+                launched.work.wait()
+            if launched.finish is not None:
+                launched.finish()
         except (RuntimeError, dist.DistError) as error:
             raise self._failed(action, ranks, error) from error
+        if launched.blocks_host:
+            return
         with self._lock:
             self._watched.append(_DeviceWait(_past(launched.work), time.monotonic(), action, tuple(ranks)))
             if self._monitor is None:
@@ -226,6 +255,13 @@ class Waits:
                 self.lines.close_all()
                 raise fault(action, ranks, self.timeout, TimeoutError("the device still waits"), said)
             time.sleep(DEVICE_LOOK_SECONDS)
+        if self._fault is not None:  # it may be done because its communicators were aborted
+            raise self._fault
+
+    @property
+    def has_lost_device(self) -> bool:
+        """Whether communicators were aborted, so that what lies on the device is not to be used."""
+        return self._fault is not None
 
     @contextmanager
     def speaking(self, action: str, ranks: Sequence[int]) -> Iterator[None]:
@@ -278,6 +314,8 @@ class Waits:
 
     def _keep_looking(self) -> None:
         """Ends when nothing is left to watch; the next wait starts another thread."""
+        if self.device.type == "cuda":  # of this thread; else it would make a context on the first GPU
+            torch.cuda.set_device(self.device)
         pause = threading.Event()
         while self.look(time.monotonic()) is None:
             with self._lock:
@@ -285,7 +323,8 @@ class Waits:
                     self._monitor = None
                     return
             pause.wait(LOOK_SECONDS)
-        print(f"RuntimeFault: {self._fault}", file=sys.stderr, flush=True)  # the host may be blocked by the device, and never raise it
+        print(f"RuntimeFault: {self._fault}", file=sys.stderr, flush=True)  # the host may be blocked by the device
+        self.lines.abort()
 
 
 def _past(work: dist.Work) -> Callable[[], bool]:

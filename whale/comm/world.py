@@ -34,7 +34,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from whale.comm.listening import listening_at, store_on
 from whale.comm.notice import Notice
-from whale.comm.waiting import LINGER_SECONDS, Waits, backend_of, end_together, report_failure
+from whale.comm.waiting import LINGER_SECONDS, NCCL_FACTOR, Waits, backend_of, end_together, report_failure
 from whale.errors import ConfigError, OpFault, RuntimeFault, WhaleError
 
 
@@ -52,7 +52,7 @@ class World:
 
     @cached_property
     def waits(self) -> Waits:
-        return Waits(self.timeout)
+        return Waits(self.timeout, self.device)
 
     @cached_property
     def notice(self) -> Notice:
@@ -63,14 +63,34 @@ class World:
         return self.size == 1
 
     @property
+    def has_nccl(self) -> bool:
+        """Whether NCCL carries what is on the device; else Gloo does, through host memory."""
+        return not self.is_alone and backend_of(self.device) == "nccl"
+
+    @property
     def wire_device(self) -> torch.device:
         """Where tensors must be to be sent: Gloo sends from host memory only."""
-        return self.device if not self.is_alone and backend_of(self.device) == "nccl" else torch.device("cpu")
+        return self.device if self.has_nccl else torch.device("cpu")
 
     @property
     def can_compare(self) -> bool:
         """Whether there are peers to exchange values with."""
         return not self.is_alone and not self.is_imagined
+
+    def new_group(self, ranks: Sequence[int]) -> dist.ProcessGroup | None:
+        """A group for what is on the device, over NCCL alone where it has that; None on ranks outside.
+
+        All ranks take part: else torch names a group by how many each member has already, and members with different numbers of groups
+        wait for each other under different names.
+        """
+        backend, limit = ("nccl", NCCL_FACTOR * self.timeout) if self.has_nccl else (None, self.timeout)
+        with self.speaking("creating process groups"):
+            group: dist.ProcessGroup | None = dist.new_group(list(ranks), timeout=limit, backend=backend)
+        if self.rank not in ranks:
+            return None
+        assert group is not None
+        self.waits.lines.add(group)
+        return group
 
     def gather_objects(self, value: object) -> list[object]:
         """The value of every rank, in rank order, on every rank."""
@@ -210,6 +230,8 @@ def _join(device: torch.device, timeout: timedelta) -> None:
     backend = choose_backend(gpus)
     named = device if "nccl" in backend else None
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout, device_id=named)
+    if named is not None and dist.group.WORLD is not None:  # Gloo keeps the limit of what the host waits for
+        dist.group.WORLD._get_backend(named)._set_default_timeout(NCCL_FACTOR * timeout)
     if backend == "gloo" and rank == 0 and any(gpus):
         warnings.warn(
             f"messages between GPUs go through host memory, over Gloo: {_reason(gpus)}; NCCL needs one GPU per rank", stacklevel=3

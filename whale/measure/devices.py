@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import combinations
@@ -15,6 +16,7 @@ from typing import Any
 from whale.errors import ClusterError
 from whale.hardware import CPU, DeviceProfile, catalogue, make_cluster
 from whale.ir.cluster import Cluster
+from whale.units import counted, format_bytes
 
 UNKNOWN_EFFICIENCY = 0.7  # for a GPU outside of the catalogue: about what plain float32 reaches on those inside
 
@@ -136,7 +138,7 @@ class Gpu:
 
 
 def gpus(environment: Mapping[str, str] = os.environ) -> tuple[Gpu, ...]:
-    """The visible GPUs, in the order of ``CUDA_VISIBLE_DEVICES`` or else of NVML; none without NVML.
+    """The visible GPUs or slice of one, in the order of ``CUDA_VISIBLE_DEVICES`` or else of NVML; none without NVML.
 
     Raises:
         ClusterError: a GPU does not answer NVML.
@@ -172,6 +174,35 @@ def in_nvml() -> Iterator[Any]:
 
 
 def visible(nvml: Any, environment: Mapping[str, str]) -> list[Any]:
+    """What CUDA has: of cards in MIG mode a process gets one slice, the first, and then no card beside it."""
+    chosen = _chosen(nvml, environment)
+    slices = [_slices(nvml, handle) for handle in chosen]
+    whole = [handle for handle, own in zip(chosen, slices, strict=True) if own is None]
+    return next(([own[0]] for own in slices if own), whole)
+
+
+def _slices(nvml: Any, handle: Any) -> list[Any] | None:
+    """The slices of a card in MIG mode, or the one that this is; None for a whole card."""
+    if any(_asked(nvml, _is_slice, handle)):
+        return [handle]
+    if not any(_asked(nvml, _is_sliced, handle)):
+        return None
+    return [own for number in range(nvml.nvmlDeviceGetMaxMigDeviceCount(handle)) for own in _asked(nvml, _slice, handle, number)]
+
+
+def _is_slice(nvml: Any, handle: Any) -> bool:
+    return bool(nvml.nvmlDeviceIsMigDeviceHandle(handle))
+
+
+def _is_sliced(nvml: Any, handle: Any) -> bool:
+    return bool(nvml.nvmlDeviceGetMigMode(handle)[0] == nvml.NVML_DEVICE_MIG_ENABLE)
+
+
+def _slice(nvml: Any, handle: Any, number: int) -> Any:
+    return nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, number)
+
+
+def _chosen(nvml: Any, environment: Mapping[str, str]) -> list[Any]:
     handles = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
     wanted = environment.get("CUDA_VISIBLE_DEVICES")
     if wanted is None:
@@ -276,6 +307,7 @@ def _file_text(path: Path) -> str:
 
 
 NVLINKS = 18  # most links of a GPU
+SWITCH = "a switch"  # which joins all GPUs of a host
 # the path between two GPUs without NVLink, by NVML's levels of topology
 ANCESTORS = {
     0: "one board",
@@ -287,25 +319,60 @@ ANCESTORS = {
 }
 
 
-def gpu_notes(environment: Mapping[str, str] = environ) -> tuple[str, ...]:
-    """A line for each visible GPU, and for each two of them without NVLink."""
+def gpu_notes(environment: Mapping[str, str] = environ, own: Collection[int] = ()) -> tuple[str, ...]:
+    """A line for each visible GPU, for each two of them without NVLink, and for all pairs if these have unlike numbers of links.
+
+    Args:
+        own: processes of this run; where NVML knows them, others on a GPU are told.
+    """
     with in_nvml() as nvml:
-        return () if nvml is None else tuple(_notes(nvml, visible(nvml, environment)))
+        return () if nvml is None else tuple(_notes(nvml, visible(nvml, environment), own))
 
 
-def _notes(nvml: Any, handles: list[Any]) -> Iterator[str]:
-    linked = [sum(state for link in range(NVLINKS) for state in _asked(nvml, _nvlink, handle, link)) for handle in handles]
+def _notes(nvml: Any, handles: list[Any], own: Collection[int]) -> Iterator[str]:
+    ends = [_link_ends(nvml, handle) for handle in handles]
+    users = [{each.pid: each.usedGpuMemory or 0 for found in _asked(nvml, _users, handle) for each in found} for handle in handles]
+    is_known = any(pid in found for found in users for pid in own)  # in a container NVML may count otherwise
     for index, handle in enumerate(handles):
-        links = f"{linked[index]} NVLinks" if linked[index] else "no NVLink"
-        yield f"GPU {index}, {name_of(nvml, handle)}: " + ", ".join([links, *_asked(nvml, _pcie, handle), *_asked(nvml, _clock, handle)])
-    for first, second in combinations(range(len(handles)), 2):
-        if not (linked[first] and linked[second]):
+        links = counted(ends[index].total(), "NVLink") if ends[index] else "no NVLink"
+        facts = [links, *_asked(nvml, _pcie, handle), *_asked(nvml, _clock, handle)]
+        if others := [used for pid, used in users[index].items() if is_known and pid not in own]:
+            facts.append(f"also used by {counted(len(others), 'process')} of others ({format_bytes(sum(others))})")
+        yield f"GPU {index}, {name_of(nvml, handle)}: " + ", ".join(facts)
+    buses = [next(iter(_asked(nvml, _bus, handle)), "") for handle in handles]
+    pairs = list(combinations(range(len(handles)), 2))
+    joining = {(a, b): ends[a][buses[b]] + sum(min(ends[a][end], ends[b][end]) for end in (SWITCH, None)) for a, b in pairs}
+    for (first, second), number in joining.items():
+        if not number:
             way = _asked(nvml, _way, handles[first], handles[second]) or ["an unknown connection"]
             yield f"GPU {first} - GPU {second}: through {way[0]}"
+        elif len({*joining.values()}) > 1:
+            yield f"GPU {first} - GPU {second}: {counted(number, 'NVLink')}"
+
+
+def _link_ends(nvml: Any, handle: Any) -> Counter[str | None]:
+    """The active NVLinks of a GPU by what is at their other ends: the address of a GPU, `SWITCH`, or None if NVML has no answer."""
+    active = [link for link in range(NVLINKS) if any(_asked(nvml, _nvlink, handle, link))]
+    return Counter(next(iter(_asked(nvml, _link_end, handle, link)), None) for link in active)
 
 
 def _nvlink(nvml: Any, handle: Any, link: int) -> int:
     return int(nvml.nvmlDeviceGetNvLinkState(handle, link))
+
+
+def _link_end(nvml: Any, handle: Any, link: int) -> str:
+    if nvml.nvmlDeviceGetNvLinkRemoteDeviceType(handle, link) == nvml.NVML_NVLINK_DEVICE_TYPE_SWITCH:
+        return SWITCH
+    return _text(nvml.nvmlDeviceGetNvLinkRemotePciInfo(handle, link).busId)
+
+
+def _bus(nvml: Any, handle: Any) -> str:
+    return _text(nvml.nvmlDeviceGetPciInfo(handle).busId)
+
+
+def _users(nvml: Any, handle: Any) -> Sequence[Any]:
+    found: Sequence[Any] = nvml.nvmlDeviceGetComputeRunningProcesses(handle)
+    return found
 
 
 def _pcie(nvml: Any, handle: Any) -> str:

@@ -5,9 +5,11 @@ Figures are medians over equal devices, and over the messages between hosts.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -37,7 +39,8 @@ def probe(world: World, num_rounds: int, tell: Callable[[str], None]) -> tuple[C
         RuntimeFault: a rank has left, or a wait timed out.
     """
     clock, profile = RoundTimer(world, num_rounds), local_profile(world.local_rank, world.local_size)
-    hosts = [str(host) for host in world.gather_objects(profile.host)]
+    ranks = cast(list[tuple[str, int]], world.gather_objects((profile.host, os.getpid())))
+    hosts, own = [host for host, _ in ranks], [process for host, process in ranks if host == profile.host]
     tell(f"the speed of {counted(world.size, 'rank')}, all at once")
     compute = list(compute_samples(clock))
     if len(set(hosts)) < world.size:  # the same on all ranks, which meet
@@ -50,7 +53,7 @@ def probe(world: World, num_rounds: int, tell: Callable[[str], None]) -> tuple[C
     if world.size > 1 and world.device.type == "cpu":
         tell("the cost of messages on the ranks")
         compute += handling_samples(clock)
-    notes = gpu_notes() if world.local_rank == 0 and world.device.type == "cuda" else ()
+    notes = gpu_notes(own=own) if world.local_rank == 0 and world.device.type == "cuda" else ()
     report = Report(profile, tuple(compute), tuple(messages), tuple(f"{profile.host}: {note}" for note in notes))
     reports = [each for each in world.gather_objects(report) if isinstance(each, Report)]
     return probed_cluster(reports), tuple(note for each in reports for note in each.notes)

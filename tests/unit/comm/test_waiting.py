@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -128,3 +129,44 @@ def test_who_waits_for_a_device_gives_up_where_ranks_are_lost_or_it_is_to_end(mo
     waits._lost = "ranks of another host cannot be reached"
     with pytest.raises(RuntimeFault, match="ranks of another host cannot be reached"):
         waits.wait_for_device(lambda: False, "copying", [1], lambda: False)
+
+
+class Nccl:
+    """Stands for a group and its backend: notes what is done with it, and in which thread."""
+
+    def __init__(self, done: list[str]) -> None:
+        self.done = done
+
+    def _get_backend(self, device: torch.device) -> Nccl:
+        assert device.type == "cuda"
+        return self
+
+    def _group_start(self) -> None:
+        self.done.append("start")
+
+    def abort(self) -> None:
+        self.done.append("abort")
+
+    def _group_end(self) -> None:
+        self.done.append("end")
+
+
+def test_a_device_that_waits_too_long_is_freed_after_the_fault_is_known(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    done: list[str] = []
+    monkeypatch.setattr("whale.comm.waiting.backend_of", lambda device, group: "nccl")
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr("whale.comm.waiting.failure_reason", lambda: None)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: done.append(f"{device} in {threading.current_thread().name}"))
+    waits = Waits(timedelta(0), torch.device("cuda", 3))
+    for _ in range(2):
+        waits.lines.add(Nccl(done))  # type: ignore[arg-type]
+    monkeypatch.setattr(Nccl, "abort", lambda self: done.append(f"abort, {waits.has_lost_device}"))
+    waits.wait(launched(Work(), blocks_host=False), "1RECV_F0", (1,))
+    assert waits._monitor is not None
+    waits._monitor.join()
+    assert done == ["cuda:3 in whale waits", "start", "abort, True", "abort, True", "end"]
+    assert "1RECV_F0 with rank 1 did not complete: nothing was received" in capsys.readouterr().err
+    with pytest.raises(RuntimeFault, match="1RECV_F0"):
+        waits.wait_for_device(lambda: True, "copying", [1], lambda: False)  # it is done since it was freed

@@ -15,6 +15,8 @@ from whale.hardware import catalogue
 from whale.measure import devices_at_hand, local_profile
 from whale.measure.devices import Gpu, gpus, host_cores, host_memory, in_cuda_order
 
+Handle = int | tuple[int, int]
+
 
 class NVMLError(Exception):
     pass
@@ -22,12 +24,18 @@ class NVMLError(Exception):
 
 @dataclass
 class Nvml:
-    """What is used of the module pynvml; a handle is a position among `names`."""
+    """What is used of the module pynvml; a handle is a position among `names`, or that of a card and of a slice of it.
+
+    Attributes:
+        slices: per card in MIG mode, the places of its slices.
+    """
 
     names: list[str]
     details: bool = True
     broken: bool = False
     started: int = 0
+    slices: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    NVML_DEVICE_MIG_ENABLE: int = 1
     NVMLError: type[Exception] = field(default=NVMLError)
     NVML_CLOCK_SM: int = 1
     NVML_CLOCK_MEM: int = 2
@@ -46,23 +54,45 @@ class Nvml:
     def nvmlDeviceGetHandleByIndex(self, index: int) -> int:
         return index
 
-    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> int:
+    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> tuple[int, int]:
+        for card, places in self.slices.items():
+            for place in places:
+                if uuid == self.nvmlDeviceGetUUID((card, place)):
+                    return card, place
         raise NVMLError(f"no {uuid}")
 
-    def nvmlDeviceGetUUID(self, handle: int) -> str:
-        return f"GPU-{'abcdef'[handle]}000"
+    def nvmlDeviceIsMigDeviceHandle(self, handle: Handle) -> int:
+        return int(isinstance(handle, tuple))
 
-    def nvmlDeviceGetName(self, handle: int) -> bytes:
-        return self.names[handle].encode()
+    def nvmlDeviceGetMigMode(self, handle: int) -> list[int]:
+        if not self.slices:
+            raise NVMLError("not supported")
+        return [int(handle in self.slices), 0]
 
-    def nvmlDeviceGetMemoryInfo(self, handle: int) -> SimpleNamespace:
-        return SimpleNamespace(total=(handle + 1) * 2**30)
+    def nvmlDeviceGetMaxMigDeviceCount(self, handle: int) -> int:
+        return 7
 
-    def nvmlDeviceGetCudaComputeCapability(self, handle: int) -> list[int]:
+    def nvmlDeviceGetMigDeviceHandleByIndex(self, handle: int, place: int) -> tuple[int, int]:
+        if place not in self.slices[handle]:
+            raise NVMLError("not found")
+        return handle, place
+
+    def nvmlDeviceGetUUID(self, handle: Handle) -> str:
+        return f"MIG-{'abcdef'[handle[0]]}{handle[1]}" if isinstance(handle, tuple) else f"GPU-{'abcdef'[handle]}000"
+
+    def nvmlDeviceGetName(self, handle: Handle) -> bytes:
+        return f"{self.names[handle[0]]} MIG 1g.5gb".encode() if isinstance(handle, tuple) else self.names[handle].encode()
+
+    def nvmlDeviceGetMemoryInfo(self, handle: Handle) -> SimpleNamespace:
+        return SimpleNamespace(total=5 << 30 if isinstance(handle, tuple) else (handle + 1) * 2**30)
+
+    def nvmlDeviceGetCudaComputeCapability(self, handle: Handle) -> list[int]:
+        if isinstance(handle, tuple):
+            return [8, 0]
         return [7, 0] if "V100" in self.names[handle] else [7, 5]
 
-    def nvmlDeviceGetNumGpuCores(self, handle: int) -> int:
-        if not self.details:
+    def nvmlDeviceGetNumGpuCores(self, handle: Handle) -> int:
+        if not self.details or isinstance(handle, tuple):
             raise NVMLError("not supported")
         return 1000
 
@@ -115,6 +145,39 @@ def test_visible_devices(monkeypatch: pytest.MonkeyPatch, visible: str | None, e
     play(monkeypatch, Nvml(["Tesla T4"] * 3))
     environment = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
     assert [gpu.uuid[4] for gpu in gpus(environment)] == list(expected)
+
+
+A100 = "NVIDIA A100-SXM4-40GB"
+
+
+@pytest.mark.parametrize(
+    ("slices", "visible", "expected"),
+    [
+        ({0: (0, 1), 1: (0,)}, None, "MIG-a0"),
+        ({0: (2, 5)}, None, "MIG-a2"),
+        ({1: (3,)}, None, "MIG-b3"),
+        ({1: (3,)}, "0", "GPU-a000"),
+        ({0: (0, 1), 1: (0,)}, "1,0", "MIG-b0"),
+        ({0: (0, 1), 1: (0,)}, "MIG-a1", "MIG-a1"),
+        ({0: (0, 1), 1: (0,)}, "MIG-b0,MIG-a1", "MIG-b0"),
+        ({0: ()}, None, "GPU-b000"),
+        ({0: (), 1: ()}, None, ""),
+    ],
+)
+def test_of_cards_in_slices_a_process_has_one_slice(
+    monkeypatch: pytest.MonkeyPatch, slices: dict[int, tuple[int, ...]], visible: str | None, expected: str
+) -> None:
+    play(monkeypatch, Nvml([A100] * 2, slices=slices), visible)
+    assert [gpu.uuid for gpu in gpus()] == ([expected] if expected else [])
+
+
+def test_a_slice_is_not_its_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    play(monkeypatch, Nvml([A100] * 2, slices={0: (0, 1)}))
+    (gpu,) = gpus()
+    assert (gpu.name, gpu.memory, gpu.flops) == (f"{A100} MIG 1g.5gb", 5 << 30, 0.0)
+    assert local_profile(0, 1).model == gpu.name
+    with pytest.raises(ClusterError, match=r"unknown device model 'NVIDIA A100-SXM4-40GB MIG 1g\.5gb'"):
+        devices_at_hand()
 
 
 def test_a_gpu_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -127,6 +128,15 @@ class Linked(Nvml):
     def nvmlDeviceGetClockInfo(self, handle: int, clock: int) -> int:
         return 1500
 
+    def nvmlDeviceGetNvLinkRemoteDeviceType(self, handle: int, link: int) -> int:
+        raise NVMLError("not supported")
+
+    def nvmlDeviceGetPciInfo(self, handle: int) -> SimpleNamespace:
+        raise NVMLError("not supported")
+
+    def nvmlDeviceGetComputeRunningProcesses(self, handle: int) -> list[SimpleNamespace]:
+        raise NVMLError("not supported")
+
     def nvmlDeviceGetTopologyCommonAncestor(self, first: int, second: int) -> int:
         return 40 if (first, second) != (2, 3) else 99
 
@@ -138,12 +148,72 @@ def test_gpus_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
         "GPU 1, A100: 4 NVLinks, PCIe 4 x16, 1500 of 2000 MHz",
         "GPU 2, A100: no NVLink, PCIe 4 x16, 1500 of 2000 MHz",
         "GPU 3, A100: no NVLink, 1500 of 2000 MHz",
+        "GPU 0 - GPU 1: 4 NVLinks",
         "GPU 0 - GPU 2: through one NUMA node",
         "GPU 0 - GPU 3: through one NUMA node",
         "GPU 1 - GPU 2: through one NUMA node",
         "GPU 1 - GPU 3: through one NUMA node",
         "GPU 2 - GPU 3: through an unknown connection",
     )
+
+
+@dataclass
+class Wired(Linked):
+    """GPUs whose NVLinks say where they end.
+
+    Attributes:
+        ends: per GPU, at which GPU, or switch ``x`` or ``y``, each of its links ends.
+        users: per GPU, processes and the bytes that they have there.
+    """
+
+    ends: tuple[tuple[str, ...], ...] = ()
+    NVML_NVLINK_DEVICE_TYPE_SWITCH: int = 2
+    users: tuple[dict[int, int | None], ...] = ({}, {}, {}, {})
+
+    def nvmlDeviceGetNvLinkState(self, handle: int, link: int) -> int:
+        return int(link < len(self.ends[handle]))
+
+    def nvmlDeviceGetNvLinkRemoteDeviceType(self, handle: int, link: int) -> int:
+        return 2 if self.ends[handle][link] in "xy" else 0
+
+    def nvmlDeviceGetNvLinkRemotePciInfo(self, handle: int, link: int) -> SimpleNamespace:
+        return SimpleNamespace(busId=self.ends[handle][link].encode())
+
+    def nvmlDeviceGetPciInfo(self, handle: int) -> SimpleNamespace:
+        return SimpleNamespace(busId="0123"[handle].encode())
+
+    def nvmlDeviceGetComputeRunningProcesses(self, handle: int) -> list[SimpleNamespace]:
+        return [SimpleNamespace(pid=pid, usedGpuMemory=used) for pid, used in self.users[handle].items()]
+
+
+def told_of_pairs(monkeypatch: pytest.MonkeyPatch, *ends: tuple[str, ...]) -> dict[str, str]:
+    play(monkeypatch, Wired(["A100"] * len(ends), ends=ends))
+    notes = (note.removeprefix("GPU ").split(": ") for note in gpu_notes({}) if " - " in note)
+    return {pair.replace(" - GPU ", ""): way for pair, way in notes}
+
+
+def test_links_that_join_pairs_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = told_of_pairs(monkeypatch, ("1", "1"), ("0", "0"), ("3", "3"), ("2", "2"))
+    assert {pair for pair, way in told.items() if way == "2 NVLinks"} == {"01", "23"}
+    assert told["02"] == told["13"] == "through one NUMA node" and len(told) == 6
+
+
+def test_pairs_with_more_links_than_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = told_of_pairs(monkeypatch, ("1", "2", "2"), ("0", "2"), ("0", "0", "1"))
+    assert told == {"01": "1 NVLink", "02": "2 NVLinks", "12": "1 NVLink"}
+
+
+def test_nothing_is_told_of_pairs_that_a_switch_joins_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert told_of_pairs(monkeypatch, *[("x", "x", "y", "y")] * 4) == {}
+
+
+@pytest.mark.parametrize(
+    ("own", "told"), [((7,), "also used by 2 processes of others (3.00 GiB)"), ((8, 9), "also used by 1 process of others"), ((1,), "")]
+)
+def test_a_gpu_that_others_use(monkeypatch: pytest.MonkeyPatch, own: tuple[int, ...], told: str) -> None:
+    play(monkeypatch, Wired(["A100", "T4"], ends=((), ()), users=({7: 1 << 30, 8: 3 << 30, 9: None}, {})))
+    first, second, _ = gpu_notes({}, own)
+    assert told in first and ("used by" in first) == bool(told) and "used by" not in second
 
 
 def test_the_verb_writes_a_cluster_that_reads(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -22,13 +22,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from whale.comm import flat_bytes
 from whale.errors import RuntimeFault
 from whale.runtime.execute.batch import BITS
 from whale.runtime.execute.roster import Roster
 from whale.runtime.program.shard.pieces import Index, part
 from whale.runtime.state.engine_state import EngineState
 from whale.runtime.state.holdings import Holdings
-from whale.runtime.state.perform import flat_bytes
 from whale.units import listed
 
 _MODULUS = (1 << 31) - 1

@@ -13,11 +13,11 @@ from functools import cached_property
 import torch
 
 from whale.axes import Axes
-from whale.comm import Channel, Channels, Launched, Waits
+from whale.comm import Channel, Channels, Launched, Waits, as_moved
 from whale.ir.graph import ModelGraph
 from whale.ir.plan import BATCH, BatchAxis, Edge, Plan, Replica
 from whale.ir.schedule import Action, Kind
-from whale.runtime.program.shard.pieces import Index, as_bytes, as_index, on_device, part, write_part
+from whale.runtime.program.shard.pieces import Index, as_index, on_device, part, write_part
 from whale.runtime.program.watch import Place, Watch
 from whale.schedules import Releases
 from whale.sharding import IndexSpace, Region
@@ -169,7 +169,7 @@ class Exchange:
         dtype = getattr(torch, self._model.by_name[copy.tensor].outputs[0].dtype)
         wire = torch.empty(form.shape, dtype=dtype, device=self._channels.wire_device)
         with self._waits.speaking(_name(place, "POST"), (copy.channel.source,)):
-            work = self._channels.receive(as_bytes(wire), copy.channel)
+            work = self._channels.receive(as_moved(wire), copy.channel)
         self._watch.posted(sender, place, copy.channel, wire)
         self._parcels.setdefault(place, []).append(ArrivingCopy(copy, form, wire, work, copy.channel.source, sender))
 
@@ -228,7 +228,7 @@ class Exchange:
         wire = piece.contiguous().to(self._channels.wire_device)
         self._watch.sent(place, receiver, copy.channel, wire)
         with self._waits.speaking(_name(place, "SEND"), (copy.channel.target,)):
-            work = self._channels.send(as_bytes(wire), copy.channel)
+            work = self._channels.send(as_moved(wire), copy.channel)
         self._sends.setdefault((place, copy.channel.target), []).append((work, wire))
 
     def _free_sends(self, place: Place, peer: int) -> None:

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from whale.comm import World
+from whale.comm import World, flat_bytes
 from whale.runtime.program.shard.pieces import as_index, part, write_part
 from whale.sharding import IndexSpace, Move, Region, Step
 
@@ -94,8 +94,3 @@ def _exchange(own: Mapping[Move, Tensor], gotten: Sequence[Move], whole: Whole, 
             for work in dist.batch_isend_irecv(operations):
                 work.wait()
     return rooms
-
-
-def flat_bytes(tensor: Tensor) -> Tensor:
-    """A tensor as bytes, which every backend sends; a view if it is contiguous."""
-    return tensor.detach().contiguous().view(-1).view(torch.uint8)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from whale.comm import World, together
+from whale.comm import World, flat_bytes, together
 from whale.errors import CheckpointError, PlanError, WhaleError, raise_faults, warn
 from whale.ir.graph import ModelGraph, Op
 from whale.ir.plan import BATCH, BatchAxis, Plan
@@ -18,7 +18,7 @@ from whale.runtime.execute.batch import combined, digests
 from whale.runtime.program.shard.pieces import as_index, part, write_part
 from whale.runtime.state.engine_state import EngineState
 from whale.runtime.state.holdings import Holdings
-from whale.runtime.state.perform import Whole, flat_bytes, perform
+from whale.runtime.state.perform import Whole, perform
 from whale.sharding import Region, Sharding, reshard
 from whale.sharding.crossings import row_space
 from whale.sharding.index_sets import count

@@ -1,7 +1,7 @@
 """Asynchronous collectives of a split group on parts of different sizes, without gradients.
 
 Gloo gathers equal parts only, by way of copies, and has no reduce-scatter: there an all-to-all sends the pieces, which moves
-no more bytes.
+no more bytes. What no backend sums (booleans, int16) is summed as a type that all do.
 """
 
 from __future__ import annotations
@@ -14,9 +14,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from whale.comm import as_moved
 from whale.runtime.program.shard.group import Arrival, Group
-from whale.runtime.program.shard.pieces import as_bytes
 from whale.runtime.program.shard.slots import Slots
+
+_SUMMED_AS = {torch.bool: torch.uint8, torch.int16: torch.int32}
 
 
 class Pending:
@@ -44,7 +46,7 @@ def ready(value: Tensor) -> Pending:
 
 def all_reduce(value: Tensor, group: Group, what: str, how: Any = dist.ReduceOp.SUM) -> Pending:
     """The devices' values combined, in new memory."""
-    own = value.to(torch.uint8) if value.dtype is torch.bool else value
+    own = value.to(_SUMMED_AS.get(value.dtype, value.dtype))
     whole = torch.empty_like(own, memory_format=torch.contiguous_format)
     return Pending(lambda: whole.to(value.dtype), group.all_reduce(whole, own, how, f"all-reduce of {what}"))
 
@@ -65,8 +67,8 @@ def all_gather(value: Tensor, slots: Slots, group: Group, what: str) -> Pending:
         return _swap([value] * group.size, shapes, slots.put_together, group, f"all-gather of {what}")
     own = value.contiguous()
     received = [own.new_empty(shape) for shape in shapes]
-    wires = [as_bytes(received[device]) for device in group.order]
-    return Pending(lambda: slots.put_together(received), group.all_gather(wires, as_bytes(own), f"all-gather of {what}"))
+    wires = [as_moved(received[device]) for device in group.order]
+    return Pending(lambda: slots.put_together(received), group.all_gather(wires, as_moved(own), f"all-gather of {what}"))
 
 
 def reduce_scatter(value: Tensor, slots: Slots, group: Group, what: str) -> Pending:
@@ -109,20 +111,19 @@ def _swap(
     pieces: Sequence[Tensor], shapes: Sequence[tuple[int, ...]], join: Callable[[Sequence[Tensor]], Tensor], group: Group, what: str
 ) -> Pending:
     """Sends a piece to each device, and joins the pieces of the given shapes that they send; the own one is not sent."""
-    dtype = pieces[0].dtype
-    wire = torch.uint8 if dtype is torch.bool else dtype
-    others = [device for device in group.order if device != group.position]
+    own, others = pieces[group.position], [device for device in group.order if device != group.position]
     sizes = [0 if device == group.position else prod(shapes[device]) for device in group.order]
-    sent = [0 if device == group.position else pieces[device].numel() for device in group.order]
-    flat = [pieces[device].to(wire).reshape(-1) for device in others]
+    flat = [pieces[device].reshape(-1) for device in others]
     leaving = torch.cat(flat) if len(flat) > 1 else flat[0].contiguous()
-    received = torch.empty(sum(sizes), dtype=wire, device=leaving.device)
-    arrival = group.all_to_all(received, leaving, sizes, sent, what)
-    own = pieces[group.position]
+    received = torch.empty(sum(sizes), dtype=own.dtype, device=leaving.device)
+    sent = [0 if device == group.position else pieces[device].numel() for device in group.order]
+    wire = as_moved(received)
+    each = own.itemsize // wire.itemsize  # elements there
+    arrival = group.all_to_all(wire, as_moved(leaving), [each * size for size in sizes], [each * size for size in sent], what)
 
     def finish() -> Tensor:
         arrived = dict(zip(group.order, torch.split(received, sizes), strict=True))
         arrived[group.position] = own
-        return join([arrived[device].to(dtype).reshape(shape) for device, shape in enumerate(shapes)])
+        return join([arrived[device].reshape(shape) for device, shape in enumerate(shapes)])
 
     return Pending(finish, arrival)

@@ -26,11 +26,6 @@ def on_device(index: Sequence[Index], device: torch.device) -> tuple[Index, ...]
     return tuple(place.to(device) if isinstance(place, Tensor) else place for place in index)
 
 
-def as_bytes(tensor: Tensor) -> Tensor:
-    """Booleans as bytes: not every backend sends booleans."""
-    return tensor.view(torch.uint8) if tensor.dtype is torch.bool else tensor
-
-
 def part(whole: Tensor, index: Sequence[Index]) -> Tensor:
     """The elements at an index; a view if every place is a slice."""
     held = whole
