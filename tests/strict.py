@@ -486,7 +486,7 @@ def _is_from_host() -> bool:
             return True
         if not sender and name != __name__ and not name.startswith("torch."):
             sender = name
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return not sender.startswith("whale.")
 
 

@@ -249,7 +249,7 @@ def test_who_breaks_a_rule_is_told() -> None:
 
 def caught(rank: int, num_ranks: int) -> None:
     with suppress(BrokenRule):
-        dist.all_reduce.__self__.of(None).broken("a rule")
+        dist.all_reduce.__self__.of(None).broken("a rule")  # type: ignore[attr-defined]
 
 
 def test_a_broken_rule_that_somebody_catches_is_told_in_the_end(world: Ranks) -> None:
@@ -259,7 +259,7 @@ def test_a_broken_rule_that_somebody_catches_is_told_in_the_end(world: Ranks) ->
 
 def launches(rank: int, num_ranks: int, case: Case) -> set[str]:
     train_rank(rank, num_ranks, case)
-    return {kind for kind, number in dist.all_reduce.__self__.launches.items() if number}
+    return {kind for kind, number in dist.all_reduce.__self__.launches.items() if number}  # type: ignore[attr-defined]
 
 
 def test_the_network_carries_what_is_tested(world: Ranks) -> None:
@@ -326,7 +326,7 @@ def test_types_that_it_lacks_travel_as_bytes(world: Ranks, num_devices: int) -> 
 def states_and_checkpoints(world: Ranks, path: Path) -> None:
     """Weights, gradients and optimizer shared out unevenly; from a checkpoint on, the optimizer's alone."""
     case = test_unlike_replicas.unlike(test_unlike_replicas.ONE, test_unlike_replicas.TWO, optimizer="adam")
-    plan, graph = world.prepare(test_state_law.plan_case, case)
+    plan, graph = world.prepare(test_state_law.plan_case, case)  # type: ignore[attr-defined]
     first, second = (test_state_law.with_state(plan, graph, zero, shares=(3, 1, 2)) for zero in (3, 1))
     test_state_law.check_equal(world, case, (first, second), train_reference(case), saves=True)
 

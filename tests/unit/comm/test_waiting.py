@@ -161,7 +161,7 @@ def test_a_device_that_waits_too_long_is_freed_after_the_fault_is_known(
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: done.append(f"{device} in {threading.current_thread().name}"))
     waits = Waits(timedelta(0), torch.device("cuda", 3))
     for _ in range(2):
-        waits.lines.add(Nccl(done))  # type: ignore[arg-type]
+        waits.lines.add(Nccl(done))
     monkeypatch.setattr(Nccl, "abort", lambda self: done.append(f"abort, {waits.has_lost_device}"))
     waits.wait(launched(Work(), blocks_host=False), "1RECV_F0", (1,))
     assert waits._monitor is not None
