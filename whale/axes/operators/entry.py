@@ -26,6 +26,43 @@ Flops = Callable[[Sequence[Any], Sequence[Shape]], int]
 # multiplied by another tensor; a number is not kept)
 Keeps = Literal["nothing", "inputs", "result", "inputs and result", "inputs and places", "factors"]
 
+# what its result is where its operands are sums, means or counts over rows, or one value (`whale.axes.rows`)
+Rows = Literal[
+    # the elements of its first operand
+    "same",  # in their places
+    "moved",  # in others, some of them, or as another type
+    "linear",  # combined with constant factors: ``cumsum``, ``trace``
+    "negated",
+    "sum",
+    "mean",
+    # two operands
+    "added",
+    "subtracted",
+    "subtracted from",  # ``rsub``
+    "multiplied",
+    "divided",
+    "product",  # sums of products: ``mm``, ``einsum``
+    "interpolated",  # ``lerp``
+    "copied",  # the second, in the place of the first
+    "scattered",  # the first, to some elements of which others are added
+    # others
+    "joined",  # the elements of several operands: ``cat``
+    "filled",  # one number everywhere
+    "shaped",  # constants, of which only the shape may follow from an operand: ``ones_like``
+    "zeros",  # likewise, zeros
+    "counted",  # a sum over all that it reads, of no linear function of it: ``bincount``
+    "selected",  # the positions of what a mask selects
+    # a loss, reduced by its argument ``reduction``
+    "element loss",  # of a value per element of the operands, which meet from the right
+    "row loss",  # of a value per row of the operands
+    "class loss",  # a mean by the weights of the targets that count
+    # the order of values: of elements, or of the one operand that varies
+    "greatest",
+    "least",
+    "rising",  # a greater operand makes no element smaller: ``gt``
+    "falling",
+]
+
 # memory of an operand's gradient: its own; that of the result's gradient, if sizes are equal; none, since it is one number everywhere; or,
 # of a view of a part, shared with the gradients of the other parts
 Gradient = Literal["made", "handed on", "one number", "put together"]
@@ -51,6 +88,7 @@ class Operator:
     # how its weight gradients are computed separately from the rest of its backward pass: a rule of `whale.deferred`; None if they are not
     weights: str | None = None
     is_two: bool = False  # whether it is two ops, with an intermediate result as large as its first operand
+    rows: Rows | None = None  # what it makes of values that are combined over rows already; None if no sum, mean or count
 
 
 Moves = partial(Operator, keeps="nothing")  # gradients need shapes and integers only
