@@ -21,7 +21,7 @@ from collections.abc import Callable, Collection, Iterator, Set
 from typing import Literal
 
 from whale.axes.atoms import ROWS
-from whale.axes.operators import Rows, rows_of
+from whale.axes.operators import Rows, entry_of_call
 from whale.axes.outcome import CONTRACTED_AND_KEPT, MAKES, NO_RULE, NUMBERS, READS, TWICE, argument
 from whale.axes.values import Dimension, InRows, Mixing, Role, axes_of
 from whale.ir.graph import LossTerm, ModelGraph, Op, Ref
@@ -180,7 +180,7 @@ _LOOKUPS = (READS, MAKES, Role("contracted", "lookup"))
 
 
 def _selects(op: Op) -> bool:
-    return rows_of(op.target).rows == "selected"
+    return entry_of_call(op.target).rows == "selected"
 
 
 Extreme = Literal["greatest", "least"]
@@ -211,14 +211,14 @@ def decided_by_parts(graph: ModelGraph, condition: str, combined: Callable[[str]
         source = next((graph.by_name[name] for name in op.inputs if name in varying), None)
         if source is None or not _is_of_one(op, source, varying):
             return set()
-        does = rows_of(op.target).rows
+        does = entry_of_call(op.target).rows
         if does in ("greatest", "least"):
             if wanted not in (None, does):
                 return set()
             wanted = does
         elif does in ("falling", "negated"):
             wanted = None if wanted is None else _OPPOSITE[wanted]
-        elif does not in ("rising", "added", "subtracted", *_MOVES):
+        elif does not in ("rising", "bounded", "added", "subtracted", *_MOVES):
             return set()
         op = source
     return set()
@@ -237,6 +237,6 @@ def _varying(graph: ModelGraph) -> set[str]:
 def _is_of_one(op: Op, source: Op, varying: Collection[str]) -> bool:
     """Whether an op compares or moves one varying value, its first; a number cast to bool loses its order."""
     is_first = bool(op.args) and op.args[0] == Ref(source.name) and sum(name in varying for name in op.inputs) == 1
-    moves = rows_of(op.target).rows in _MOVES
+    moves = entry_of_call(op.target).rows in _MOVES
     is_truth = moves and op.outputs[0].dtype == "bool" != source.outputs[0].dtype
     return is_first and not is_truth and (not op.kwargs or moves)

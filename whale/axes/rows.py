@@ -21,15 +21,15 @@ that have none any more is the field ``rows`` of its entry (`whale.axes.operator
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from whale.axes.mixing import RowRoles
-from whale.axes.operators import Operator, Rows, added_operand, rows_of
+from whale.axes.operators import Operator, Rows, added_operand, entry_of_call
 from whale.axes.outcome import argument
 from whale.axes.values import Axes
-from whale.ir.graph import Argument, ModelGraph, Op, Ref
+from whale.ir.graph import ModelGraph, Op, Ref
 from whale.ir.writes import written_storages
 
 Kind = Literal["zero", "held", "constant", "rows", "count", "sum", "mean", "grown", "other"]
@@ -44,12 +44,24 @@ SHAPED: frozenset[Rows | None] = frozenset({"shaped", "zeros"})
 """Operators that read nothing of a tensor but its shape."""
 
 
+def operands_of(entry: Operator, arguments: Sequence[object]) -> Iterator[object]:
+    """An operator's arguments in order, those of lists one after another; of several operands that are joined, these alone."""
+    for each in arguments[:1] if entry.rows == "joined" else arguments:
+        if isinstance(each, (list, tuple)):
+            yield from operands_of(_NOTHING, each)
+        else:
+            yield each
+
+
+_NOTHING = Operator()
+
+
 def combined(entry: Operator, kinds: Sequence[Kind], *, may_be_rows: bool = False) -> Kind | None:
     """What an operator makes of counts, sums, means and constants; None for none of these.
 
     Args:
         entry: the operator.
-        kinds: of its arguments in order, those of lists one after another; numbers and text are constant. None has a value per row.
+        kinds: of its operands (`operands_of`); numbers and text are constant. None has a value per row.
         may_be_rows: whether constants may be the number of rows, in a capture for so many.
     """
     how = entry.rows
@@ -162,10 +174,11 @@ class OverRows:
         return Of("other", op.name) if found is None else Of(found)
 
     def _call(self, op: Op) -> Of:
-        entry, has_rows = rows_of(op.target), self._roles.has_rows(op.name)
+        entry, has_rows = entry_of_call(op.target), self._roles.has_rows(op.name)
         if entry.rows in SHAPED:
             return Of("rows") if has_rows else Of("zero" if entry.rows == "zeros" else "constant")
-        read = [self._now(name) for name in op.inputs]
+        is_filled = entry.rows == "filled"  # of a tensor it takes the shape
+        read = [self._now(name) for name in op.inputs if not (is_filled and self._graph.by_name[name].outputs)]
         bad = next((of for of in read if of.kind == "other"), None)
         if bad is not None:
             return bad
@@ -198,7 +211,7 @@ class OverRows:
 
     def _of_sums(self, op: Op, entry: Operator) -> Of | None:
         """What an op makes of sums, means, counts and constants."""
-        operands = [self._of(each) for each in _flat(op.args)]
+        operands = [self._of(each) for each in operands_of(entry, op.args)]
         others = {self._of(value).kind for name, value in op.kwargs if entry.added is None or name != entry.added[0]}
         if not others <= CONSTANT or "rounding_mode" in dict(op.kwargs) or (entry.rows in LINEAR and self._rounds(op)):
             return None
@@ -213,7 +226,7 @@ class OverRows:
         kind = combined(entry, [of.kind for of in operands], may_be_rows=self._may_be_rows)
         return None if kind in (None, "grown") else Of("sum" if op.outputs and kind == "count" else kind)
 
-    def _of(self, argument: Argument) -> Of:
+    def _of(self, argument: object) -> Of:
         return self._now(argument.op) if isinstance(argument, Ref) else Of("constant")
 
     def _added(self, op: Op, left: Of, right: Of) -> Of | None:
@@ -222,7 +235,7 @@ class OverRows:
         if kind is not None:
             return Of("count" if kind == "sum" and not op.outputs else kind)
         base, grows = (left, right) if left.kind in ("held", "grown") else (right, left)
-        if base.kind not in ("held", "grown") or grows.kind not in ADDITIVE or (base is right and rows_of(op.target).rows != "added"):
+        if base.kind not in ("held", "grown") or grows.kind not in ADDITIVE or (base is right and entry_of_call(op.target).rows != "added"):
             return None
         return None if self._place(op.name) is None else Of("grown", base.name, base.scale)
 
@@ -238,7 +251,7 @@ class OverRows:
         op = self._graph.by_name[name]
         if op.kind == "buffer":
             return ()
-        if rows_of(op.target).rows in _IN_PLACES or "in_place" in op.tags:
+        if entry_of_call(op.target).rows in _IN_PLACES or "in_place" in op.tags:
             return next((place for place in map(self._place, op.inputs) if place is not None), None)
         outer = self._place(op.inputs[0]) if "view" in op.tags else None
         return None if outer is None else (*outer, f"{op.target} {op.args[1:]} {op.kwargs}")
@@ -251,14 +264,6 @@ class OverRows:
 
 _IN_PLACES: frozenset[Rows | None] = frozenset({"same", "multiplied", "divided", "added", "subtracted", "interpolated"})
 """Operators each element of whose result is in the place of one of the first operand."""
-
-
-def _flat(arguments: Iterable[Argument]) -> Iterator[Argument]:
-    for each in arguments:
-        if isinstance(each, tuple):
-            yield from _flat(each)
-        else:
-            yield each
 
 
 def _factor(op: Op, entry: Operator) -> float | None:

@@ -57,7 +57,17 @@ def num_parts(name: str, replicas: Sequence[Replica]) -> int:
 
 
 def buffer_updates(graph: ModelGraph) -> Mapping[str, Update]:
-    """The buffers that forward writes, by name."""
+    """The buffers that forward writes, by name. Found once for a graph, and kept with it as its cached properties are."""
+    known: Mapping[str, Update] | None = vars(graph).get(_KEPT)
+    if known is None:
+        known = vars(graph)[_KEPT] = _buffer_updates(graph)
+    return known
+
+
+_KEPT = "buffer_updates"
+
+
+def _buffer_updates(graph: ModelGraph) -> Mapping[str, Update]:
     written = written_buffers(graph)
     marked = {name: ops for name, ops in written.items() if any(op.operator not in SILENT_WRITERS for op in ops)}
     found = _updates(graph, marked) if marked else {}

@@ -50,7 +50,7 @@ Rows = Literal[
     "filled",  # one number everywhere
     "shaped",  # constants, of which only the shape may follow from an operand: ``ones_like``
     "zeros",  # likewise, zeros
-    "counted",  # a sum over all that it reads, of no linear function of it: ``bincount``
+    "counted",  # a sum over all that it reads, of no linear function of it: ``count_nonzero``, ``bincount``
     "selected",  # the positions of what a mask selects
     # a loss, reduced by its argument ``reduction``
     "element loss",  # of a value per element of the operands, which meet from the right
@@ -61,6 +61,7 @@ Rows = Literal[
     "least",
     "rising",  # a greater operand makes no element smaller: ``gt``
     "falling",
+    "bounded",  # ``clamp``: rising too
 ]
 
 # memory of an operand's gradient: its own; that of the result's gradient, if sizes are equal; none, since it is one number everywhere; or,

@@ -87,6 +87,7 @@ POINTWISE: Family = {
     "lerp": Operator(pointwise, rows="interpolated"),
     "gt ge greater greater_equal": Operator(pointwise, rows="rising"),
     "lt le less less_equal logical_not bitwise_not": Operator(pointwise, rows="falling"),
+    "clamp clamp_min": Operator(pointwise, rows="bounded"),
     "tanh sigmoid exp sqrt rsqrt relu hardtanh dropout native_dropout": Operator(pointwise, keeps="result"),
     (
         "broadcast_tensors fill alpha_dropout bernoulli where nan_to_num softplus rrelu_with_noise relu6 selu celu normal uniform _conj "

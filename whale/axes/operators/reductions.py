@@ -74,7 +74,7 @@ def diagonal(op: Op, reading: Reading) -> str:
 
 REDUCTIONS: Family = {
     "sum": Moves(reduction("sum"), gradient="one number", rows="sum"),
-    "nansum count_nonzero": Operator(reduction("sum")),
+    "nansum count_nonzero": Operator(reduction("sum"), rows="counted"),
     "mean": Moves(reduction("mean"), rows="mean"),
     "amax": Operator(reduction("max"), "contractions.extreme", keeps="result", rows="greatest"),
     "amin": Operator(reduction("min"), "contractions.extreme", keeps="result", rows="least"),

@@ -89,7 +89,7 @@ _TAKEN: Mapping[str, Rows] = MappingProxyType({"whale.held": "same", "operator.g
 
 
 @cache
-def rows_of(target: str) -> Operator:
+def entry_of_call(target: str) -> Operator:
     """The entry of an operator on tensors or integers (``operator.mul``), for what it makes of values that are combined over rows."""
     library, _, name = target.partition(".")
     if target in _TAKEN:

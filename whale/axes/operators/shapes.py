@@ -203,6 +203,7 @@ Moved = partial(Moves, rows="moved")
 
 SHAPES: Family = {
     "view reshape _unsafe_view _reshape_alias": Moved(view, "shapes.view"),
+    "view.dtype": Moves(view, "shapes.view"),
     "view_as reshape_as": Moved(view, "shapes.view_as"),
     "flatten ravel unsqueeze": Moved(view),
     "unflatten": Moved(view, "shapes.unflatten"),
