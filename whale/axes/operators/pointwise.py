@@ -134,6 +134,7 @@ FACTORIES: Family = {
     "zeros new_zeros": Operator(factory, "shapes.sized", rows="zeros"),
     "ones empty new_ones new_empty": Operator(factory, "shapes.sized", rows="shaped"),
     "rand randn randint": Operator(factory, "shapes.made_whole"),
+    "new_empty_strided": Operator(on_parts=None, rows="shaped"),
     "full new_full": Operator(constant, "shapes.sized", rows="filled"),
     "scalar_tensor": Operator(constant, rows="filled"),
     "randperm": Operator("-> [n!]"),

@@ -17,15 +17,14 @@ from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from whale.axes.operators import Operator, Rows, entry_of_call
-from whale.axes.rows import CONSTANT, LINEAR, SHAPED, Kind, combined, operands_of
-from whale.capture.flat.aliasing import may_have_gradient, memory_roots, written_arguments
+from whale.axes.rows import CONSTANT, LINEAR, Kind, combined, operands_of
+from whale.capture.flat.aliasing import DETACH, may_have_gradient, memory_roots, takes_shape, written_arguments
 from whale.capture.flat.ops import target_name
 from whale.capture.flat.sizes import READS_ROWS, tensors_of
 
 RowFactors = Callable[[Node], tuple[int, ...] | None]
 
 aten = torch.ops.aten
-DETACH = (aten.detach.default, aten.detach_.default)
 
 
 class BatchFacts:
@@ -181,7 +180,7 @@ class BatchFacts:
         factors = self._factors(node)
         has_rows = factors is not None and any(factors)
         sources = self._read(node)
-        if rows_of(node) in ("filled", *SHAPED):
+        if takes_shape(node):
             sources = [source for source in sources if tensor_of(source) is None]
         if READS_ROWS in node.meta or node is self._rows or has_rows or any(source in self._dependent for source in sources):
             self._dependent.add(node)
@@ -200,7 +199,7 @@ class BatchFacts:
     def _gets_gradient(self, node: Node) -> bool:
         if node.op in ("placeholder", "get_attr"):
             return bool(getattr(node.meta.get("val"), "requires_grad", False))
-        if node.target in DETACH or (str(node.target) == "wrap_with_set_grad_enabled" and node.args[0] is False):
+        if node.target in DETACH or takes_shape(node) or (str(node.target) == "wrap_with_set_grad_enabled" and node.args[0] is False):
             return False
         return any(source in self._differentiable for source in self._read(node))
 

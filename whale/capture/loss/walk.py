@@ -11,7 +11,8 @@ import torch
 from torch.fx import Node
 
 from whale.axes.operators import Rows
-from whale.capture.loss.facts import DETACH, BatchFacts, constant_of, is_scalar, rows_of, tensor_of
+from whale.capture.flat.aliasing import DETACH
+from whale.capture.loss.facts import BatchFacts, constant_of, is_scalar, rows_of, tensor_of
 from whale.capture.loss.leaves import (
     Counted,
     Factor,
