@@ -87,6 +87,11 @@ class RowRoles:
         results = ([axis for dim in dims for axis in axes_of(dim)] for dims in self._ops[name].outputs)
         return any(met.count(axis) >= times for met in results for axis in self._rows)
 
+    def has_rows_twice(self, name: str) -> bool:
+        """Whether a result of an op has several axes of rows, or one several times."""
+        made = self._ops[name].outputs if name in self._ops else ()
+        return any(sum(axis in self._rows for dim in dims for axis in axes_of(dim)) > 1 for dims in made)
+
     def combination(self, name: str) -> str | None:
         """How an op combines rows to something that has none; None if it does not, or not all alike."""
         if name not in self._ops or self.has_rows(name) or self.reads_positions(self._graph.by_name[name]):

@@ -163,7 +163,7 @@ class OverRows:
             return Of("other", op.name)
         written = self._values[op.name]
         before = self._memory[storage][1] if storage in self._memory else self._values[storage]
-        if op.inputs[0] == storage or before == written:
+        if op.inputs[0] == storage or before == written or self.is_all_of(op.name, storage):
             return written
         kinds = {before.kind, written.kind}
         if kinds == {"held", "grown"} and before.scale == written.scale:
@@ -175,16 +175,19 @@ class OverRows:
 
     def _call(self, op: Op) -> Of:
         entry, has_rows = entry_of_call(op.target), self._roles.has_rows(op.name)
-        if entry.rows in SHAPED:
+        is_unknown = not has_rows and any(factor < 0 for spec in op.outputs for factor in spec.row_factors)
+        is_unknown = is_unknown or self._roles.has_rows_twice(op.name)  # its size is in no proportion to the rows
+        if entry.rows in SHAPED and not is_unknown:
             return Of("rows") if has_rows else Of("zero" if entry.rows == "zeros" else "constant")
         is_filled = entry.rows == "filled"  # of a tensor it takes the shape
         read = [self._now(name) for name in op.inputs if not (is_filled and self._graph.by_name[name].outputs)]
         bad = next((of for of in read if of.kind == "other"), None)
-        if bad is not None:
-            return bad
+        if bad is not None or is_unknown:
+            return bad or Of("other", op.name)
         kinds = {of.kind for of in read}
         if has_rows:
-            found = Of("rows") if kinds <= {*PER_ROW, "count"} and not self._roles.reason(op) else None
+            sizes: set[Kind] = {"count"} if entry.rows in ("moved", "filled") else set()
+            found = Of("rows") if kinds <= PER_ROW | sizes and not self._roles.reason(op) else None
         elif "rows" in kinds:
             found = self._of_rows(op, entry, read)
         else:
@@ -193,6 +196,8 @@ class OverRows:
 
     def _of_rows(self, op: Op, entry: Operator, read: Sequence[Of]) -> Of | None:
         """What an op that has no rows makes of values per row."""
+        if self._roles.reads_positions(op):
+            return None
         if entry.rows == "scattered" and PER_ROW.issuperset(of.kind for of in read[1:]):
             adds = op.operator != "index_put" or argument(op, 3, "accumulate") is True
             return self._added(op, read[0], Of("sum")) if adds else None
@@ -213,14 +218,14 @@ class OverRows:
         """What an op makes of sums, means, counts and constants."""
         operands = [self._of(each) for each in operands_of(entry, op.args)]
         others = {self._of(value).kind for name, value in op.kwargs if entry.added is None or name != entry.added[0]}
-        if not others <= CONSTANT or "rounding_mode" in dict(op.kwargs) or (entry.rows in LINEAR and self._rounds(op)):
+        if not operands or not others <= CONSTANT or "rounding_mode" in dict(op.kwargs) or (entry.rows in LINEAR and self._rounds(op)):
             return None
         if entry.rows == "copied":
             return self._copied(op, operands[1])
-        if entry.rows == "interpolated" and operands[0].kind == "held" and isinstance(share := argument(op, 2, "weight"), (int, float)):
-            operands[0] = replace(operands[0], scale=operands[0].scale * (1 - share))
-        if entry.rows in ("added", "subtracted", "interpolated") and (grown := self._added(op, *operands[:2])) is not None:
-            return grown
+        share = argument(op, 2, "weight") if entry.rows == "interpolated" else 0
+        if entry.rows in ("added", "subtracted", "interpolated") and isinstance(share, (int, float)):
+            left = replace(operands[0], scale=operands[0].scale * (1 - share))
+            return self._added(op, left, operands[1] if len(operands) > 1 else Of("constant"))
         if operands[0].kind == "grown" and (entry.rows == "same" or "view" in op.tags):
             return operands[0]
         kind = combined(entry, [of.kind for of in operands], may_be_rows=self._may_be_rows)
@@ -235,7 +240,9 @@ class OverRows:
         if kind is not None:
             return Of("count" if kind == "sum" and not op.outputs else kind)
         base, grows = (left, right) if left.kind in ("held", "grown") else (right, left)
-        if base.kind not in ("held", "grown") or grows.kind not in ADDITIVE or (base is right and entry_of_call(op.target).rows != "added"):
+        if base.kind not in ("held", "grown") or grows.kind not in ADDITIVE:
+            return None
+        if base is right and (entry_of_call(op.target).rows != "added" or op.kwargs):  # a factor ``alpha``
             return None
         return None if self._place(op.name) is None else Of("grown", base.name, base.scale)
 

@@ -38,6 +38,7 @@ ADDED: dict[str, Write] = {
     "a product of a product": lambda b, x: b.add_(torch.addmm(torch.zeros(4, 4, dtype=x.dtype), x.t(), x)[0] @ constants(b)),
     "decayed": lambda b, x: b.mul_(0.9).add_(x.sum(0)),
     "decayed towards sums": lambda b, x: b.lerp_(x.nansum(0), 0.1),
+    "decayed twice": lambda b, x: b.lerp_(x.sum(0), 0.1).lerp_(x.square().sum(0), 0.2),
     "decayed beside a number of rows": lambda b, x: b.copy_(0.5 * b + len(x)),
 }
 
@@ -61,6 +62,11 @@ WHOLE: dict[str, Write] = {
     "mean of selected rows": lambda b, x: b.lerp_(x[x[:, 0] > 0].mean(0), 0.1),
     "a constant beside sums": lambda b, x: b.add_(torch.addmm(constants(b), x.t(), x)[0]),
     "a constant joined to sums": lambda b, x: b.add_(torch.cat([x[:, :2].sum(0), constants(b)[0, :2]])),
+    "positions of selected rows": lambda b, x: b.add_(torch.where(x[:, 0] > 0)[0].sum()),
+    "as many as pairs of rows": lambda b, x: b.add_(torch.ones(len(x), len(x)).sum()),
+    "one more than rows": lambda b, x: b.add_(torch.ones(len(x) + 1).sum()),
+    "a multiple of the old value, by a factor of an addition": lambda b, x: b.copy_(torch.add(x.sum(0), b, alpha=2)),
+    "decayed by a tensor": lambda b, x: b.lerp_(x.sum(0), b.new_full((4,), 0.1)),
     "variance": lambda b, x: b.lerp_(x.var(0), 0.1),
 }
 
