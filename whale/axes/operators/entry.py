@@ -6,7 +6,7 @@ writes its notation. Dimensions get letters ``a b c ...`` in order; words that b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from string import ascii_lowercase, ascii_uppercase
@@ -26,7 +26,7 @@ Flops = Callable[[Sequence[Any], Sequence[Shape]], int]
 # multiplied by another tensor; a number is not kept)
 Keeps = Literal["nothing", "inputs", "result", "inputs and result", "inputs and places", "factors"]
 
-# what its result is where its operands are sums, means or counts over rows, or one value (`whale.axes.rows`)
+# what its result is where its operands are sums, means or counts over rows, or one value (`combined`)
 Rows = Literal[
     # the elements of its first operand
     "same",  # in their places
@@ -151,3 +151,86 @@ def along(position: int = 1, default: int | None = None, name: str = "dim") -> T
         return write([("input", terms)], *[terms] * len(op.outputs))
 
     return rule
+
+
+# What a value is, as a function of the rows of a part of the batch:
+# constant   the same for any rows; zeros and old values of buffers (held) are distinguished
+# rows       one value, or slice of values, per row
+# count      an integer in proportion to the number of rows
+# sum        parts add up to the whole
+# mean       parts, averaged by their rows, give the whole: means over rows, and what is linear in them
+# grown      a multiple of a buffer's old value, plus a sum
+# other      none of these
+Kind = Literal["zero", "held", "constant", "rows", "count", "sum", "mean", "grown", "other"]
+
+CONSTANT: frozenset[Kind] = frozenset({"zero", "held", "constant"})
+ADDITIVE: frozenset[Kind] = frozenset({"count", "sum"})
+PER_ROW: frozenset[Kind] = frozenset({"rows", *CONSTANT})
+AVERAGED: frozenset[Kind] = frozenset({"mean", *CONSTANT})
+LINEAR: frozenset[Rows | None] = frozenset({"same", "moved", "linear", "negated", "sum", "mean"})
+SHAPED: frozenset[Rows | None] = frozenset({"shaped", "zeros"})
+"""Operators that read nothing of a tensor but its shape."""
+
+
+def operands_of(entry: Operator, arguments: Sequence[object]) -> Iterator[object]:
+    """An operator's arguments in order, those of lists one after another; of several operands that are joined, these alone."""
+    for each in arguments[:1] if entry.rows == "joined" else arguments:
+        if isinstance(each, (list, tuple)):
+            yield from operands_of(_NOTHING, each)
+        else:
+            yield each
+
+
+_NOTHING = Operator()
+
+
+def combined(entry: Operator, kinds: Sequence[Kind], *, may_be_rows: bool = False) -> Kind | None:
+    """What an operator makes of counts, sums, means and constants; None for none of these.
+
+    Args:
+        entry: the operator.
+        kinds: of its operands (`operands_of`); numbers and text are constant. None has a value per row.
+        may_be_rows: whether constants may be the number of rows, in a capture for so many.
+    """
+    how = entry.rows
+    if how == "filled":  # with a number, not with the operand whose shape it takes
+        return None if "other" in kinds else "sum" if "count" in kinds else "constant"
+    if how == "joined":
+        return joint(kinds)
+    if how == "product":
+        place = len(kinds) if entry.added is None else entry.added[1]
+        product = _product([kind for position, kind in enumerate(kinds) if position != place], may_be_rows)
+        return product if place >= len(kinds) or product is None else joint((product, kinds[place]))
+    num_operands = 1 if how in LINEAR else 2
+    if how is None or len(kinds) < num_operands or not CONSTANT.issuperset(kinds[num_operands:]):
+        return None
+    if how in LINEAR:
+        return kinds[0]
+    left, right, *_ = kinds
+    if how in ("added", "subtracted", "subtracted from", "interpolated"):
+        return joint((left, right))
+    if how == "multiplied":
+        return _product((left, right), may_be_rows)
+    if how == "divided" and right == "count":
+        return "mean" if left == "sum" else None
+    if how == "divided":
+        return left if right in CONSTANT and (left in CONSTANT or not may_be_rows) else None
+    return right if how == "copied" else None
+
+
+def joint(kinds: Sequence[Kind]) -> Kind | None:
+    """What values are whose elements are each of one of these kinds, or sums or differences of them."""
+    met = set(kinds)
+    if met == {"zero"}:
+        return "zero"
+    if met <= ADDITIVE | {"zero"}:
+        return "sum"
+    return None if not met <= AVERAGED else "mean" if "mean" in met else "constant"
+
+
+def _product(kinds: Sequence[Kind], may_be_rows: bool) -> Kind | None:
+    """The product of constants and one value that varies, or of a mean and the number of rows."""
+    varying = sorted(kind for kind in kinds if kind not in CONSTANT)
+    if len(varying) < 2:
+        return "constant" if not varying else None if may_be_rows else varying[0]
+    return "sum" if varying == ["count", "mean"] else None

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, fx
 
 from whale.axes.operators import entry_of_call
-from whale.axes.rows import SHAPED
+from whale.axes.operators.entry import SHAPED
 from whale.capture.flat.sizes import tensors_of
 from whale.errors import OpFault
 from whale.ir.writes import marked_arguments

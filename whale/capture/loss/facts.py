@@ -17,7 +17,7 @@ from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from whale.axes.operators import Operator, Rows, entry_of_call
-from whale.axes.rows import CONSTANT, LINEAR, Kind, combined, operands_of
+from whale.axes.operators.entry import CONSTANT, LINEAR, Kind, combined, operands_of
 from whale.capture.flat.aliasing import DETACH, may_have_gradient, memory_roots, takes_shape, written_arguments
 from whale.capture.flat.ops import target_name
 from whale.capture.flat.sizes import READS_ROWS, tensors_of
