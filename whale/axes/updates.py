@@ -148,9 +148,13 @@ class OverRows:
 
     def _of_sums(self, op: Op, entry: Operator) -> Of | None:
         """What an op makes of sums, means, counts and constants."""
-        operands = [self._of(each) for each in operands_of(entry, op.args)]
-        others = {self._of(value).kind for name, value in op.kwargs if entry.added is None or name != entry.added[0]}
-        if not operands or not others <= CONSTANT or "rounding_mode" in dict(op.kwargs) or (entry.rows in LINEAR and self._rounds(op)):
+        operands, options = (list(map(self._of, each)) for each in operands_of(entry, op.args, dict(op.kwargs)))
+        if (
+            not operands
+            or not CONSTANT.issuperset(of.kind for of in options)
+            or "rounding_mode" in dict(op.kwargs)
+            or (entry.rows in LINEAR and self._rounds(op))
+        ):
             return None
         if entry.rows == "copied":
             return self._copied(op, operands[1])

@@ -61,6 +61,7 @@ WHOLE: dict[str, Write] = {
     "beside the number of rows": lambda b, x: b.add_((x + len(x)).sum(0)),
     "mean of selected rows": lambda b, x: b.lerp_(x[x[:, 0] > 0].mean(0), 0.1),
     "a constant beside sums": lambda b, x: b.add_(torch.addmm(constants(b), x.t(), x)[0]),
+    "a bias beside sums": lambda b, x: b.add_(torch.ops.aten.linear(x.sum(0), constants(b), bias=b.new_ones(4))),
     "a constant joined to sums": lambda b, x: b.add_(torch.cat([x[:, :2].sum(0), constants(b)[0, :2]])),
     "positions of selected rows": lambda b, x: b.add_(torch.where(x[:, 0] > 0)[0].sum()),
     "as many as pairs of rows": lambda b, x: b.add_(torch.ones(len(x), len(x)).sum()),

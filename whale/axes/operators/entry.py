@@ -172,16 +172,20 @@ SHAPED: frozenset[Rows | None] = frozenset({"shaped", "zeros"})
 """Operators that read nothing of a tensor but its shape."""
 
 
-def operands_of(entry: Operator, arguments: Sequence[object]) -> Iterator[object]:
-    """An operator's arguments in order, those of lists one after another; of several operands that are joined, these alone."""
-    for each in arguments[:1] if entry.rows == "joined" else arguments:
+def operands_of(entry: Operator, arguments: Sequence[object], named: Mapping[str, object]) -> tuple[list[object], list[object]]:
+    """What an operator reads, for `combined`: its operands, those of lists one after another and a bias behind them; and other options."""
+    operands = list(_flat(arguments[:1] if entry.rows == "joined" else arguments))
+    bias, place = entry.added or ("", 0)
+    operands += [named[bias]] if bias in named and place == len(operands) else []
+    return operands, [value for name, value in named.items() if name != bias]
+
+
+def _flat(arguments: Iterable[object]) -> Iterator[object]:
+    for each in arguments:
         if isinstance(each, (list, tuple)):
-            yield from operands_of(_NOTHING, each)
+            yield from _flat(each)
         else:
             yield each
-
-
-_NOTHING = Operator()
 
 
 def combined(entry: Operator, kinds: Sequence[Kind], *, may_be_rows: bool = False) -> Kind | None:

@@ -143,12 +143,12 @@ class BatchFacts:
         entry = entry_of_node(node)
         if entry.rows is None or node.kwargs.get("rounding_mode") is not None or (entry.rows in LINEAR and _rounds(node)):
             return "other"
-        operands = list(operands_of(entry, node.args))
+        operands, options = operands_of(entry, node.args, node.kwargs)
         tensors = [operand for operand in operands if isinstance(operand, Node) and tensor_of(operand) is not None]
         if entry.rows == "filled":  # with a number, in the shape of a tensor
             operands, tensors = [operand for operand in operands if operand not in tensors], []
         kinds = [self.over_rows(operand) for operand in operands]
-        if not CONSTANT.issuperset(map(self.over_rows, node.kwargs.values())):
+        if not CONSTANT.issuperset(map(self.over_rows, options)):
             return "other"
         if "rows" in kinds:
             return self._of_rows(node, entry.rows, tensors)

@@ -238,8 +238,8 @@ class LossWalk:
         found = self._facts.over_rows(node)
         if found == "sum":
             return LossPart(node, the_node(node))
-        culprit = self._facts.mixed(source for source in node.all_input_nodes if self._facts.has_rows(source))
         reason = "" if found == "mean" else f"{describe(node)} is not a sum over the rows of the batch"
+        culprit = self._facts.mixed(source for source in node.all_input_nodes if reason and self._facts.has_rows(source))
         reason = reason if culprit is None else f"{describe(culprit)} mixes the rows of the batch"
         return LossPart(node, lambda build: self._times_rows(build, node), PerRow(ONE), reason=reason)
 
@@ -292,7 +292,7 @@ def _peel(divisor: Node) -> tuple[Node, float, float | None]:
                 break
         elif does == "added" and len(core.args) == 2 and not core.kwargs and constant_of(core.args[1]) is not None:
             offset += constant_of(core.args[1]) or 0.0
-        elif does not in ("same", "moved"):
+        elif does not in ("same", "moved") or not is_scalar(inner) or core.target in DETACH:
             break
         core = inner
     return core, offset, minimum
