@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
+from whale.axes.operators import entry_of_call
 from whale.axes.values import Axes, Concatenation, Factor, axes_of
 from whale.ir.graph import ModelGraph, Op, storages
 from whale.ir.plan import BATCH, BatchAxis, Edge, Shard, Stage
@@ -132,9 +133,12 @@ def _sum_faults(model: ModelGraph, axes: Axes, stage: Sequence[Op], rows: Collec
         if op.outputs and any(name in sums for name in op.inputs) and BATCH not in axes.ops[op.name].roles:
             sums.add(op.name)
             others = [name for name in op.inputs if name not in rows and model.by_name[name].outputs]
-            if others and op.target.rpartition(".")[0].rstrip("_") in ("aten.add", "aten.sub"):
+            if others and entry_of_call(op.target).rows in _ADDING:
                 faults.append(f"%{op.name} adds %{others[0]} to a sum over rows")
     return faults
+
+
+_ADDING = ("added", "subtracted", "subtracted from", "interpolated", "joined")
 
 
 def _sums_rows(op: Op, axes: Axes) -> bool:

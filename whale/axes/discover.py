@@ -20,13 +20,13 @@ from dataclasses import replace
 from types import MappingProxyType
 
 from whale.axes.atoms import ROWS, Atoms, Dim
-from whale.axes.mixing import InRows, find_mixing
+from whale.axes.mixing import find_mixing
 from whale.axes.notation import bind, parse
 from whale.axes.operators import operator_of
 from whale.axes.operators.concatenations import find_tilings
 from whale.axes.outcome import CONTRACTED_AND_KEPT, KEPT, NO_RULE, TWICE, Dims, Letter, Reading, RuleMisfit, RuleOutcome
 from whale.axes.selections import Selections
-from whale.axes.values import Axes, Axis, Concatenation, Dimension, OpAxes, Role, WholeReason
+from whale.axes.values import Axes, Axis, Concatenation, Dimension, InRows, OpAxes, Role, WholeReason
 from whale.ir.graph import ModelGraph, Op, Ref
 from whale.ir.plan import BATCH
 
@@ -62,6 +62,7 @@ def discover(graph: ModelGraph) -> Axes:
         mixing=find_mixing(graph, in_rows),
         positions=frozenset(reading.positions),
         of_rows=frozenset(of_rows),
+        in_rows=in_rows,
     )
 
 
@@ -80,7 +81,9 @@ def _with_selections(
         for op, axes in found.ops.items()
     }
     places = {name: show.dimensions(dims) for name, dims in selections.places.items()}
-    return InRows(ops, frozenset(names[leaf] for leaf in rows), {**found.positions, **places}, frozenset(names[leaf] for leaf in plain))
+    plain_ones = frozenset(names[leaf] for leaf in plain)
+    of_rows = frozenset(names[leaf] for leaf in rows)
+    return InRows(ops, of_rows, {**found.positions, **places}, plain_ones, of_rows - found.rows)
 
 
 class _NamedDimensions:

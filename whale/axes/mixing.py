@@ -17,63 +17,95 @@ Parts can decide a condition on the greatest, or least, of something per row: if
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Set
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Set
 from typing import Literal
 
 from whale.axes.atoms import ROWS
+from whale.axes.operators import Rows, entry_of_call
 from whale.axes.outcome import CONTRACTED_AND_KEPT, MAKES, NO_RULE, NUMBERS, READS, TWICE, argument
-from whale.axes.values import Dimension, Mixing, OpAxes, Role, axes_of
+from whale.axes.values import Dimension, InRows, Mixing, Role, axes_of
 from whale.ir.graph import LossTerm, ModelGraph, Op, Ref
 from whale.ir.writes import Reads, written_storages
 
 
-@dataclass(frozen=True, slots=True)
-class InRows:
-    """What of a graph is known of its rows."""
-
-    ops: Mapping[str, OpAxes]  # what each op does with each axis
-    rows: Set[str]  # the batch, every other axis whose size depends on the number of rows, and what is selected from these
-    positions: Mapping[str, tuple[Dimension, ...]]  # per op that holds positions, the dimensions along which they are
-    selected: Set[str] = frozenset()  # axes of what one mask selects
-
-
 def find_mixing(graph: ModelGraph, known: InRows) -> tuple[Mixing, ...]:
     """Ops that need the batch whole or combine samples, and terms of the loss that are no sum over samples."""
-    return tuple(_MixingSearch(graph, known).found())
+    return tuple(_found(graph, RowRoles(graph, known)))
 
 
-class _MixingSearch:
+def _found(graph: ModelGraph, roles: RowRoles) -> Iterator[Mixing]:
+    terms = {term.sum: term for term in graph.loss if not term.exact}
+    results = [name for term in graph.loss for name in (term.sum, term.weight) if name is not None]
+    deciding = [op.name for op in graph.ops if "decides" in op.tags]
+    needed = Reads(graph).ancestors([*results, *graph.outputs, *deciding] or graph.by_name)
+    chains = {name for term in graph.loss for name in _chain(graph, roles, term)}
+    chains |= {name for decision in deciding for name in decided_by_parts(graph, decision, roles.combination)}
+    inner = {name for name in chains if all(user in chains for user in graph.users[name])}
+    added_up = {name for name in inner if not roles.reads_positions(graph.by_name[name])}
+    for op in graph.ops:
+        if op.name in terms:
+            term = terms[op.name]
+            yield Mixing(op.name, term.reason, term.where, "mixes")
+        elif op.name in needed and op.name not in added_up and (reason := roles.reason(op)):
+            yield Mixing(op.name, reason, op.where, "no rule" if reason.endswith(_CANNOT_TELL) else "mixes")
+
+
+def _chain(graph: ModelGraph, roles: RowRoles, term: LossTerm) -> set[str]:
+    """The ops between rows and a term: its sum and weight, and back to the ops whose operands have rows."""
+    found: set[str] = set()
+    waiting = [name for name in (term.sum, term.weight) if name is not None]
+    while waiting:
+        name = waiting.pop()
+        if name in found or name not in graph.by_name or roles.has_rows(name):
+            continue
+        found.add(name)
+        waiting += graph.by_name[name].inputs
+    return found
+
+
+class RowRoles:
+    """What each op of a graph does with rows."""
+
     def __init__(self, graph: ModelGraph, known: InRows) -> None:
         self._graph, self._ops, self._rows, self._selected = graph, known.ops, known.rows, known.selected
-        self._places = known.positions
+        self._places, self._uncounted = known.positions, known.uncounted
         self._positions = {
             name: dims for name, dims in known.positions.items() if any(not self._rows.isdisjoint(axes_of(dim)) for dim in dims)
         }
-        self._terms = {term.sum: term for term in graph.loss if not term.exact}
-        results = [name for term in graph.loss for name in (term.sum, term.weight) if name is not None]
-        deciding = [op.name for op in graph.ops if "decides" in op.tags]
-        self._needed = Reads(graph).ancestors([*results, *graph.outputs, *deciding] or graph.by_name)
-        chains = {name for term in graph.loss for name in self._chain(term)}
-        chains |= {name for decision in deciding for name in decided_by_parts(graph, decision, self._combined)}
-        inner = {name for name in chains if all(user in chains for user in graph.users[name])}
-        self._added_up = {name for name in inner if self._positions.keys().isdisjoint(graph.by_name[name].inputs)}
         bags = {op.name: offsets for op in graph.ops if op.operator == "embedding_bag" and (offsets := self._even_bags(op))}
         # what it counts is only where each row's own words begin
         self._bags = {*bags, *(name for name in bags.values() if all(user in bags for user in graph.users[name]))}
 
-    def found(self) -> Iterator[Mixing]:
-        mixers = (self._needed & self._ops.keys()) - self._added_up - self._bags
-        for op in self._graph.ops:
-            if op.name in self._terms:
-                term = self._terms[op.name]
-                yield Mixing(op.name, term.reason, term.where, "mixes")
-            elif op.name in mixers and (reason := self._reason(op)):
-                yield Mixing(op.name, reason, op.where, "no rule" if reason.endswith(_CANNOT_TELL) else "mixes")
+    def reads_positions(self, op: Op) -> bool:
+        """Whether an op reads positions of rows."""
+        return not self._positions.keys().isdisjoint(op.inputs)
 
-    def _reason(self, op: Op) -> str:
+    def has_rows(self, name: str, times: int = 1) -> bool:
+        """Whether a result of an op has rows, or one axis of them so many times."""
+        if name not in self._ops:
+            return False
+        results = ([axis for dim in dims for axis in axes_of(dim)] for dims in self._ops[name].outputs)
+        return any(met.count(axis) >= times for met in results for axis in self._rows)
+
+    def has_rows_twice(self, name: str) -> bool:
+        """Whether a result of an op has several axes of rows, or one several times."""
+        made = self._ops[name].outputs if name in self._ops else ()
+        return any(sum(axis in self._rows for dim in dims for axis in axes_of(dim)) > 1 for dims in made)
+
+    def combination(self, name: str) -> str | None:
+        """How an op combines rows to something that has none; None if it does not, or not all alike."""
+        if name not in self._ops or self.has_rows(name) or self.reads_positions(self._graph.by_name[name]):
+            return None
+        roles = {axis: role for axis, role in self._ops[name].roles.items() if axis in self._rows}
+        found = {role.combine if role.kind == "contracted" else "" for role in roles.values()}
+        how = found.pop() if len(found) == 1 else ""
+        return None if not how or (how == "mean" and not self._uncounted.isdisjoint(roles)) else how
+
+    def reason(self, op: Op) -> str:
         """Why an op mixes samples; "" if it does not."""
-        if op.kind == "constant" and self._has_rows(op.name):
+        if op.name not in self._ops or op.name in self._bags:
+            return ""
+        if op.kind == "constant" and self.has_rows(op.name):
             return f"a tensor made by the model's code ({op.target}) has a value for each row"
         if op.kind == "constant" and "reads_rows" in op.tags:
             return f"a tensor made by the model's code ({op.target}) depends on the number of rows"
@@ -94,14 +126,7 @@ class _MixingSearch:
 
     def _is_inherited(self, op: Op, role: Role) -> bool:
         """Whether the op only meets rows twice because an operand has them twice already."""
-        return role in (TWICE, CONTRACTED_AND_KEPT) and any(self._has_rows(name, times=2) for name in op.inputs)
-
-    def _has_rows(self, name: str, times: int = 1) -> bool:
-        """Whether a result of an op has rows, or one axis of them so many times."""
-        if name not in self._ops:
-            return False
-        results = ([axis for dim in dims for axis in axes_of(dim)] for dims in self._ops[name].outputs)
-        return any(met.count(axis) >= times for met in results for axis in self._rows)
+        return role in (TWICE, CONTRACTED_AND_KEPT) and any(self.has_rows(name, times=2) for name in op.inputs)
 
     def _are_values(self, op: Op, positions: str) -> bool:
         """Whether an op computes with positions of rows. As an index of those very rows they change nothing."""
@@ -111,10 +136,10 @@ class _MixingSearch:
     def _indexed(self, op: Op) -> Iterator[tuple[str, tuple[Dimension, ...]]]:
         """The tensors that index others in an op, each with the dimensions that it indexes."""
         source, index = op.args[0] if op.args else None, argument(op, 2, "index")
-        if not isinstance(source, Ref) or (op.operator not in _INDEXING and op.target not in _SELECTING):
+        if not isinstance(source, Ref) or (op.operator not in _INDEXING and not _selects(op)):
             return
         dims = self._ops[source.op].outputs[0]
-        if op.target in _SELECTING:
+        if _selects(op):
             yield source.op, dims
         elif op.operator in ("index", "index_put"):
             for place, item in enumerate(op.args[1] if isinstance(op.args[1], tuple) else ()):
@@ -127,7 +152,7 @@ class _MixingSearch:
         """The axes in which an op chooses rows by a mask or its positions, each for itself."""
         found: set[str] = set()
         for index, dims in self._indexed(op):
-            if self._is_mask(index) or op.target in _SELECTING:
+            if self._is_mask(index) or _selects(op):
                 found.update(self._selected, *map(axes_of, dims))
             elif self._positions.get(index) == dims:
                 found.update(*map(axes_of, (*dims, *self._ops[index].outputs[0])))
@@ -153,45 +178,21 @@ class _MixingSearch:
         factors = dims.pop()[0]
         return counting.name if factors[:1] and factors[0] in self._rows and self._rows.isdisjoint(axes_of(factors[1:])) else None
 
-    def _combined(self, name: str) -> str | None:
-        """How an op combines samples; None if it does not."""
-        if name not in self._ops:
-            return None
-        roles = [role for axis, role in self._ops[name].roles.items() if axis in self._rows and role.kind == "contracted"]
-        return roles[0].combine if roles and not self._has_rows(name) else None
-
-    def _chain(self, term: LossTerm) -> set[str]:
-        """The ops between rows and a term: its sum and weight, and back to the ops whose operands have rows."""
-        found: set[str] = set()
-        waiting = [name for name in (term.sum, term.weight) if name is not None]
-        while waiting:
-            name = waiting.pop()
-            if name in found or name not in self._graph.by_name or self._has_rows(name):
-                continue
-            found.add(name)
-            waiting += self._graph.by_name[name].inputs
-        return found
-
 
 _CANNOT_TELL = ", cannot tell"
-_SELECTING = frozenset({"aten.nonzero.default", "aten.nonzero_numpy.default", "aten.argwhere.default", "aten.where.default"})
 _INDEXING = frozenset({"index", "index_put", "index_select", "index_add", "index_copy", "index_fill"})
 _LOOKUPS = (READS, MAKES, Role("contracted", "lookup"))
+
+
+def _selects(op: Op) -> bool:
+    return entry_of_call(op.target).rows == "selected"
 
 
 Extreme = Literal["greatest", "least"]
 
 _EXTREMES: dict[str | None, Extreme] = {"any": "greatest", "max": "greatest", "all": "least", "min": "least"}
 _OPPOSITE: dict[Extreme, Extreme] = {"greatest": "least", "least": "greatest"}
-_REDUCTIONS: dict[str, Extreme] = {
-    **dict.fromkeys(("any", "_is_any_true", "amax", "max"), "greatest"),
-    **dict.fromkeys(("all", "_is_all_true", "amin", "min"), "least"),
-}
-_MOVES = frozenset(
-    ["held", "to", "_to_copy", "clone", "detach", "alias", "view", "reshape", "flatten", "squeeze", "unsqueeze", "select", "slice"]
-)
-_RISING = _MOVES | {"gt", "ge", "greater", "greater_equal", "add", "sub"}
-_FALLING = frozenset(("lt", "le", "less", "less_equal", "logical_not", "bitwise_not", "neg", "negative"))
+_MOVES: tuple[Rows, ...] = ("same", "moved")
 
 
 def decided_by_parts(graph: ModelGraph, condition: str, combined: Callable[[str], str | None]) -> set[str]:
@@ -215,14 +216,14 @@ def decided_by_parts(graph: ModelGraph, condition: str, combined: Callable[[str]
         source = next((graph.by_name[name] for name in op.inputs if name in varying), None)
         if source is None or not _is_of_one(op, source, varying):
             return set()
-        reduced = _REDUCTIONS.get(op.operator)
-        if reduced is not None and wanted not in (None, reduced):
-            return set()
-        if reduced is not None:
-            wanted = reduced
-        elif op.operator in _FALLING:
+        does = entry_of_call(op.target).rows
+        if does in ("greatest", "least"):
+            if wanted not in (None, does):
+                return set()
+            wanted = does
+        elif does in ("falling", "negated"):
             wanted = None if wanted is None else _OPPOSITE[wanted]
-        elif op.operator not in _RISING:
+        elif does not in ("rising", "bounded", "added", "subtracted", *_MOVES):
             return set()
         op = source
     return set()
@@ -241,5 +242,6 @@ def _varying(graph: ModelGraph) -> set[str]:
 def _is_of_one(op: Op, source: Op, varying: Collection[str]) -> bool:
     """Whether an op compares or moves one varying value, its first; a number cast to bool loses its order."""
     is_first = bool(op.args) and op.args[0] == Ref(source.name) and sum(name in varying for name in op.inputs) == 1
-    is_truth = op.operator in _MOVES and op.outputs[0].dtype == "bool" != source.outputs[0].dtype
-    return is_first and not is_truth and (not op.kwargs or op.operator in _MOVES)
+    moves = entry_of_call(op.target).rows in _MOVES
+    is_truth = moves and op.outputs[0].dtype == "bool" != source.outputs[0].dtype
+    return is_first and not is_truth and (not op.kwargs or moves)

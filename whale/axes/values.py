@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, Union
@@ -93,6 +93,17 @@ class OpAxes:
 
 
 @dataclass(frozen=True, slots=True)
+class InRows:
+    """What of a graph is known of its rows."""
+
+    ops: Mapping[str, OpAxes]  # what each op does with each axis
+    rows: Set[str]  # the batch, every other axis whose size depends on the number of rows, and what is selected from these
+    positions: Mapping[str, tuple[Dimension, ...]]  # per op that holds positions, the dimensions along which they are
+    selected: Set[str] = frozenset()  # axes of what one mask selects
+    uncounted: Set[str] = frozenset()  # of the rows, axes of which only values say how many there are
+
+
+@dataclass(frozen=True, slots=True)
 class Mixing:
     """An op whose result for one sample depends, or may depend, on other samples."""
 
@@ -116,6 +127,7 @@ class Axes:
     # ops with values 0, 1, ... along their axis; a part of a cut axis keeps its positions in the whole, and as an index is local.
     positions: frozenset[str] = frozenset()
     of_rows: frozenset[str] = frozenset()  # axes whose size follows the number of rows: the batch, and others that are not known to be it
+    in_rows: InRows = InRows({}, frozenset(), {})  # the same with what masks select from rows
 
     @cached_property
     def by_name(self) -> dict[str, Axis]:

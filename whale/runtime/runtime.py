@@ -11,12 +11,12 @@ from typing import Literal
 
 import torch
 
+from whale.axes.updates import buffer_updates
 from whale.config import Config
 from whale.errors import BatchError, PlanError, RuntimeFault, WhaleError
 from whale.ir.graph import ModelGraph
 from whale.ir.plan import Plan
 from whale.ir.schedule import Schedule
-from whale.ir.updates import buffer_updates
 from whale.ir.writes import reached_parameters
 from whale.runtime.execute.batch import BatchView
 from whale.runtime.execute.call_check import Call, call_together

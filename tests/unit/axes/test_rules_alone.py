@@ -321,6 +321,7 @@ ALONG = [
     Case("tril.default", (x(2, 3, 5),), {"kept": [2], "whole": [3, 5]}),
     Case("triu.default", (x(2, 3, 5), 1), {"kept": [2], "whole": [3, 5]}),
     Case("diagonal.default", (x(3, 3),), {"whole": [3, 3]}),
+    Case("trace.default", (x(3, 3),), {"whole": [3, 3]}),
     Case("diag.default", (x(3),), {"whole": [3, 3, 3]}),
     Case("diag.default", (x(3, 5),), {"whole": [3, 3, 5]}),
 ]

@@ -1,11 +1,12 @@
 """Operators: one entry for each says all that Whale knows of it; a new one is an entry in the file of its family."""
 
-from whale.axes.operators.entry import Operator, Rule
+from whale.axes.operators.entry import Operator, Rows, Rule
 from whale.axes.operators.registry import (
     FAMILIES,
     OPERATORS,
     added_operand,
     entry_of,
+    entry_of_call,
     gathered_operands,
     is_pointwise,
     operator_of,
@@ -13,6 +14,6 @@ from whale.axes.operators.registry import (
 )
 
 __all__ = [
-    "FAMILIES", "OPERATORS", "Operator", "Rule", "added_operand", "entry_of", "gathered_operands", "is_pointwise", "operator_of",
-    "register_rule",
+    "FAMILIES", "OPERATORS", "Operator", "Rows", "Rule", "added_operand", "entry_of", "entry_of_call", "gathered_operands",
+    "is_pointwise", "operator_of", "register_rule",
 ]  # fmt: skip

@@ -92,23 +92,35 @@ def scores_and_values(args: Sequence[Any], results: Sequence[Shape]) -> int:
 
 MATRICES: Family = {
     "linear": Operator(
-        "input[... i] weight[o i] +bias[o] -> [... o]", "contractions.with_bias", ("bias", 2), flops=rows_by_matrix, weights="linear"
+        "input[... i] weight[o i] +bias[o] -> [... o]",
+        "contractions.with_bias",
+        ("bias", 2),
+        flops=rows_by_matrix,
+        weights="linear",
+        rows="product",
     ),
     "addmm": Operator(
-        "+self[i j] mat1[i k] mat2[k j] -> [i j]", "contractions.added_product", ("self", 0), factors=(1, 2), weights="addmm"
+        "+self[i j] mat1[i k] mat2[k j] -> [i j]",
+        "contractions.added_product",
+        ("self", 0),
+        factors=(1, 2),
+        weights="addmm",
+        rows="product",
     ),
-    "mm": Operator("self[i k] mat2[k j] -> [i j]", weights="matmul"),
-    "bmm": Operator("self[b i k] mat2[b k j] -> [b i j]"),
-    "baddbmm": Operator("+self[b i j] batch1[b i k] batch2[b k j] -> [b i j]", "contractions.added_product", ("self", 0), factors=(1, 2)),
-    "matmul": Operator(matmul, flops=rows_by_matrix, weights="matmul"),
-    "mv": Operator("self[i k] vec[k] -> [i]", flops=rows_by_matrix),
-    "dot": Operator("self[k] tensor[k] -> []", flops=rows_by_matrix),
-    "vdot": Operator("self[k] other[k] -> []", flops=rows_by_matrix),
-    "inner": Operator(flops=rows_by_matrix),
-    "outer": Operator("self[i] vec2[j] -> [i j]"),
+    "mm": Operator("self[i k] mat2[k j] -> [i j]", weights="matmul", rows="product"),
+    "bmm": Operator("self[b i k] mat2[b k j] -> [b i j]", rows="product"),
+    "baddbmm": Operator(
+        "+self[b i j] batch1[b i k] batch2[b k j] -> [b i j]", "contractions.added_product", ("self", 0), factors=(1, 2), rows="product"
+    ),
+    "matmul": Operator(matmul, flops=rows_by_matrix, weights="matmul", rows="product"),
+    "mv": Operator("self[i k] vec[k] -> [i]", flops=rows_by_matrix, rows="product"),
+    "dot": Operator("self[k] tensor[k] -> []", flops=rows_by_matrix, rows="product"),
+    "vdot": Operator("self[k] other[k] -> []", flops=rows_by_matrix, rows="product"),
+    "inner": Operator(flops=rows_by_matrix, rows="product"),
+    "outer": Operator("self[i] vec2[j] -> [i j]", rows="product"),
     "bilinear": Operator("input1[... i] input2[... j] weight[o i j] +bias[o] -> [... o]", "contractions.with_bias", ("bias", 3)),
-    "einsum": Operator(einsum, flops=all_letters),
-    "tensordot": Operator(tensordot),
+    "einsum": Operator(einsum, flops=all_letters, rows="product"),
+    "tensordot": Operator(tensordot, rows="product"),
     "cdist": Operator("x1[... i d!] x2[... j d!] -> [... i j]"),
     "linalg_slogdet": Operator("A[... i! j!] -> [...] [...]"),
     "slogdet": Operator("self[... i! j!] -> [...] [...]"),

@@ -71,17 +71,28 @@ POINTWISE: Family = {
     "feature_dropout": Operator("input[n channels ...!] -> [n channels ...!]"),
     "view_as_complex": Operator("self[... _two!] -> [...]"),
     "view_as_real": Operator("self[...] -> [... _two!]"),
-    "clone contiguous": Moves(copied, gradient="handed on"),
-    "_to_copy alias detach lift_fresh lift_fresh_copy to type_as": Moves(copied),
-    "add sub subtract": Moves(pointwise, gradient="handed on"),
-    "rsub neg negative masked_fill": Moves(pointwise),
-    "mul multiply div divide": Operator(pointwise, keeps="factors"),
+    "clone contiguous": Moves(copied, gradient="handed on", rows="same"),
+    "alias detach lift_fresh lift_fresh_copy": Moves(copied, rows="same"),
+    "_to_copy to type_as": Moves(copied, rows="moved"),
+    "add": Moves(pointwise, gradient="handed on", rows="added"),
+    "sub subtract": Moves(pointwise, gradient="handed on", rows="subtracted"),
+    "rsub": Moves(pointwise, rows="subtracted from"),
+    "neg negative": Moves(pointwise, rows="negated"),
+    "masked_fill": Moves(pointwise),
+    "mul multiply": Operator(pointwise, keeps="factors", rows="multiplied"),
+    "div divide true_divide": Operator(pointwise, keeps="factors", rows="divided"),
+    "copy": Operator(pointwise, rows="copied"),
+    "fill.Scalar": Operator(pointwise, rows="filled"),
+    "zero": Operator(pointwise, rows="zeros"),
+    "lerp": Operator(pointwise, rows="interpolated"),
+    "gt ge greater greater_equal": Operator(pointwise, rows="rising"),
+    "lt le less less_equal logical_not bitwise_not": Operator(pointwise, rows="falling"),
+    "clamp clamp_min": Operator(pointwise, rows="bounded"),
     "tanh sigmoid exp sqrt rsqrt relu hardtanh dropout native_dropout": Operator(pointwise, keeps="result"),
     (
-        "broadcast_tensors copy fill zero alpha_dropout bernoulli where lerp nan_to_num softplus rrelu_with_noise relu6 selu celu normal "
-        "uniform bitwise_not _conj resolve_conj resolve_neg requires_grad __and__ __or__ __xor__ __lshift__ __rshift__ __iand__ __ior__ "
-        "__ixor__ floor_divide absolute fix greater greater_equal less less_equal not_equal isclose arctan arctan2 hardswish log_sigmoid "
-        "conj real imag polar complex fake_quantize_per_tensor_affine"
+        "broadcast_tensors fill alpha_dropout bernoulli where nan_to_num softplus rrelu_with_noise relu6 selu celu normal uniform _conj "
+        "resolve_conj resolve_neg requires_grad __and__ __or__ __xor__ __lshift__ __rshift__ __iand__ __ior__ __ixor__ floor_divide "
+        "absolute fix not_equal isclose arctan arctan2 hardswish log_sigmoid conj real imag polar complex fake_quantize_per_tensor_affine"
     ): Operator(pointwise),
 }
 
@@ -120,11 +131,15 @@ def positions(op: Op, reading: Reading) -> RuleOutcome:
 FACTORIES: Family = {
     "arange": Operator(positions, "shapes.made_whole"),
     "linspace eye": Operator(numbering, "shapes.made_whole"),
-    "zeros ones empty new_zeros new_ones new_empty": Operator(factory, "shapes.sized"),
+    "zeros new_zeros": Operator(factory, "shapes.sized", rows="zeros"),
+    "ones empty new_ones new_empty": Operator(factory, "shapes.sized", rows="shaped"),
     "rand randn randint": Operator(factory, "shapes.made_whole"),
-    "full new_full": Operator(constant, "shapes.sized"),
-    "scalar_tensor": Operator(constant),
+    "new_empty_strided": Operator(on_parts=None, rows="shaped"),
+    "full new_full": Operator(constant, "shapes.sized", rows="filled"),
+    "scalar_tensor": Operator(constant, rows="filled"),
     "randperm": Operator("-> [n!]"),
     "tril_indices triu_indices": Operator("-> [_two! _places!]"),
-    "zeros_like ones_like full_like empty_like rand_like randn_like randint_like": Operator(pointwise),
+    "zeros_like": Operator(pointwise, rows="zeros"),
+    "ones_like empty_like rand_like randn_like randint_like": Operator(pointwise, rows="shaped"),
+    "full_like": Operator(pointwise, rows="filled"),
 }

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from whale.axes.operators.entry import Family, Moves, Operator, Template, along, chosen, letters_of, names, operand, put, write
 from whale.axes.outcome import Dims, Reading, argument, number
 from whale.ir.graph import Op
@@ -71,39 +73,41 @@ def diagonal(op: Op, reading: Reading) -> str:
 
 
 REDUCTIONS: Family = {
-    "sum": Moves(reduction("sum"), gradient="one number"),
-    "nansum count_nonzero": Operator(reduction("sum")),
-    "mean": Moves(reduction("mean")),
-    "amax": Operator(reduction("max"), "contractions.extreme", keeps="result"),
-    "amin": Operator(reduction("min"), "contractions.extreme", keeps="result"),
-    "max.default": Operator(reduction("max"), "contractions.extreme"),
-    "min.default": Operator(reduction("min"), "contractions.extreme"),
-    "any _is_any_true": Operator(reduction("any")),
-    "all _is_all_true": Operator(reduction("all")),
+    "sum": Moves(reduction("sum"), gradient="one number", rows="sum"),
+    "nansum count_nonzero": Operator(reduction("sum"), rows="counted"),
+    "mean": Moves(reduction("mean"), rows="mean"),
+    "amax": Operator(reduction("max"), "contractions.extreme", keeps="result", rows="greatest"),
+    "amin": Operator(reduction("min"), "contractions.extreme", keeps="result", rows="least"),
+    "max.default": Operator(reduction("max"), "contractions.extreme", rows="greatest"),
+    "min.default": Operator(reduction("min"), "contractions.extreme", rows="least"),
+    "any _is_any_true": Operator(reduction("any"), rows="greatest"),
+    "all _is_all_true": Operator(reduction("all"), rows="least"),
     "prod": Operator(reduction("prod")),
     "var std logsumexp argmax argmin": Operator(reduction()),
     "var_mean std_mean": Operator(reduction()),
     "norm linalg_vector_norm": Operator(reduction(position=2)),
     "nanmean": Operator(reduction()),
     "max.dim min.dim median.dim nanmedian.dim mode topk kthvalue": Operator(found_along),
-    "bincount": Operator("self[n!] weights[n!] -> [_counted!]"),
+    "bincount": Operator("self[n!] weights[n!] -> [_counted!]", rows="counted"),
     "histc": Operator("self[...!] -> [_counted!]"),
     "cosine_similarity": Operator(similarity),
     "pairwise_distance": Operator(distance),
 }
 
 ALONG_A_DIMENSION: Family = {
-    "cumsum cumprod logcumsumexp": Operator(along()),
+    "cumsum": Operator(along(), rows="linear"),
+    "cumprod logcumsumexp": Operator(along()),
     "cummax cummin": Operator(along()),
     "sort": Operator(along(default=-1)),
     "sort.stable": Operator(along(position=2, default=-1)),
     "argsort": Operator(along(default=-1)),
     "diff": Operator(difference),
-    "flip": Moves(along(name="dims")),
-    "roll": Moves(along(position=2, name="dims")),
-    "tril triu": Operator("self[... i! j!] -> [... i! j!]"),
-    "diag": Operator(diagonal),
-    "diagonal": Operator("self[i! j!] -> [i!]"),
+    "flip": Moves(along(name="dims"), rows="moved"),
+    "roll": Moves(along(position=2, name="dims"), rows="moved"),
+    "tril triu": Operator("self[... i! j!] -> [... i! j!]", rows="linear"),
+    "diag": Operator(diagonal, rows="linear"),
+    "diagonal": Operator("self[i! j!] -> [i!]", rows="moved"),
+    "trace": Operator("self[i! j!] -> []", rows="linear"),
     "multinomial": Operator("self[... n!] -> [... _drawn!]"),
 }
 
@@ -221,12 +225,18 @@ def ctc_loss(op: Op, reading: Reading) -> str:
     return "log_probs[t! n! c!] targets[s!] input_lengths[n!] target_lengths[n!] -> [n!]"
 
 
+Classes = partial(Operator, classification_loss, "contractions.class_loss", keeps="inputs and result", rows="class loss")
+Elements = partial(Operator, rows="element loss")
+
 LOSSES: Family = {
-    "cross_entropy_loss": Operator(classification_loss, "contractions.class_loss", keeps="inputs and result", is_two=True),
-    "nll_loss nll_loss_nd nll_loss2d nll_loss_forward": Operator(classification_loss, "contractions.class_loss", keeps="inputs and result"),
-    "mse_loss l1_loss smooth_l1_loss huber_loss soft_margin_loss kl_div": Operator(pointwise_loss(2)),
+    "cross_entropy_loss": Classes(is_two=True),
+    "nll_loss nll_loss_nd nll_loss2d": Classes(),
+    "nll_loss_forward": Classes(rows=None),  # two results
+    "mse_loss l1_loss smooth_l1_loss huber_loss soft_margin_loss kl_div": Elements(pointwise_loss(2)),
     "ctc_loss": Operator(ctc_loss),
-    "poisson_nll_loss": Operator(pointwise_loss(5)),
-    "binary_cross_entropy": Operator(pointwise_loss(3, num_weights=1)),
-    "binary_cross_entropy_with_logits": Operator(pointwise_loss(4, num_weights=2)),
+    "poisson_nll_loss": Elements(pointwise_loss(5)),
+    "binary_cross_entropy": Elements(pointwise_loss(3, num_weights=1)),
+    "binary_cross_entropy_with_logits": Elements(pointwise_loss(4, num_weights=2)),
+    "hinge_embedding_loss margin_ranking_loss": Elements(on_parts=None),
+    "cosine_embedding_loss triplet_margin_loss multi_margin_loss multilabel_margin_loss": Operator(on_parts=None, rows="row loss"),
 }

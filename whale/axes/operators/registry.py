@@ -9,7 +9,7 @@ from functools import cache
 from types import MappingProxyType
 
 from whale.axes.notation import parse
-from whale.axes.operators.entry import Family, Operator
+from whale.axes.operators.entry import Family, Operator, Rows
 from whale.axes.operators.lookups import LOOKUPS
 from whale.axes.operators.matrices import ATTENTION, MATRICES, RECURRENCES
 from whale.axes.operators.pointwise import FACTORIES, POINTWISE, copied, pointwise
@@ -80,9 +80,23 @@ def operator_of(op: Op) -> Operator:
 def entry_of(target: str, is_pointwise: bool = False) -> Operator:
     """The built-in entry of an operator: that of the overload, else of all its overloads, in place or not."""
     if target.startswith("aten."):
-        found = OPERATORS.get(target.removeprefix("aten.")) or OPERATORS.get(operator_name(target))
+        names = target.removeprefix("aten."), target.removeprefix("aten.").replace("_.", "."), operator_name(target)
+        found = next((OPERATORS[name] for name in names if name in OPERATORS), None)
         return found or (PLAIN if is_pointwise else UNKNOWN)
     return PLAIN if is_pointwise else OWN
+
+
+# a condition that is checked, and one result of several
+_TAKEN: Mapping[str, Rows] = MappingProxyType({"whale.held": "same", "operator.getitem": "moved"})
+
+
+@cache
+def entry_of_call(target: str) -> Operator:
+    """The entry of an operator on tensors or integers (``operator.mul``), for what it makes of values that are combined over rows."""
+    library, _, name = target.partition(".")
+    if target in _TAKEN:
+        return Operator(rows=_TAKEN[target])
+    return entry_of(f"aten.{name}") if library in ("aten", "operator") else UNKNOWN
 
 
 def is_pointwise(op: Op) -> bool:

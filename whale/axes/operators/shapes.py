@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 
 from whale.axes.atoms import ROWS, Clash, Dim
 from whale.axes.operators.concatenations import cat, slice_, split
@@ -198,29 +199,32 @@ def _groups(old: tuple[int, ...], new: tuple[int, ...]) -> Iterator[tuple[list[i
         yield left, right
 
 
+Moved = partial(Moves, rows="moved")
+
 SHAPES: Family = {
-    "view reshape _unsafe_view _reshape_alias": Moves(view, "shapes.view"),
-    "view_as reshape_as": Moves(view, "shapes.view_as"),
-    "flatten ravel unsqueeze": Moves(view),
-    "unflatten": Moves(view, "shapes.unflatten"),
-    "squeeze": Moves(view, "shapes.squeeze"),
-    "transpose swapaxes swapdims": Moves(swap()),
-    "t": Moves(swap(0, 1)),
-    "mT matrix_H": Moves(swap(-2, -1)),
-    "numpy_T": Moves(reverse),
-    "permute": Moves(permutation),
-    "movedim moveaxis": Moves(move),
-    "expand broadcast_to": Moves(expansion, "shapes.sized"),
-    "expand_as": Moves(expansion),
-    "repeat tile": Moves(repetition, "shapes.repeat"),
-    "repeat_interleave.self_int": Moves(interleaved_repetition, "shapes.repeat_interleave"),
-    "cat concat concatenate": Moves(cat),
-    "stack": Moves(stack),
+    "view reshape _unsafe_view _reshape_alias": Moved(view, "shapes.view"),
+    "view.dtype": Moves(view, "shapes.view"),
+    "view_as reshape_as": Moved(view, "shapes.view_as"),
+    "flatten ravel unsqueeze": Moved(view),
+    "unflatten": Moved(view, "shapes.unflatten"),
+    "squeeze": Moved(view, "shapes.squeeze"),
+    "transpose swapaxes swapdims": Moved(swap()),
+    "t": Moved(swap(0, 1)),
+    "mT matrix_H": Moved(swap(-2, -1)),
+    "numpy_T": Moved(reverse),
+    "permute": Moved(permutation),
+    "movedim moveaxis": Moved(move),
+    "expand broadcast_to": Moved(expansion, "shapes.sized"),
+    "expand_as": Moved(expansion),
+    "repeat tile": Moved(repetition, "shapes.repeat"),
+    "repeat_interleave.self_int": Moved(interleaved_repetition, "shapes.repeat_interleave"),
+    "cat concat concatenate": Moves(cat, rows="joined"),
+    "stack": Moves(stack, rows="joined"),
     "meshgrid": Moves(grid),
-    "split split_with_sizes unsafe_split unsafe_chunk chunk tensor_split": Moves(split, "shapes.split", gradient="put together"),
-    "unbind select": Moves(unbind, gradient="put together"),
-    "slice narrow": Moves(slice_, "shapes.slice_", gradient="put together"),
+    "split split_with_sizes unsafe_split unsafe_chunk chunk tensor_split": Moved(split, "shapes.split", gradient="put together"),
+    "unbind select": Moved(unbind, gradient="put together"),
+    "slice narrow": Moved(slice_, "shapes.slice_", gradient="put together"),
     "pad constant_pad_nd": Moves(padding),
-    "pixel_shuffle": Moves(pixel_shuffle, "shapes.pixel_shuffle"),
-    "unfold": Moves(unfolding),
+    "pixel_shuffle": Moved(pixel_shuffle, "shapes.pixel_shuffle"),
+    "unfold": Moved(unfolding),
 }

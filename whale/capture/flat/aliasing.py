@@ -8,6 +8,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, fx
 
+from whale.axes.operators import entry_of_call
+from whale.axes.operators.entry import SHAPED
 from whale.capture.flat.sizes import tensors_of
 from whale.errors import OpFault
 from whale.ir.writes import marked_arguments
@@ -67,12 +69,7 @@ def memory_roots(graph: fx.Graph, *, differentiable: bool = False) -> dict[fx.No
     return roots
 
 
-aten = torch.ops.aten
-
-_CUTS = frozenset(
-    (aten.detach, aten.detach_, aten.zeros_like, aten.ones_like, aten.full_like, aten.empty_like, aten.rand_like, aten.randn_like)
-    + (aten.randint_like, aten.new_zeros, aten.new_ones, aten.new_full, aten.new_empty, aten.new_empty_strided)
-)
+DETACH = (torch.ops.aten.detach.default, torch.ops.aten.detach_.default)
 
 
 def gradient_flow(graph: fx.Graph) -> dict[fx.Node, bool]:
@@ -97,8 +94,7 @@ def _flows(node: fx.Node, flow: dict[fx.Node, bool]) -> bool:
         return False
     if node.op == "placeholder":
         return bool(node.meta["val"].requires_grad)
-    packet = getattr(node.target, "overloadpacket", None)
-    if packet in _CUTS:
+    if node.target in DETACH or takes_shape(node):
         return False
     return any(flow[source] for source in node.all_input_nodes)
 
@@ -107,6 +103,12 @@ def _spread(nodes: list[fx.Node], flow: dict[fx.Node, bool]) -> None:
     for node in nodes:
         if node.op != "placeholder" and may_have_gradient(node):
             flow[node] = True
+
+
+def takes_shape(node: fx.Node) -> bool:
+    """Whether an op makes a new tensor, and reads of others at most their shapes."""
+    does = entry_of_call(str(node.target)).rows
+    return (does == "filled" or does in SHAPED) and not written_arguments(node)
 
 
 def may_have_gradient(node: fx.Node) -> bool:

@@ -9,27 +9,22 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from fractions import Fraction
-from typing import Literal
 
 import torch
 from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
-from whale.capture.flat.aliasing import may_have_gradient, memory_roots, written_arguments
+from whale.axes.operators import Operator, Rows, entry_of_call
+from whale.axes.operators.entry import CONSTANT, LINEAR, Kind, combined, operands_of
+from whale.capture.flat.aliasing import DETACH, may_have_gradient, memory_roots, takes_shape, written_arguments
+from whale.capture.flat.ops import target_name
 from whale.capture.flat.sizes import READS_ROWS, tensors_of
 
 RowFactors = Callable[[Node], tuple[int, ...] | None]
 
 aten = torch.ops.aten
-_DETACH = (aten.detach.default, aten.detach_.default)
-_SHAPE_ONLY = frozenset(
-    (aten.zeros_like, aten.ones_like, aten.empty_like, aten.full_like, aten.rand_like, aten.randn_like)
-    + (aten.new_zeros, aten.new_ones, aten.new_empty, aten.new_full)
-)  # these read the shape and type of a tensor, not its values, and numbers
-
-_POSITIONS = frozenset((aten.nonzero.default, aten.nonzero_numpy.default, aten.argwhere.default, aten.where.default))
 
 
 class BatchFacts:
@@ -47,6 +42,7 @@ class BatchFacts:
         self._dependent: set[Node] = set()
         self._differentiable: set[Node] = set()
         self._mixed: dict[Node, Node] = {}
+        self._kinds: dict[Node, Kind] = {}
         self._masks: dict[object, Node] = {}  # per size that depends on values, the mask that selects so many elements
         self._of_batch: set[Node] = set()  # made of the batch alone, without parameters and random numbers
         self._roots = memory_roots(graph)
@@ -131,11 +127,60 @@ class BatchFacts:
             return bool(value.node.expr.free_symbols <= rows.node.expr.free_symbols)
         return self.proportion(number) is not None
 
+    def over_rows(self, value: object) -> Kind:
+        """How a value combines over rows. Unknown for memory that is written."""
+        if not isinstance(value, Node) or not (self.depends(value) or self.is_written(value)):
+            return "constant"
+        if value not in self._kinds:
+            self._kinds[value] = "other" if self.is_written(value) else self._over_rows(value)
+        return self._kinds[value]
+
+    def _over_rows(self, node: Node) -> Kind:
+        if tensor_of(node) is None:
+            return "count" if self.proportion(node) else "other"
+        if self.row_dims(node) != ():
+            return "rows" if self.has_rows(node) and self.mixed([node]) is None else "other"
+        entry = entry_of_node(node)
+        if entry.rows is None or node.kwargs.get("rounding_mode") is not None or (entry.rows in LINEAR and _rounds(node)):
+            return "other"
+        operands, options = operands_of(entry, node.args, node.kwargs)
+        tensors = [operand for operand in operands if isinstance(operand, Node) and tensor_of(operand) is not None]
+        if entry.rows == "filled":  # with a number, in the shape of a tensor
+            operands, tensors = [operand for operand in operands if operand not in tensors], []
+        kinds = [self.over_rows(operand) for operand in operands]
+        if not CONSTANT.issuperset(map(self.over_rows, options)):
+            return "other"
+        if "rows" in kinds:
+            return self._of_rows(node, entry.rows, tensors)
+        may_be_rows = self._rows is None and any(constant_of(operand) is not None for operand in operands[:2])
+        found = combined(entry, kinds, may_be_rows=may_be_rows) or "other"
+        return "sum" if found == "count" else found  # of a tensor
+
+    def _of_rows(self, node: Node, how: Rows | None, operands: Sequence[Node]) -> Kind:
+        """What an op without rows makes of operands that have some."""
+        if any(self.over_rows(operand) != "rows" for operand in operands):
+            return "other"
+        if how == "mean":
+            value = tensor_of(operands[0])
+            return "other" if value is None or self.proportion(value.numel()) is None else "mean"  # else its rows are chosen
+        return "sum" if how in ("sum", "counted") or (how == "product" and self._meet(node, operands)) else "other"
+
+    def _meet(self, node: Node, operands: Sequence[Node]) -> bool:
+        """Whether a product sums over the rows of its operands together, which leaves no other way unless it is an equation."""
+        equation = node.args[0]
+        if not isinstance(equation, str):
+            return True
+        terms = equation.replace(" ", "").partition("->")[0].split(",")
+        if "." in equation or len(terms) != len(operands):
+            return False
+        letters = {term[dim] for term, operand in zip(terms, operands, strict=True) for dim in self.row_dims(operand) or ()}
+        return len(letters) == 1
+
     def _visit(self, node: Node) -> None:
         factors = self._factors(node)
         has_rows = factors is not None and any(factors)
         sources = self._read(node)
-        if getattr(node.target, "overloadpacket", None) in _SHAPE_ONLY:
+        if takes_shape(node):
             sources = [source for source in sources if tensor_of(source) is None]
         if READS_ROWS in node.meta or node is self._rows or has_rows or any(source in self._dependent for source in sources):
             self._dependent.add(node)
@@ -154,7 +199,7 @@ class BatchFacts:
     def _gets_gradient(self, node: Node) -> bool:
         if node.op in ("placeholder", "get_attr"):
             return bool(getattr(node.meta.get("val"), "requires_grad", False))
-        if node.target in _DETACH or (str(node.target) == "wrap_with_set_grad_enabled" and node.args[0] is False):
+        if node.target in DETACH or takes_shape(node) or (str(node.target) == "wrap_with_set_grad_enabled" and node.args[0] is False):
             return False
         return any(source in self._differentiable for source in self._read(node))
 
@@ -192,7 +237,7 @@ class BatchFacts:
 
 def _mask_of(node: Node) -> Node | None:
     """What selects the elements that an op returns, or the positions of; None for any other op."""
-    if node.target in _POSITIONS:
+    if rows_of(node) == "selected":
         return node.args[0]  # type: ignore[return-value]
     if node.target is not aten.index.Tensor:
         return None
@@ -205,11 +250,14 @@ def value_of(argument: object) -> object:
     return argument.meta.get("val") if isinstance(argument, Node) else argument
 
 
-def functional_name(node: Node) -> str:
-    """The op's name without overload and in-place suffix: ``aten.add``."""
-    if not isinstance(node.target, torch._ops.OpOverload):
-        return ""
-    return f"aten.{node.target.overloadpacket.__name__.rstrip('_')}"
+def entry_of_node(node: Node) -> Operator:
+    """What is known of the operator that a node calls; nothing for sources."""
+    return entry_of_call(target_name(node.target) if node.op == "call_function" else "")
+
+
+def rows_of(node: Node) -> Rows | None:
+    """What the op of a node makes of values that are combined over rows."""
+    return entry_of_node(node).rows
 
 
 def tensor_of(node: Node) -> torch.Tensor | None:
@@ -251,133 +299,8 @@ def _example_rows(graph: Graph, rows: Node | None, row_factors: RowFactors) -> i
     return 1
 
 
-Growth = Literal["sum", "mean"] | None  # None: neither, or unknown
-
-
-def growth(value: object, facts: BatchFacts) -> Growth:
-    """How a value grows; what does not depend on the batch is its own mean. Unknown for memory that is written."""
-    if isinstance(value, Node) and facts.is_written(value):
-        return None
-    if not facts.depends(value):
-        return "mean"
-    assert isinstance(value, Node)
-    if tensor_of(value) is None:
-        return "sum" if facts.proportion(value) else None
-    if facts.row_dims(value) != ():
-        return None
-    rule = _RULES.get(functional_name(value))
-    return None if rule is None else rule(value, facts)
-
-
-def _reduced(how: Growth) -> Callable[[Node, BatchFacts], Growth]:
-    def rule(node: Node, facts: BatchFacts) -> Growth:
-        operand = node.args[0]
-        if not _has_plain_rows(operand, facts):
-            return growth(operand, facts)
-        value = _tensor(operand)
-        is_counted = value is not None and facts.proportion(value.numel()) is None  # its rows are chosen
-        return None if how == "mean" and is_counted else how
-
-    return rule
-
-
-def _product(node: Node, facts: BatchFacts) -> Growth:
-    """A product of two tensors that sums over the rows of both, or of which one is constant."""
-    if all(_has_plain_rows(operand, facts) for operand in node.args[:2]):
-        return "sum"
-    return _times(node, facts)
-
-
-def _einsum(node: Node, facts: BatchFacts) -> Growth:
-    equation, operands = node.args[0], node.args[1]
-    assert isinstance(equation, str) and isinstance(operands, (list, tuple))
-    terms = equation.replace(" ", "").partition("->")[0].split(",")
-    if "." in equation or not all(_has_plain_rows(operand, facts) for operand in operands):
-        return None
-    letters = {term[dim] for term, operand in zip(terms, operands, strict=True) for dim in facts.row_dims(operand) or ()}
-    return "sum" if len(letters) == 1 else None
-
-
-def _linear(node: Node, facts: BatchFacts) -> Growth:
-    found = _times(node, facts)
-    return found if found == "mean" or len(node.args) < 3 or node.args[2] is None else None
-
-
-def _times(node: Node, facts: BatchFacts) -> Growth:
-    """A product in which one factor is constant, or the number of rows."""
-    left, right = node.args[0], node.args[1]
-    if facts.depends(left) and facts.depends(right):
-        share = facts.proportion(right) if _tensor(right) is None else None
-        return "sum" if share and growth(left, facts) == "mean" else None
-    constant, other = (right, left) if facts.depends(left) else (left, right)
-    return growth(other, facts) if _is_no_count(constant, facts) else None
-
-
-def _over(node: Node, facts: BatchFacts) -> Growth:
-    """A quotient by a constant, or by the number of rows."""
-    left, right = node.args[0], node.args[1]
-    if node.kwargs.get("rounding_mode") is not None:
-        return None
-    if not facts.depends(right):
-        return growth(left, facts) if _is_no_count(right, facts) else None
-    share = facts.proportion(right) if _tensor(right) is None else None
-    return "mean" if share and growth(left, facts) == "sum" and facts.depends(left) else None
-
-
-def _sum_of_two(node: Node, facts: BatchFacts) -> Growth:
-    left, right = growth(node.args[0], facts), growth(node.args[1], facts)
-    return left if left == right and constant_of(node.kwargs.get("alpha", 1)) is not None else None
-
-
-def _joined(node: Node, facts: BatchFacts) -> Growth:
-    listed = node.args[0]
-    found = {growth(item, facts) for item in listed} if isinstance(listed, (list, tuple)) else {None}
-    return found.pop() if len(found) == 1 else None
-
-
-def _filled(node: Node, facts: BatchFacts) -> Growth:
-    """A tensor that holds a number of rows, as ``torch.tensor(x.shape[0])``."""
-    return growth(next((source for source in node.all_input_nodes if tensor_of(source) is None), None), facts)
-
-
-def _same(node: Node, facts: BatchFacts) -> Growth:
-    """Moved, chosen or copied elements of one tensor; the other arguments are constants."""
-    value = tensor_of(node)
-    others = node.all_input_nodes[1:]
-    if value is None or not value.is_floating_point() or any(facts.depends(other) for other in others):
-        return None
-    return growth(node.args[0], facts)
-
-
-def _is_no_count(constant: object, facts: BatchFacts) -> bool:
-    """Whether a constant cannot be the number of rows, which a capture for one number of rows has as a constant too."""
-    return facts.has_symbolic_rows or constant_of(constant) is None
-
-
-def _has_plain_rows(operand: object, facts: BatchFacts) -> bool:
-    return facts.has_rows(operand) and facts.mixed([operand]) is None
-
-
-def _tensor(value: object) -> torch.Tensor | None:
-    return tensor_of(value) if isinstance(value, Node) else None
-
-
-_SAME = (
-    ("view", "reshape", "_unsafe_view", "squeeze", "unsqueeze", "flatten", "unflatten", "expand", "contiguous", "clone", "alias", "to")
-    + ("_to_copy", "type_as", "detach", "neg", "negative", "select", "slice", "narrow", "permute", "transpose", "t", "diagonal", "trace")
-    + ("flip", "roll", "cumsum", "index", "index_select")
-)  # fmt: skip
-
-_RULES: dict[str, Callable[[Node, BatchFacts], Growth]] = {
-    **{f"aten.{name}": _same for name in _SAME},
-    **{f"aten.{name}": _filled for name in ("scalar_tensor", "full", "new_full", "full_like")},
-    "aten.sum": _reduced("sum"),
-    "aten.mean": _reduced("mean"),
-    **{f"aten.{name}": _product for name in ("mm", "matmul", "bmm", "mv", "dot", "vdot")},
-    "aten.einsum": _einsum,
-    "aten.linear": _linear,
-    **{f"aten.{name}": _times for name in ("mul", "multiply")},
-    **{f"aten.{name}": _over for name in ("div", "divide", "true_divide")},
-    **{f"aten.{name}": _sum_of_two for name in ("add", "sub")},
-    **{f"aten.{name}": _joined for name in ("cat", "stack", "concat")},
-}
+def _rounds(node: Node) -> bool:
+    """Whether an op makes integers of its first operand, which are no sums or means."""
+    source = next(iter(node.all_input_nodes), None)
+    before, after = None if source is None else tensor_of(source), tensor_of(node)
+    return before is not None and after is not None and before.is_floating_point() and not after.is_floating_point()

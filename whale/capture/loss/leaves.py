@@ -15,22 +15,10 @@ import torch
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
-from whale.capture.loss.facts import BatchFacts, constant_of, tensor_of
+from whale.capture.loss.facts import BatchFacts, constant_of, rows_of, tensor_of
 
 aten = torch.ops.aten
 
-MEANS = frozenset((aten.mean.default, aten.mean.dim))
-SUMS = frozenset((aten.sum.default, aten.sum.dim_IntList))
-_ADDITIVE = frozenset((aten.dot.default, aten.vdot.default, aten.count_nonzero.default))
-_CLASS_LOSSES = frozenset((aten.cross_entropy_loss, aten.nll_loss, aten.nll_loss_nd, aten.nll_loss2d))
-_ELEMENT_LOSSES = frozenset(
-    (aten.mse_loss, aten.l1_loss, aten.smooth_l1_loss, aten.huber_loss, aten.binary_cross_entropy)
-    + (aten.binary_cross_entropy_with_logits, aten.kl_div, aten.soft_margin_loss, aten.poisson_nll_loss)
-    + (aten.hinge_embedding_loss, aten.margin_ranking_loss)
-)  # a value per element of the broadcast operands
-_SAMPLE_LOSSES = frozenset(
-    (aten.cosine_embedding_loss, aten.triplet_margin_loss, aten.multi_margin_loss, aten.multilabel_margin_loss)
-)  # a value per row of the operands
 _NONE, _MEAN, _SUM = 0, 1, 2
 _HALF = (torch.float16, torch.bfloat16)
 
@@ -100,15 +88,11 @@ class LossCall:
 
 def leaf_part(node: Node, facts: BatchFacts) -> LossPart | None:
     """A loss op as a sum over rows and a divisor; None if no rule says that it is one."""
-    packet = getattr(node.target, "overloadpacket", None)
-    if node.target in _ADDITIVE:
-        operands = [source for source in node.all_input_nodes if tensor_of(source) is not None]
-        whole = all(facts.has_rows(source) for source in operands)
-        return _checked(LossPart(node, the_node(node)), operands, facts) if whole else None
-    if packet in _CLASS_LOSSES:
+    does = rows_of(node)
+    if does == "class loss":
         return _class_loss(LossCall.of(node), facts)
-    if packet in _ELEMENT_LOSSES or packet in _SAMPLE_LOSSES:
-        return _element_loss(LossCall.of(node), facts, from_left=packet in _SAMPLE_LOSSES)
+    if does in ("element loss", "row loss"):
+        return _element_loss(LossCall.of(node), facts, from_left=does == "row loss")
     return None
 
 
@@ -116,7 +100,7 @@ def reduction_part(node: Node, operand: Node, facts: BatchFacts, *, mean: bool) 
     """The sum or mean of `operand`, a tensor with rows, over all its dimensions."""
     if not facts.has_rows(operand):
         return None
-    kept = not mean and node.target in SUMS and node.args[0] is operand
+    kept = not mean and node.args[0] is operand
     dtype = node.kwargs.get("dtype")
     total: Emit = the_node(node) if kept else lambda build: _sum(build, operand, dtype)
     divisor = _elements(tensor_of(operand), facts) if mean else None

@@ -10,9 +10,10 @@ from typing import cast
 import torch
 from torch.fx import Node
 
-from whale.capture.loss.facts import BatchFacts, constant_of, functional_name, growth, is_scalar, tensor_of
+from whale.axes.operators import Rows
+from whale.capture.flat.aliasing import DETACH
+from whale.capture.loss.facts import BatchFacts, constant_of, is_scalar, rows_of, tensor_of
 from whale.capture.loss.leaves import (
-    MEANS,
     Counted,
     Factor,
     LossPart,
@@ -85,7 +86,7 @@ class LossWalk:
     def _through(self, node: Node) -> list[LossPart] | None:
         if node in self._settled:
             return None
-        rule = _RULES.get(functional_name(node))
+        rule = _RULES.get(rows_of(node))
         if rule is not None:
             found = rule(self, node)
         else:
@@ -99,15 +100,14 @@ class LossWalk:
 
     def _same_value(self, node: Node) -> list[LossPart] | None:
         source = node.args[0]
-        if not isinstance(source, Node) or not is_scalar(source) or node.target is aten.view.dtype:
+        if not isinstance(source, Node) or not is_scalar(source) or not is_scalar(node):
             return None
         before, after = tensor_of(source), tensor_of(node)
         assert before is not None and after is not None
-        return self.parts(source) if after.is_floating_point() or before.dtype == after.dtype else None
-
-    def _detached(self, node: Node) -> list[LossPart] | None:
-        found = self._same_value(node)
-        return None if found is None else [replace(part, total=_without_gradient(part), factors=()) for part in found]
+        if not after.is_floating_point() and before.dtype != after.dtype:
+            return None
+        found = self.parts(source)
+        return [replace(part, total=_without_gradient(part), factors=()) for part in found] if node.target in DETACH else found
 
     def _negated(self, node: Node) -> list[LossPart] | None:
         found = self._same_value(node)
@@ -118,8 +118,7 @@ class LossWalk:
         alpha = constant_of(node.kwargs.get("alpha", node.args[2] if len(node.args) > 2 else 1))
         if alpha is None:
             return None
-        kind = functional_name(node)
-        signs = (1.0, alpha) if kind == "aten.add" else (1.0, -alpha) if kind == "aten.sub" else (-alpha, 1.0)
+        signs = {"added": (1.0, alpha), "subtracted": (1.0, -alpha)}.get(rows_of(node) or "", (-alpha, 1.0))
         found: list[LossPart] = []
         for operand, sign in zip((left, right), signs, strict=True):
             addend = self._addend(node, operand)
@@ -152,8 +151,8 @@ class LossWalk:
         operand = node.args[0]
         if not isinstance(operand, Node) or not is_full_reduction(node):
             return None
-        mean = node.target in MEANS
-        joined = operand.args[0] if operand.target in (aten.stack.default, aten.cat.default) else None
+        mean = rows_of(node) == "mean"
+        joined = operand.args[0] if rows_of(operand) == "joined" else None
         if isinstance(joined, (list, tuple)) and all(is_scalar(item) for item in joined):
             share = 1.0 / len(joined) if mean else 1.0
             return _scaled([part for item in joined for part in self.parts(cast(Node, item))], share)
@@ -161,7 +160,7 @@ class LossWalk:
 
     def _reduced(self, node: Node, operand: Node, mean: bool) -> list[LossPart] | None:
         """The reduction of an operand; a divisor that spans the batch is factored out: ``(x / s).sum() = x.sum() / s``."""
-        if operand.target is aten.div.Tensor:
+        if rows_of(operand) == "divided" and operand.kwargs.get("rounding_mode") is None:
             inner, scalar = operand.args
             if isinstance(inner, Node) and not is_scalar(inner) and self._spans_batch(scalar):
                 found = self._reduced(node, inner, mean)
@@ -236,10 +235,12 @@ class LossWalk:
 
     def _without_rows(self, node: Node) -> LossPart:
         """The part of a scalar that cannot be split: pieces add up, or are averaged by rows."""
-        found = growth(node, self._facts)
+        found = self._facts.over_rows(node)
         if found == "sum":
             return LossPart(node, the_node(node))
         reason = "" if found == "mean" else f"{describe(node)} is not a sum over the rows of the batch"
+        culprit = self._facts.mixed(source for source in node.all_input_nodes if reason and self._facts.has_rows(source))
+        reason = reason if culprit is None else f"{describe(culprit)} mixes the rows of the batch"
         return LossPart(node, lambda build: self._times_rows(build, node), PerRow(ONE), reason=reason)
 
     def _times_rows(self, build: NodeBuilder, node: Node) -> Node:
@@ -284,14 +285,14 @@ def _peel(divisor: Node) -> tuple[Node, float, float | None]:
     """A divisor ``max(core + offset, minimum)`` as its three parts."""
     core, offset, minimum = divisor, 0.0, None
     while isinstance(core.args[0] if core.args else None, Node):
-        kind, inner = functional_name(core), cast(Node, core.args[0])
-        if kind in ("aten.clamp", "aten.clamp_min") and offset == 0.0 and minimum is None:
+        does, inner = rows_of(core), cast(Node, core.args[0])
+        if does == "bounded" and offset == 0.0 and minimum is None:
             minimum = _lower_bound(core)
             if minimum is None:
                 break
-        elif kind == "aten.add" and len(core.args) == 2 and not core.kwargs and constant_of(core.args[1]) is not None:
+        elif does == "added" and len(core.args) == 2 and not core.kwargs and constant_of(core.args[1]) is not None:
             offset += constant_of(core.args[1]) or 0.0
-        elif _RULES.get(kind) is not LossWalk._same_value:
+        elif does not in ("same", "moved") or not is_scalar(inner) or core.target in DETACH:
             break
         core = inner
     return core, offset, minimum
@@ -305,24 +306,15 @@ def _lower_bound(clamp: Node) -> float | None:
     return constant_of(given[0]) if len(given) == 1 and is_lower else None
 
 
-_SAME_VALUE = (
-    ("view", "reshape", "_unsafe_view", "squeeze", "unsqueeze", "flatten", "expand", "contiguous", "view_as", "reshape_as")
-    + ("to", "_to_copy", "type_as", "clone", "alias", "lift_fresh_copy")
-)  # fmt: skip
-
-_RULES: dict[str, Callable[[LossWalk, Node], list[LossPart] | None]] = {
-    **{f"aten.{name}": LossWalk._same_value for name in _SAME_VALUE},
-    "aten.detach": LossWalk._detached,
-    "aten.neg": LossWalk._negated,
-    "aten.negative": LossWalk._negated,
-    "aten.add": LossWalk._sum_of_two,
-    "aten.sub": LossWalk._sum_of_two,
-    "aten.rsub": LossWalk._sum_of_two,
-    "aten.mul": LossWalk._product,
-    "aten.multiply": LossWalk._product,
-    "aten.div": LossWalk._quotient,
-    "aten.divide": LossWalk._quotient,
-    "aten.true_divide": LossWalk._quotient,
-    "aten.sum": LossWalk._reduction,
-    "aten.mean": LossWalk._reduction,
+_RULES: dict[Rows | None, Callable[[LossWalk, Node], list[LossPart] | None]] = {
+    "same": LossWalk._same_value,
+    "moved": LossWalk._same_value,
+    "negated": LossWalk._negated,
+    "added": LossWalk._sum_of_two,
+    "subtracted": LossWalk._sum_of_two,
+    "subtracted from": LossWalk._sum_of_two,
+    "multiplied": LossWalk._product,
+    "divided": LossWalk._quotient,
+    "sum": LossWalk._reduction,
+    "mean": LossWalk._reduction,
 }

@@ -6,13 +6,13 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from whale.axes import Axes, discover
+from whale.axes.updates import Update, buffer_updates, num_parts
 from whale.errors import OutOfMemory, PlanError, WhaleError, first_few, raise_faults
 from whale.estimate import Costs, StepEstimate, estimate
 from whale.estimate.step.step import DeviceEstimate
 from whale.ir.cluster import Cluster
 from whale.ir.graph import ModelGraph
 from whale.ir.plan import Plan, Replica, Stage, devices_of
-from whale.ir.updates import Update, buffer_updates, num_parts
 from whale.planning.pipeline.segments import find_ground
 from whale.planning.shard.overlapping import overlap_faults
 from whale.planning.structure.stages import batch_axis_faults, crossing_faults

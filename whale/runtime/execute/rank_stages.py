@@ -9,10 +9,10 @@ from functools import partial
 import torch
 
 from whale.axes import Axes
+from whale.axes.updates import Update
 from whale.ir.graph import ModelGraph
 from whale.ir.plan import Replica, Stage
 from whale.ir.schedule import Action, Kind
-from whale.ir.updates import Update
 from whale.ir.writes import written_buffers
 from whale.runtime.execute.connections import Connections
 from whale.runtime.execute.roster import RankPlace

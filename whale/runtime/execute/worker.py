@@ -10,10 +10,10 @@ from functools import partial
 import torch
 
 from whale.axes import Axes
+from whale.axes.updates import Update, buffer_updates, num_parts
 from whale.errors import BatchError, WhaleError
 from whale.ir.plan import Plan
 from whale.ir.schedule import Schedule
-from whale.ir.updates import Update, buffer_updates, num_parts
 from whale.runtime.execute.agreement import Agreement, PendingAgreement
 from whale.runtime.execute.batch import BatchView, InputPrefetch
 from whale.runtime.execute.call_check import Call

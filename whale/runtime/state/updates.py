@@ -16,9 +16,9 @@ from dataclasses import dataclass
 
 import torch
 
+from whale.axes.updates import Update, UpdateKind
 from whale.ir.graph import ModelGraph
 from whale.ir.plan import Plan
-from whale.ir.updates import Update, UpdateKind
 from whale.runtime.program.shard.pieces import Index, part, write_part
 from whale.runtime.state.holdings import Holdings
 

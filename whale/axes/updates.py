@@ -13,15 +13,13 @@
 Every part of a batch (a micro-batch of a replica) starts from the buffer's value before the step. Only running statistics follow one
 micro-batch after another, as in the plain model that is given them so.
 
-Each value as a function of the rows of a part of the batch:
+How each value combines over rows (`Kind`) is found in one pass. What an op does with rows follows from its axes: it keeps them, or sums, or
+averages over them. What it makes of values that have none any more is the field ``rows`` of its operator's entry:
 
-constant              the same for any rows; zeros and old values of buffers are distinguished
-rows                  one value per row
-count                 a multiple of the number of rows
-sum                   parts add up to the whole
-mean                  parts, averaged by their rows, give the whole: means, and what is linear in them
-grown                 a multiple of a buffer's old value, plus a sum
-other                 none of these
+    x [b d] -> sum(0) [d] -> mean []       a sum
+    x [b d] -> mean(0) [d] -> sum []       a mean
+    x [b d] -> sum(0) [d] -> square        other
+    x [b d] -> softmax(0) [b d] -> sum(0)  other: the softmax needs the rows whole
 """
 
 from __future__ import annotations
@@ -30,31 +28,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from whale.ir.graph import ModelGraph, Op
+from whale.axes.discover import discover
+from whale.axes.mixing import RowRoles
+from whale.axes.operators import Operator, Rows, added_operand, entry_of_call
+from whale.axes.operators.entry import ADDITIVE, CONSTANT, LINEAR, PER_ROW, SHAPED, Kind, combined, joint, operands_of
+from whale.axes.outcome import argument
+from whale.axes.values import Axes
+from whale.ir.graph import ModelGraph, Op, Ref
 from whale.ir.plan import Replica
 from whale.ir.scope import SourceLine
 from whale.ir.writes import SILENT_WRITERS, Reads, dependents, written_buffers, written_storages
-
-Kind = Literal["zero", "held", "constant", "rows", "count", "sum", "mean", "grown", "other"]
-
-CONSTANT: frozenset[Kind] = frozenset({"zero", "held", "constant"})
-ADDITIVE: frozenset[Kind] = frozenset({"count", "sum"})
-PER_ROW: frozenset[Kind] = frozenset({"rows", *CONSTANT})
-AVERAGED: frozenset[Kind] = frozenset({"mean", *CONSTANT})
-
-ZEROS = frozenset({"zeros", "zeros_like", "new_zeros"})
-SHAPE_ONLY = ZEROS | {"ones_like", "full_like", "empty_like", "new_ones", "new_full", "new_empty"}
-UNMOVED = frozenset({"detach", "alias", "clone"})  # ops whose result has the elements of the argument in the same positions
-
-LINEAR = UNMOVED | {
-    "view", "reshape", "_unsafe_view", "view_as", "reshape_as", "expand", "expand_as", "permute", "transpose", "t", "squeeze", "unsqueeze",
-    "select", "slice", "contiguous", "to", "_to_copy", "type_as", "neg", "flatten", "unflatten", "sum", "mean", "scalar_tensor",
-}  # fmt: skip
-DIVISIONS = frozenset({"div", "divide", "true_divide"})
-PRODUCTS = DIVISIONS | {"mul", "multiply", "matmul", "mm", "mv"}
-SCALINGS = frozenset({"mul", "multiply", "div", "divide", "true_divide"})
-SUMS = frozenset({"sum", "matmul", "mm", "mv", "einsum", "bincount"})
-SCATTERS = frozenset({"index_add", "scatter_add"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +52,10 @@ class Of:
 class OverRows:
     """Walks the ops in order; records what each value is, and what each written memory then holds."""
 
-    def __init__(self, graph: ModelGraph) -> None:
-        self._graph = graph
+    def __init__(self, graph: ModelGraph, axes: Axes) -> None:
+        self._graph, self._roles = graph, RowRoles(graph, axes.in_rows)
+        # a constant may be the number of rows in a capture for so many, unless it has found out which constants are
+        self._may_be_rows = not graph.dynamic and not any(graph.users[op.name] for op in graph.ops if op.kind == "input" and not op.outputs)
         self._values: dict[str, Of] = {}
         self._memory: dict[str, tuple[int, Of]] = {}
         for position, op in enumerate(graph.ops):
@@ -91,10 +76,13 @@ class OverRows:
         return self._graph.storage[name] == buffer and self._place(name) == ()
 
     def _source(self, op: Op) -> Of:
-        if op.kind == "input":
-            has_rows = any(spec.has_rows for spec in op.outputs)
-            return Of("rows") if has_rows else Of("constant") if op.outputs else Of("count")
-        return Of("held", self._graph.parameter_by_name[op.target].name) if op.kind == "buffer" else Of("constant")
+        if op.kind == "buffer":
+            return Of("held", self._graph.parameter_by_name[op.target].name)
+        if self._roles.reason(op):
+            return Of("other", op.name)
+        if self._roles.has_rows(op.name):
+            return Of("rows")
+        return Of("count" if op.kind == "input" and not op.outputs else "constant")
 
     def _now(self, name: str) -> Of:
         """What a value is now: as it was made, or as it was written since."""
@@ -107,94 +95,92 @@ class OverRows:
             return Of("other", op.name)
         written = self._values[op.name]
         before = self._memory[storage][1] if storage in self._memory else self._values[storage]
-        kinds = {before.kind, written.kind}
-        if op.inputs[0] == storage or before == written:
+        if op.inputs[0] == storage or before == written or self.is_all_of(op.name, storage):
             return written
-        if (
-            kinds == {"zero", "sum"}
-            or (kinds == {"held", "grown"} and before.scale == written.scale)
-            or ("rows" in kinds and kinds <= PER_ROW)
-        ):
-            return written if before.kind in CONSTANT else before
-        if kinds <= CONSTANT:
-            return Of("constant")
-        return Of("mean") if kinds <= AVERAGED else Of("other", op.name)
+        kinds = {before.kind, written.kind}
+        if kinds == {"held", "grown"} and before.scale == written.scale:
+            return before if before.kind == "grown" else written
+        if "rows" in kinds:
+            return Of("rows") if kinds <= PER_ROW else Of("other", op.name)
+        found = joint((before.kind, written.kind))
+        return Of("other", op.name) if found is None else Of(found)
 
     def _call(self, op: Op) -> Of:
-        has_rows = any(spec.has_rows for spec in op.outputs)
-        if op.operator in SHAPE_ONLY:
-            return Of("rows") if has_rows else Of("zero" if op.operator in ZEROS else "constant")
-        read = [self._now(name) for name in op.inputs]
+        entry, has_rows = entry_of_call(op.target), self._roles.has_rows(op.name)
+        is_unknown = not has_rows and any(factor < 0 for spec in op.outputs for factor in spec.row_factors)
+        is_unknown = is_unknown or self._roles.has_rows_twice(op.name)  # its size is in no proportion to the rows
+        if entry.rows in SHAPED and not is_unknown:
+            return Of("rows") if has_rows else Of("zero" if entry.rows == "zeros" else "constant")
+        is_filled = entry.rows == "filled"  # of a tensor it takes the shape
+        read = [self._now(name) for name in op.inputs if not (is_filled and self._graph.by_name[name].outputs)]
         bad = next((of for of in read if of.kind == "other"), None)
-        if bad is not None or any(factor < 0 for spec in op.outputs for factor in spec.row_factors):
+        if bad is not None or is_unknown:
             return bad or Of("other", op.name)
-        kinds = [of.kind for of in read]
-        if CONSTANT.issuperset(kinds):
-            return self._of_constants(op, read)
-        if op.operator in SCATTERS or (op.operator == "index_put" and op.args[3:4] == (True,)):
-            return (self._added(op, read[0], Of("sum")) if PER_ROW.issuperset(kinds[1:]) else None) or Of("other", op.name)
-        found = self._of_rows(op, kinds, has_rows) if "rows" in kinds else self._of_sums(op, read)
+        kinds = {of.kind for of in read}
+        if has_rows:
+            sizes: set[Kind] = {"count"} if entry.rows in ("moved", "filled") else set()
+            found = Of("rows") if kinds <= PER_ROW | sizes and not self._roles.reason(op) else None
+        elif "rows" in kinds:
+            found = self._of_rows(op, entry, read)
+        else:
+            found = self._of_constants(op, entry, read) if kinds <= CONSTANT else self._of_sums(op, entry)
         return found or Of("other", op.name)
 
-    def _of_constants(self, op: Op, read: Sequence[Of]) -> Of:
-        if op.operator == "copy":
+    def _of_rows(self, op: Op, entry: Operator, read: Sequence[Of]) -> Of | None:
+        """What an op that has no rows makes of values per row."""
+        if self._roles.reads_positions(op):
+            return None
+        if entry.rows == "scattered" and PER_ROW.issuperset(of.kind for of in read[1:]):
+            adds = op.operator != "index_put" or argument(op, 3, "accumulate") is True
+            return self._added(op, read[0], Of("sum")) if adds else None
+        added = added_operand(op)  # once, so parts would add it again
+        if not PER_ROW.issuperset(of.kind for of in read) or (added is not None and self._now(added).kind != "zero"):
+            return None
+        how = "sum" if entry.rows == "counted" else self._roles.combination(op.name)
+        return Of("sum") if how == "sum" else Of("mean") if how == "mean" else None
+
+    def _of_constants(self, op: Op, entry: Operator, read: Sequence[Of]) -> Of:
+        if entry.rows == "copied":
             return read[-1]
-        if len(read) == 1 and read[0].kind == "held" and op.operator in SCALINGS and (factor := _factor(op)) is not None:
+        if len(read) == 1 and read[0].kind == "held" and (factor := _factor(op, entry)) is not None:
             return replace(read[0], scale=read[0].scale * factor)
-        return read[0] if read and (op.operator in UNMOVED or "view" in op.tags) else Of("constant")
+        return read[0] if read and (entry.rows == "same" or "view" in op.tags) else Of("constant")
 
-    def _of_rows(self, op: Op, kinds: Sequence[Kind], has_rows: bool) -> Of | None:
-        """An op on values per row: again such values, or their sum or mean."""
-        if has_rows:
-            is_per_row = PER_ROW.issuperset(kinds) or ((PER_ROW | {"count"}).issuperset(kinds) and op.operator not in PRODUCTS)
-            return Of("rows") if is_per_row else None
-        if not PER_ROW.issuperset(kinds) or not op.outputs:
+    def _of_sums(self, op: Op, entry: Operator) -> Of | None:
+        """What an op makes of sums, means, counts and constants."""
+        operands, options = (list(map(self._of, each)) for each in operands_of(entry, op.args, dict(op.kwargs)))
+        if (
+            not operands
+            or not CONSTANT.issuperset(of.kind for of in options)
+            or "rounding_mode" in dict(op.kwargs)
+            or (entry.rows in LINEAR and self._rounds(op))
+        ):
             return None
-        return Of("sum") if op.operator in SUMS else Of("mean") if op.operator == "mean" else None
+        if entry.rows == "copied":
+            return self._copied(op, operands[1])
+        share = argument(op, 2, "weight") if entry.rows == "interpolated" else 0
+        if entry.rows in ("added", "subtracted", "interpolated") and isinstance(share, (int, float)):
+            left = replace(operands[0], scale=operands[0].scale * (1 - share))
+            return self._added(op, left, operands[1] if len(operands) > 1 else Of("constant"))
+        if operands[0].kind == "grown" and (entry.rows == "same" or "view" in op.tags):
+            return operands[0]
+        kind = combined(entry, [of.kind for of in operands], may_be_rows=self._may_be_rows)
+        return None if kind in (None, "grown") else Of("sum" if op.outputs and kind == "count" else kind)
 
-    def _of_sums(self, op: Op, read: Sequence[Of]) -> Of | None:
-        """An op on sums, means and counts."""
-        kinds = [of.kind for of in read]
-        if op.operator == "copy":
-            return self._copied(op, read[-1])
-        if op.operator in ("add", "sub", "rsub"):
-            return self._added(op, read[0], read[1] if len(read) > 1 else Of("constant"))
-        if op.operator == "lerp":
-            if AVERAGED.issuperset(kinds[:2]) and CONSTANT.issuperset(kinds[2:]):
-                return Of("mean")
-            share = op.args[2] if len(op.args) > 2 else None
-            left = replace(read[0], scale=read[0].scale * (1 - share)) if isinstance(share, (int, float)) else None
-            return None if left is None or left.kind != "held" else self._added(op, left, read[1])
-        if op.operator in DIVISIONS and kinds == ["sum", "count"]:
-            return Of("mean")
-        if op.operator in PRODUCTS:
-            return self._scaled(op, read)
-        if op.operator not in LINEAR or not CONSTANT.issuperset(kinds[1:]) or self._rounds(op):
-            return None
-        is_moved = kinds[0] == "grown" and op.operator not in UNMOVED and "view" not in op.tags
-        return None if is_moved else read[0]
-
-    def _scaled(self, op: Op, read: Sequence[Of]) -> Of | None:
-        """The product of one value that varies with constants, or the quotient by one."""
-        varying = [of for of in read if of.kind not in CONSTANT]
-        if not self._graph.dynamic and varying[0].kind in ADDITIVE:
-            return None  # the constant may be the number of rows
-        divides_by_it = op.operator in DIVISIONS and read[0] is not varying[0]
-        if len(varying) > 1 or varying[0].kind == "grown" or divides_by_it or "rounding_mode" in dict(op.kwargs):
-            return None
-        return Of("sum") if varying[0].kind == "count" and op.outputs else varying[0]
+    def _of(self, argument: object) -> Of:
+        return self._now(argument.op) if isinstance(argument, Ref) else Of("constant")
 
     def _added(self, op: Op, left: Of, right: Of) -> Of | None:
         """The sum or difference of two values."""
-        kinds = {left.kind, right.kind}
-        if kinds <= ADDITIVE | {"zero"}:
-            return Of("sum" if op.outputs else "count")
-        if kinds <= AVERAGED:
-            return Of("mean")
+        kind = joint((left.kind, right.kind))
+        if kind is not None:
+            return Of("count" if kind == "sum" and not op.outputs else kind)
         base, grows = (left, right) if left.kind in ("held", "grown") else (right, left)
-        if base.kind not in ("held", "grown") or grows.kind not in ADDITIVE or (op.operator != "add" and base is right):
+        if base.kind not in ("held", "grown") or grows.kind not in ADDITIVE:
             return None
-        return None if op.operator == "rsub" or self._place(op.name) is None else Of("grown", base.name, base.scale)
+        if base is right and (entry_of_call(op.target).rows != "added" or op.kwargs):  # a factor ``alpha``
+            return None
+        return None if self._place(op.name) is None else Of("grown", base.name, base.scale)
 
     def _copied(self, op: Op, value: Of) -> Of | None:
         """A value written over the old one."""
@@ -208,7 +194,7 @@ class OverRows:
         op = self._graph.by_name[name]
         if op.kind == "buffer":
             return ()
-        if op.operator in UNMOVED | SCALINGS | {"add", "sub", "lerp"} or "in_place" in op.tags:
+        if entry_of_call(op.target).rows in _IN_PLACES or "in_place" in op.tags:
             return next((place for place in map(self._place, op.inputs) if place is not None), None)
         outer = self._place(op.inputs[0]) if "view" in op.tags else None
         return None if outer is None else (*outer, f"{op.target} {op.args[1:]} {op.kwargs}")
@@ -219,12 +205,16 @@ class OverRows:
         return any("float" in a.dtype and "float" not in b.dtype for a, b in zip(sources, op.outputs, strict=False))
 
 
-def _factor(op: Op) -> float | None:
+_IN_PLACES: frozenset[Rows | None] = frozenset({"same", "multiplied", "divided", "added", "subtracted", "interpolated"})
+"""Operators each element of whose result is in the place of one of the first operand."""
+
+
+def _factor(op: Op, entry: Operator) -> float | None:
     """The number that a product multiplies its one tensor by; None for any other op."""
     numbers = [each for each in op.args[:2] if isinstance(each, (int, float))]
-    if len(op.args) != 2 or len(numbers) != 1 or op.kwargs:
+    if entry.rows not in ("multiplied", "divided") or len(op.args) != 2 or len(numbers) != 1 or op.kwargs:
         return None
-    if op.operator in DIVISIONS:
+    if entry.rows == "divided":
         return 1 / numbers[0] if numbers[0] and op.args[1] is numbers[0] else None
     return float(numbers[0])
 
@@ -259,7 +249,17 @@ def num_parts(name: str, replicas: Sequence[Replica]) -> int:
 
 
 def buffer_updates(graph: ModelGraph) -> Mapping[str, Update]:
-    """The buffers that forward writes, by name."""
+    """The buffers that forward writes, by name. Found once for a graph, and kept with it as its cached properties are."""
+    known: Mapping[str, Update] | None = vars(graph).get(_KEPT)
+    if known is None:
+        known = vars(graph)[_KEPT] = _buffer_updates(graph)
+    return known
+
+
+_KEPT = "buffer_updates"
+
+
+def _buffer_updates(graph: ModelGraph) -> Mapping[str, Update]:
     written = written_buffers(graph)
     marked = {name: ops for name, ops in written.items() if any(op.operator not in SILENT_WRITERS for op in ops)}
     found = _updates(graph, marked) if marked else {}
@@ -273,7 +273,7 @@ def _statistics(writers: Sequence[Op]) -> Update:
 
 
 def _updates(graph: ModelGraph, written: Mapping[str, tuple[Op, ...]]) -> dict[str, Update]:
-    over_rows = OverRows(graph)
+    over_rows = OverRows(graph, discover(graph))
     random = dependents(graph, (op.name for op in graph.ops if "random" in op.tags))
     results = [name for term in graph.loss for name in (term.sum, term.weight) if name is not None]
     needed = Reads(graph).ancestors((*results, *graph.outputs))
