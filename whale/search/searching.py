@@ -225,6 +225,7 @@ class Run:
     num_planned: int = field(default=0, init=False)  # plans that were made and estimated
     was_interrupted: bool = field(default=False, init=False)
     _num_tries: int = field(default=0, init=False)
+    _refused: float = field(default=0.0, init=False)  # effort that refused plans took beyond that of others, while nothing fits
     _seen: set[Strategy] = field(default_factory=set, init=False)
 
     def look_at(self, ranked: Iterable[Ranked], *, is_must: bool = False) -> None:
@@ -241,7 +242,7 @@ class Run:
             self.effort -= each.effort if verdict else 1.0
             if verdict:
                 if not self._plan(each.strategy) and self.best is None:
-                    self.effort -= (REFUSED - 1) * each.effort
+                    self._refused += (REFUSED - 1) * each.effort
                 self._tell()
 
     def _is_worth(self, each: Ranked) -> bool | None:
@@ -253,7 +254,7 @@ class Run:
         if not self.num_planned and not self.faults:
             return True
         if self.best is None:
-            self._num_tries += each.effort > self.effort
+            self._num_tries += each.effort > self.effort - self._refused
             return True if self._num_tries <= self.tries else None
         least = 1 + each.strategy.num_devices / PER_PLAN
         spare = self.effort / RUNNERS_UP_SHARE if len(self.candidates) <= NUM_RUNNERS_UP else 0.0
