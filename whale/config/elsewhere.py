@@ -198,6 +198,8 @@ FOREIGN_KEYS = tuple(ForeignKey(system, name, note) for system, keys in _KEYS.it
 
 _BY_NAME = {key.name: key for key in reversed(FOREIGN_KEYS)}
 
+_SECTIONS = frozenset(key.name[:place] for key in FOREIGN_KEYS for place, letter in enumerate(key.name) if letter == ".")
+
 
 def foreign_key(name: str) -> ForeignKey | None:
     """The key of another system that has a name, or all of whose section are the same here; of several systems the first."""
@@ -206,7 +208,7 @@ def foreign_key(name: str) -> ForeignKey | None:
 
 def is_foreign_section(name: object) -> bool:
     """Whether a name is a section of another system's file."""
-    return any(key.name.startswith(f"{name}.") for key in FOREIGN_KEYS)
+    return str(name) in _SECTIONS
 
 
 def plain(note: str) -> str:

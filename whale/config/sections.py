@@ -199,7 +199,7 @@ class PlanningSettings:
     )
     effort: int = key(
         100,
-        "largest number of plans that a search makes; large plans count for several, and six more are made while nothing fits",
+        "largest number of plans that a search makes; large or unfit ones count for several, and six more are made while nothing fits",
         rule=at_least(1),
     )
 

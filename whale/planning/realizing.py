@@ -9,6 +9,7 @@ from functools import cached_property, partial
 
 from whale.config import Config
 from whale.config.keys import Shares
+from whale.estimate.prices.budget import ALL, Budget
 from whale.estimate.prices.prices import Prices
 from whale.ir.cluster import Cluster, Device
 from whale.ir.graph import ModelGraph
@@ -20,6 +21,7 @@ from whale.planning.pipeline.scheduling import PipelineShape, Split, shape_pipel
 from whale.planning.plan import EstimatedPlan, estimated_plan
 from whale.planning.replicas.group_size import ChosenPlacement
 from whale.planning.replicas.solve import Solver, check_room, solve_together
+from whale.planning.shard.sharding import Sharder
 from whale.planning.shard.stage_price import StagePricing
 from whale.planning.strategy import ReplicaSpec, Strategy
 from whale.planning.structure.structure import Structure, analyse
@@ -34,7 +36,9 @@ class Realizer:
     config: Config
     num_rows: int
     _solvers: dict[Hashable, Solver] = field(default_factory=dict, init=False)
-    _points: dict[str, CutPoints] = field(default_factory=dict, init=False)
+    _shapes: dict[Hashable, PipelineShape] = field(default_factory=dict, init=False)
+    _points: dict[tuple[str, Budget], CutPoints] = field(default_factory=dict, init=False)
+    _pieces: dict[Budget, Pieces] = field(default_factory=dict, init=False)
 
     @property
     def graph(self) -> ModelGraph:
@@ -52,11 +56,16 @@ class Realizer:
     @cached_property
     def points(self) -> CutPoints:
         """Where the model can be cut, without recomputation."""
-        return self._cut_points(KEEP_ALL.kind)
+        return self._cut_points(KEEP_ALL.kind, ALL)
 
     @cached_property
     def pieces(self) -> Pieces:
-        return Pieces(self.prices, self.points, self.num_rows)
+        """The same, with times and bytes."""
+        return self._pieces_within(ALL)
+
+    @cached_property
+    def _sharder(self) -> Sharder:
+        return Sharder(self.prices)
 
     def realize(self, strategy: Strategy) -> EstimatedPlan:
         """The plan, estimated; made again with less memory if the estimate finds too little.
@@ -68,12 +77,11 @@ class Realizer:
         replicas = strategy.replicas
 
         def planned(lacking: Mapping[Device, int], policy: str | Shares) -> EstimatedPlan:
-            pricing = self.pricing.reserving(lacking).kept_by(pipelines)
-            return self._planned(replicas, policy, pricing, keeps=is_open and policy == KEEP_ALL.kind)
+            return self._planned(replicas, policy, kept.reserving(lacking), keeps=is_open and policy == KEEP_ALL.kind)
 
         asked = replicas[0].recompute or self.config.recompute.policy
         first = KEEP_ALL.kind if asked == "auto" else asked
-        pipelines = [self.solver(replica, first).pipeline for replica in replicas]
+        pipelines, kept = [self.solver(replica, first).pipeline for replica in replicas], self.pricing_for(replicas, first)
         is_open = asked == "auto" and not any(any(pipeline.recomputed) for pipeline in pipelines)
         others = [partial(planned, policy=policy) for policy in OPEN_DEPTHS] if is_open else []
         return decide_in_memory(self.pricing.rooms, partial(planned, policy=asked), *others)
@@ -89,17 +97,27 @@ class Realizer:
         chosen = ChosenPlacement(solvers[0], solve_together(placement, solvers, self.num_rows), {})
         return estimated_plan([None] * len(replicas), chosen, gather_rows=self.config.communication.gather_rows)
 
+    def pricing_for(self, replicas: Sequence[ReplicaSpec], policy: str | Shares) -> StagePricing:
+        """The prices where these replicas keep sharded state."""
+        if not self.prices.costs.zero:
+            return self.pricing
+        return self.pricing.kept_by([self.solver(replica, policy).pipeline for replica in replicas for _ in range(replica.count)])
+
     def solver(self, replica: ReplicaSpec, policy: str | Shares, pricing: StagePricing | None = None) -> Solver:
         """The solver of a pipeline of this shape, on any devices; `pricing`: None for all memory."""
         pricing = self.pricing if pricing is None else pricing
         ranks = replica.ranks or ()
         widths = tuple(rank.width for rank in ranks)
-        key = replica.schedule, replica.num_chunks, replica.num_micro_batch, widths, policy, pricing.budget
+        shape = replica.schedule, replica.num_chunks, replica.num_micro_batch, widths
+        key = shape, policy, pricing.budget
         if key not in self._solvers:
-            pipeline = self._shape(replica, widths)
+            if shape not in self._shapes:
+                self._shapes[shape] = self._shape(replica, widths)
+            pipeline = self._shapes[shape]
             read = read_policy(policy, pipeline)
-            points = self._cut_points(read.kind)
-            self._solvers[key] = Solver(pricing, pipeline, self.num_rows, points=points, pieces=self.pieces, policy=read)
+            kept_by = dataclasses.replace(pricing.budget, reserved=frozenset())
+            points, pieces = self._cut_points(read.kind, kept_by), self._pieces_within(kept_by)
+            self._solvers[key] = Solver(pricing, pipeline, self.num_rows, points=points, pieces=pieces, policy=read)
         return self._solvers[key]
 
     def _shape(self, replica: ReplicaSpec, widths: tuple[int, ...]) -> PipelineShape:
@@ -113,11 +131,16 @@ class Realizer:
         splits = tuple(Split(widths[rank]) for rank in pipeline.stage_rank)
         return dataclasses.replace(pipeline, devices=widths, splits=splits)
 
-    def _cut_points(self, policy: str) -> CutPoints:
-        if policy not in self._points:
+    def _cut_points(self, policy: str, budget: Budget) -> CutPoints:
+        if (policy, budget) not in self._points:
             kept = kept_under(self.prices, dataclasses.replace(KEEP_ALL, kind=policy))
-            self._points[policy] = find_cut_points(self.structure, self.prices, kept)
-        return self._points[policy]
+            self._points[policy, budget] = find_cut_points(self.structure, self.prices, kept, budget)
+        return self._points[policy, budget]
+
+    def _pieces_within(self, budget: Budget) -> Pieces:
+        if budget not in self._pieces:
+            self._pieces[budget] = Pieces(self.prices, self._cut_points(KEEP_ALL.kind, budget), self.num_rows, budget, self._sharder)
+        return self._pieces[budget]
 
     @cached_property
     def pricing(self) -> StagePricing:

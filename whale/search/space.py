@@ -106,7 +106,12 @@ class Space:
         if self.freedom.near is not None:
             return (self.freedom.near,)
         is_one_way = all(each.count == 1 or max(each.numbers.values()) == 1 for each in strategy.replicas)
-        return (True,) if is_one_way else (True, False)
+        return (True,) if is_one_way or strategy.taken.keys() <= self._on_one_host else (True, False)
+
+    @cached_property
+    def _on_one_host(self) -> frozenset[Device]:
+        """The types whose devices are all on one host, where they can be exchanged."""
+        return frozenset(kind for kind, numbers in self._on_hosts.items() if len(numbers) == 1)
 
     @property
     def _num_ranks(self) -> int | None:

@@ -61,6 +61,28 @@ def test_what_waits_on_hosts_takes_about_what_its_plan_takes(offload: str, error
         assert forms.of(strategy).seconds == pytest.approx(planned, rel=error)
 
 
+@pytest.mark.parametrize("zero", ["2", "3"])
+def test_a_pipeline_keeps_all_of_its_state_itself(zero: str) -> None:
+    """Nobody else holds its stages; two replicas keep half of each parameter's state each."""
+    graph, cluster = layers([64] * 8), made([[(1e9, GIB)] * 8], network=1e9)
+    held = {}
+    for setting in ("0", zero):
+        forms = ClosedForms(seater_of(graph, cluster, Config({"memory.zero": setting}), 8))
+        for count in (1, 2):
+            ranks = (RankSpec(cluster.devices[0].kind),) * 4
+            replica = ReplicaSpec(ranks, count, schedule="1f1b", num_chunks=1, num_micro_batch=2, recompute="none")
+            solvers = [forms.planner.solver(replica, "none", forms.planner.pricing_for((replica,), "none"))]
+            held[setting, count] = float(solvers[0].tables.points.parameters[0, -1])
+    assert held[zero, 1] == held["0", 1] == held["0", 2]
+    assert held[zero, 2] < 0.8 * held[zero, 1]
+
+
+@pytest.mark.parametrize(("hosts", "rules"), [(1, {True}), (2, {True, False})])
+def test_devices_of_one_host_are_placed_by_one_rule(hosts: int, rules: set[bool]) -> None:
+    space = space_of(layers([64] * 4), made([[(1e9, GIB)] * 6] * hosts, network=1e9), 8)
+    assert {each.near for each in space.space.lineups(space.alone)} == rules
+
+
 @pytest.mark.parametrize(
     ("cards", "pairs", "bandwidth"),
     [((), False, 0), ((None, None), False, 1e6), ((None, None), True, 1e5), ((4e5, 4e5, 1), False, 4e5), ((4e6, None), False, 1e6)],

@@ -193,8 +193,8 @@ def test_a_number_of_stages_is_divided_over_the_kinds(num_stages: int) -> None:
 def test_a_search_tells_what_it_has_seen() -> None:
     told = list[str]()
     found = search(layers([64] * 4), made([[(1e9, GIB), (3e9, GIB)]], network=1e9), Config(), rows=8, tell=told.append)
-    assert told[0].startswith(f"1 plan of {found.num_strategies} strategies estimated, the best so far: ")
-    assert told[-1].startswith(f"{found.num_planned} plans of ") and str(found.strategy) in told[-1]
+    assert told[0].startswith("1 plan estimated, the best so far: ")
+    assert told[-1].startswith(f"{found.num_planned} plans estimated, ") and str(found.strategy) in told[-1]
 
 
 def test_no_runner_up_is_faster_than_the_choice() -> None:
@@ -263,7 +263,7 @@ def test_effort_is_a_limit_where_nothing_fits(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(Realizer, "realize", refused)
     with pytest.raises(MemoryShortage):
         search(layers([64] * 4), made([[(1e9, GIB)] * 4], network=1e9), Config(), rows=64, effort=5)
-    assert 1 <= len(seen) <= 5 + 6
+    assert len(seen) == 1 + 6 + 3, "one that is refused takes all of this effort; six more, and what is always planned"
 
 
 def test_more_micro_batches_than_rows_leave_nothing() -> None:

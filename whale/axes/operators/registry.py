@@ -72,6 +72,8 @@ def register_rule(target: str, notation: str) -> None:
 def operator_of(op: Op) -> Operator:
     """The entry of an op's operator, with the user's own rule if there is one."""
     entry, own = entry_of(op.target, "pointwise" in op.tags), _own_rules.get()
+    if not own:
+        return entry
     rule = own.get(op.target) or own.get(op.target.rpartition(".")[0] if op.target.count(".") > 1 else op.target)
     return replace(entry, axes=rule) if rule else entry
 

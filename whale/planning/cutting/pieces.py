@@ -109,6 +109,7 @@ class Pieces:
     points: CutPoints
     num_rows: int
     budget: Budget = ALL
+    sharder: Sharder | None = None  # that others share; None for one of its own
     cuts: dict[Hashable, tuple[int, ...]] = field(default_factory=dict, init=False)  # the best cuts without memory limits
     times: dict[Hashable, Floats] = field(default_factory=dict, init=False)  # cache of all pieces as some stage
     lists: dict[Hashable, list[float]] = field(default_factory=dict, init=False)
@@ -361,4 +362,4 @@ class Pieces:
 
     @cached_property
     def _sharder(self) -> Sharder:
-        return Sharder(self.prices)
+        return self.sharder or Sharder(self.prices)

@@ -15,7 +15,7 @@ from whale.axes.labels import may_scatter
 from whale.axes.operators import added_operand, gathered_operands
 from whale.estimate.memory.memory import keeps_parameter
 from whale.ir.graph import Op, Ref
-from whale.ir.plan import BATCH
+from whale.ir.plan import BATCH, Shard
 from whale.ir.writes import MemoryWrites
 from whale.planning.shard.space import Scene, ShardSpace
 from whale.sharding.bridges import Bridge
@@ -87,6 +87,7 @@ class Classes:
         self._writes = MemoryWrites(scene.graph, scene.ops)
         self._added = {name: added_operand(scene.graph.by_name[name]) for name in scene.ops}
         self._kinds_in: dict[str, frozenset[int]] = {}
+        self.cuts: dict[tuple[int, ...], tuple[Shard, ...]] = {}  # by label of each class, once they were asked for (`cuts_of`)
         self._head_of = self._heads()
         colours = self._colours()
         found: dict[int, list[Op]] = {}

@@ -54,10 +54,14 @@ def op_cuts(classes: Classes, labels: Sequence[int]) -> OpCuts:
 
 def cuts_of(classes: Classes, labels: Sequence[int]) -> tuple[Shard, ...]:
     """The cuts of a stage under some labels, in the model's order of axes; without sizes."""
-    found, scene = op_cuts(classes, labels), classes.scene
-    cuts = with_work((Shard(axis, ()) for axis in classes.space.axes if axis in found.axes), found, scene.axes, scene.ops)
-    rows = tuple(sorted(scene.rows_arriving)), tuple(sorted(scene.rows_leaving))
-    return tuple(replace(cut, arriving=rows[0], handed_on=rows[1]) if cut.axis == BATCH else cut for cut in cuts)
+    key = tuple(labels)
+    if key not in classes.cuts:
+        found, scene = op_cuts(classes, labels), classes.scene
+        axes = found.axes
+        cuts = with_work((Shard(axis, ()) for axis in classes.space.axes if axis in axes), found, scene.axes, scene.ops)
+        rows = tuple(sorted(scene.rows_arriving)), tuple(sorted(scene.rows_leaving))
+        classes.cuts[key] = tuple(replace(cut, arriving=rows[0], handed_on=rows[1]) if cut.axis == BATCH else cut for cut in cuts)
+    return classes.cuts[key]
 
 
 def with_work(shards: Iterable[Shard], found: OpCuts, axes: Axes, ops: Collection[str]) -> tuple[Shard, ...]:
