@@ -22,7 +22,7 @@ from whale.comm import World, close_at_exit, on_first_rank
 from whale.config.sections import RuntimeSettings
 from whale.errors import ConfigError
 from whale.runtime.execute.batch import BatchView
-from whale.runtime.execute.finite import NUM_STEPS_AHEAD, HostCopy
+from whale.runtime.state.host_number import NUM_STEPS_AHEAD, HostCopy
 from whale.units import format_bytes, format_count
 
 LINE_SECONDS = 10.0
@@ -139,7 +139,7 @@ class StepLog:
         figures = StepFigures(step_number, None, seconds, counted.num_rows / seconds, tokens, rates, None, num_bytes)
         others = {name: HostCopy.of(value) for name, value in metrics.items()}
         self._copied.append((figures, HostCopy.of(loss), None if norm is None else HostCopy.of(norm), others))
-        self._read(NUM_STEPS_AHEAD if loss.device.type == "cuda" else 0)
+        self._read(0 if loss.device.type == "cpu" else NUM_STEPS_AHEAD)
 
     def _read(self, num_left: int) -> None:
         while len(self._copied) > num_left:

@@ -26,7 +26,6 @@ from whale.errors import CheckpointError, ConfigError, RuntimeFault
 from whale.runtime.checkpoint.boxes import Box
 from whale.runtime.checkpoint.copies import Duty, StateCopies
 from whale.runtime.checkpoint.surviving import keep_part
-from whale.runtime.execute.finite import HostCopy
 from whale.runtime.execute.status import FALL
 
 BAD = {**BATCH, "input": torch.full_like(BATCH["input"], torch.nan)}

@@ -11,8 +11,9 @@ import torch
 from whale.comm import World
 from whale.errors import RuntimeFault
 from whale.ir.graph import LossTerm
-from whale.runtime.execute.finite import HostCopy, LossWatch
+from whale.runtime.execute.finite import LossWatch
 from whale.runtime.execute.loss import LossAccount
+from whale.runtime.state.host_number import HostCopy
 
 
 class Arrived:
