@@ -27,6 +27,7 @@ from whale.runtime.checkpoint.boxes import Box
 from whale.runtime.checkpoint.copies import Duty, StateCopies
 from whale.runtime.checkpoint.surviving import keep_part
 from whale.runtime.execute.status import FALL
+from whale.runtime.state.host_number import HostCopy
 
 BAD = {**BATCH, "input": torch.full_like(BATCH["input"], torch.nan)}
 
