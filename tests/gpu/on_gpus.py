@@ -1,6 +1,6 @@
 """What `tests.gpu.prove` runs in processes of their own: a rank per GPU, or two without.
 
-    python -m torch.distributed.run --standalone --nproc-per-node 2 -m tests.gpu.on_gpus laws
+python -m torch.distributed.run --standalone --nproc-per-node 2 -m tests.gpu.on_gpus laws
 """
 
 from __future__ import annotations

@@ -159,7 +159,7 @@ CHECKS = (
     Check(
         "kernels",
         4,
-        110,
+        90,
         (BENCHMARK, "--only", "kernels", "--json", "{json}"),
         "a step launches at most 4 kernels more than the plain loop's",
         num_gpus=1,
@@ -169,7 +169,7 @@ CHECKS = (
     Check(
         "contexts",
         4,
-        50,
+        40,
         (*TORCHRUN, "2", "-m", "tests.gpu.on_gpus", "contexts"),
         "each rank has a context on its own GPU and on no other",
         num_gpus=1,
@@ -178,7 +178,7 @@ CHECKS = (
     Check(
         "laws",
         4,
-        60,
+        100,
         (*TORCHRUN, "{ranks}", "-m", "tests.gpu.on_gpus", "laws"),
         "a rank per GPU over NCCL (without GPUs two over Gloo): losses and weights are those of the plain loop",
         modules=("pytest", "hypothesis"),
@@ -186,7 +186,7 @@ CHECKS = (
     Check(
         "overlap",
         4,
-        40,
+        30,
         (*TORCHRUN, "{ranks}", "-m", "tests.gpu.on_gpus", "overlap"),
         "a sum over NCCL beside products takes less than both one after the other",
         num_gpus=2,
@@ -218,7 +218,7 @@ def run(check: Check, folder: Path) -> tuple[str, str]:
     paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     try:
         with said.open("w") as file:
-            environment = {**os.environ, "PYTHONPATH": paths, "WHALE_RUNTIME_CAPTURE_CACHE": "off"}
+            environment = {**os.environ, "PYTHONPATH": paths}
             code = subprocess.run(
                 words, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT, timeout=check.seconds, env=environment, check=False
             ).returncode

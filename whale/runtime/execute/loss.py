@@ -22,7 +22,6 @@ from whale.ir.writes import Reads
 from whale.runtime.execute.batch import BatchView
 from whale.runtime.program.lowering import StageProgram, lower
 
-
 Scale = float | torch.Tensor
 """A factor on gradients, known on the host or on the device alone."""
 

@@ -143,9 +143,8 @@ class EngineState:
 
     @property
     def masks(self) -> bool:
-        """Whether kernels of the optimizer leave out a step by a number on their device, as `torch.amp.GradScaler` hands it over: fused ones.
-
-        Momentum begins as 0 here, which damped momentum does not.
+        """Whether kernels of the optimizer leave out a step by a number on their device, as `torch.amp.GradScaler` hands it over: fused
+        ones. Momentum begins as 0 here, which damped momentum does not.
         """
         members = members_of(self.optimizer).values()
         damps = (group.get("momentum") and group.get("dampening") for each in members for group in each.param_groups)
