@@ -29,7 +29,7 @@ PART_SECONDS = 600
 LARGEST_GAP = 0.05
 """Of bytes at the peak from those of the plan."""
 
-PYTEST = ("-m", "pytest", "-q", "-rs", "--timeout", "150", "-p", "no:cacheprovider", "-m", "gpu")
+PYTEST = ("-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", "-m", "gpu")
 BY_PRECISION = "law_by_precision"
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
 BENCHMARK = "examples/benchmarks/gpu.py"
@@ -96,7 +96,7 @@ CHECKS = (
         540,
         (*PYTEST, "tests/gpu", "-k", f"not {BY_PRECISION}"),
         "the GPU tier passes, and on a GPU nothing is skipped",
-        modules=("pytest", "pytest_timeout", "hypothesis"),
+        modules=("pytest", "hypothesis"),
         judge=nothing_skipped,
     ),
     Check(
@@ -153,7 +153,7 @@ CHECKS = (
         200,
         (*PYTEST, "tests/gpu/test_ranks_on_one_gpu.py", "-k", BY_PRECISION),
         "several ranks on one GPU by Gloo: the law in three precisions under each plan",
-        modules=("pytest", "pytest_timeout", "hypothesis"),
+        modules=("pytest", "hypothesis"),
         judge=nothing_skipped,
     ),
     Check(

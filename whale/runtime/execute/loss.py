@@ -255,9 +255,9 @@ class LossAccount:
 
     def correction(self, totals: Totals) -> torch.Tensor:
         """The factor on the gradients: 0-dim."""
-        if self._late is None and isinstance(self._scale, torch.Tensor):
-            return self._scale.reciprocal()
         if self._late is None:
+            if isinstance(self._scale, torch.Tensor):
+                return self._scale.reciprocal()
             return torch.full((), 1 / self._scale, dtype=torch.float64, device=self._device)
         return self._num_rows / self._scale / whole_divisor(self.terms[self._late], self._scalar(totals.weights[self._late]))
 
