@@ -96,15 +96,14 @@ class Runtime:
         self._masks = self._agree_to_mask(state)
 
     def _agree_to_mask(self, state: EngineState) -> bool:
-        """Whether the optimizers of all ranks `masks`, and step on the device what is summed there. A collective except on CPUs."""
-        device = self.roster.world.device
-        if device.type == "cpu":  # nobody waits there
-            return False
-        others = torch.zeros((), dtype=torch.float64, device=device)
-        if not (state.masks and all(each.device.type == device.type for each in state.kept.values())):
-            others += 1
+        """Whether all ranks compute on other devices than CPUs, where nobody waits, and their optimizers there `masks`. A collective."""
+        world = self.roster.world
+        masks = world.device.type != "cpu" and state.masks and all(each.device.type == world.device.type for each in state.kept.values())
+        if not world.can_compare:
+            return masks
+        others = torch.tensor(float(not masks), dtype=torch.float64)
         self._connections.world_sums.add(others, "comparing how optimizers leave out a step")
-        return not others.item()
+        return others.item() == 0
 
     def masks_steps(self, state: EngineState) -> bool:
         """Whether the device leaves out an update by itself, and the host learns of it later: equal on all ranks.

@@ -15,7 +15,7 @@ import torch
 from whale.comm import World
 from whale.errors import RuntimeFault
 from whale.runtime.execute.loss import LossAccount
-from whale.runtime.state.host_number import NUM_STEPS_AHEAD, HostCopy
+from whale.runtime.state.host_copies import NUM_STEPS_AHEAD, LateNumber
 from whale.runtime.state.scaling import LossScaling, note_non_finite
 from whale.units import listed
 
@@ -25,7 +25,7 @@ class LossWatch:
 
     def __init__(self, world: World, scaling: LossScaling | None = None) -> None:
         self._world, self._scaling = world, scaling
-        self._copied: deque[tuple[int, LossAccount, HostCopy]] = deque()
+        self._copied: deque[tuple[int, LossAccount, LateNumber]] = deque()
         self._bad_step: int | None = None
         self._found: torch.Tensor | None = None  # above 0 on the device from the first loss on that is not finite
         self._last_free = -1  # number of the last step whose update was applied, whatever its loss
@@ -39,7 +39,7 @@ class LossWatch:
         if loss.device.type == "cpu":
             self._check(step_number, account, cast(float, loss.tolist()), "the update was not applied")
         else:
-            self._copied.append((step_number, account, HostCopy.of(loss)))
+            self._copied.append((step_number, account, LateNumber.of(loss)))
             self.settle(NUM_STEPS_AHEAD)
 
     def stop(self, loss: torch.Tensor) -> torch.Tensor:

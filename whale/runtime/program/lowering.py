@@ -15,7 +15,6 @@ from whale.deferred import defer_weights
 from whale.ir.graph import ModelGraph
 from whale.ir.plan import BATCH, Shard
 from whale.ir.writes import written_buffers
-from whale.runtime.program.grouped import repeat_groups
 from whale.runtime.program.marks import NUM_DIMS, OP, num_dims_of
 from whale.runtime.program.overlap import overlap
 from whale.runtime.program.regather import keep_parts
@@ -95,7 +94,10 @@ def lower(
         first = (AWAITED, *first)
     if not splits_backward:
         _sum_as_read(local, model)
-    repeat_groups(local, model, device)
+    if any(node.kwargs.get("enable_gqa") for node in local.nodes):
+        from whale.runtime.program.grouped import repeat_groups  # few models have groups of heads
+
+        repeat_groups(local, model, device)
     kinds = tuple("received" if name in handed else model.by_name[name].kind for name in read)
     keys = tuple(model.by_name[name].target if kind in ("parameter", "buffer") else name for name, kind in zip(read, kinds, strict=True))
     return StageProgram(

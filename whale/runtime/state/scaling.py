@@ -13,7 +13,7 @@ import torch
 from whale.errors import RuntimeFault
 from whale.runtime.program.shard.pieces import Index, on_device, part
 from whale.runtime.state.holdings import Holdings
-from whale.runtime.state.host_number import NUM_STEPS_AHEAD, HostCopy
+from whale.runtime.state.host_copies import NUM_STEPS_AHEAD, LateNumber
 from whale.runtime.state.sparse_sums import dense_part
 from whale.runtime.state.updates import as_real
 
@@ -45,7 +45,7 @@ class LossScaling:
     """The loss scale from step to step. A device may be ahead of the host: it adapts its own scale, and the host reads verdicts later."""
 
     def __init__(self) -> None:
-        self._verdicts: deque[tuple[int, torch.Tensor, HostCopy]] = deque()  # number of a step, its loss, whether it was left out
+        self._verdicts: deque[tuple[int, torch.Tensor, LateNumber]] = deque()  # number of a step, its loss, whether it was left out
         self.restore(LossScale())
 
     def restore(self, scale: LossScale) -> None:
@@ -92,7 +92,7 @@ class LossScaling:
         value = self.on(found.device)
         assert self._on_device is not None
         torch._amp_update_scale_(value, self._on_device[1], found, 2.0, 0.5, GROWTH_STEPS)
-        self._verdicts.append((step_number, loss, HostCopy.of(found)))
+        self._verdicts.append((step_number, loss, LateNumber.of(found)))
         self.look(NUM_STEPS_AHEAD)
 
     def look(self, num_left: int = 0) -> None:
