@@ -21,7 +21,7 @@ export PYTHONDONTWRITEBYTECODE :=
 test quick laws versions: export OMP_NUM_THREADS := 1
 DEMO_RECIPE ?= strategies/recipes/pipeline_data_parallel.yaml
 
-.PHONY: help demo test quick laws versions lint types bench clean
+.PHONY: help demo test quick laws versions gpu lint types bench clean
 
 help:
 	@echo "make demo      train a byte-level GPT on 4 CPU ranks"
@@ -29,6 +29,7 @@ help:
 	@echo "make quick     the unit tests that take no time"
 	@echo "make laws      all tests, each law with many examples, drawn anew; those of what is sent also by the rules of NCCL"
 	@echo "make versions  what torch can break, with each version of torch that is admitted (5 GB each with CUDA)"
+	@echo "make gpu       what a machine with GPUs can prove, 40 minutes at most; PART=1 to 4 for 10 minutes of it"
 	@echo "make lint      ruff"
 	@echo "make types     mypy: the package, and with fewer checks the tests"
 	@echo "make bench     benchmarks against torch, on the CPU"
@@ -60,6 +61,10 @@ $(VERSIONS_DIR)/%/installed: setup.cfg
 	$(@D)/bin/python -m pip install --quiet --config-settings editable_mode=compat -e ".[test]"
 	touch $@
 
+# With the packages that are there: images with CUDA have torch, and a network is not needed.
+gpu:
+	$(PYTHON) -m tests.gpu.prove $(if $(PART),--part $(PART))
+
 lint: $(VENV)/installed_tests
 	$(BIN)/python -m ruff check
 	$(BIN)/python -m ruff format --check
@@ -85,4 +90,4 @@ $(VENV)/installed_tests: $(VENV)/installed
 	touch $@
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis gpu_proofs

@@ -102,7 +102,7 @@ class StandIn(TorchDispatchMode):
 
     def _note_copy(self, func: OpOverload, source: Tensor, device: torch.device, is_asynchronous: bool) -> None:
         if isinstance(source, OnDevice):
-            if device != DEVICE:
+            if device != DEVICE and not is_asynchronous:
                 self._note(f"{func} to the host")
         elif device == DEVICE:
             self.arrivals.add(source.untyped_storage().data_ptr())

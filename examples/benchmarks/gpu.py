@@ -5,6 +5,7 @@
 eager      a training step of Whale against the same in a plain loop
 compiled   the same with `runtime.compile` against the loop over `torch.compile(model)`
 offload    GPT-2 with `memory.offload`, against Whale without
+kernels    how many kernels a step launches, of Whale and of the plain loop, by the profiler
 zero       GPT-2 on two ranks that share the GPU (messages go through host memory), per `memory.zero`; no times
 
 Ratio = the peer's time / Whale's, the median over pairs of blocks, as overhead.py has it. Peak bytes are those that torch's allocator
@@ -236,6 +237,27 @@ def offloaded(kind: str, options: argparse.Namespace) -> dict[str, Any]:
     return result
 
 
+def num_kernels(step: Step) -> int:
+    """Kernels that a step launches, copies and fills of memory included."""
+    for _ in range(4):
+        step()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        step()
+        torch.cuda.synchronize()
+    return sum(event.device_type == torch.autograd.DeviceType.CUDA for event in profile.events())
+
+
+def launched(name: str, dtype: str, options: argparse.Namespace) -> dict[str, Any]:
+    """Kernels per step of both sides."""
+    model = MODELS[name]
+    step, engine = whale_step(model, options.rows or model.rows, {"precision.dtype": dtype})
+    ours = num_kernels(step)
+    engine.close()
+    del step, engine
+    torch.set_float32_matmul_precision("high" if dtype == "tf32" else "highest")
+    return {"whale_kernels": ours, "peer_kernels": num_kernels(torch_step(model, options.rows or model.rows, dtype, False))}
+
+
 def with_zero(level: str, options: argparse.Namespace) -> dict[str, Any]:
     """GPT-2 on two ranks of one GPU; of this rank."""
     torch.cuda.set_device(0)
@@ -256,6 +278,9 @@ def cases(options: argparse.Namespace) -> Iterator[tuple[str, Callable[[], dict[
             yield f"eager_{name}_{dtype}", partial(against_torch, name, dtype, False, options)
     for name in MODELS:
         yield f"compiled_{name}_bf16", partial(against_torch, name, "bf16", True, options)
+    for name in MODELS:
+        for dtype in ("float32", "bf16", "fp16"):
+            yield f"kernels_{name}_{dtype}", partial(launched, name, dtype, options)
     for kind in ("optimizer", "optimizer+parameters", "activations"):
         yield f"offload_{kind}", partial(offloaded, kind, options)
     for level in ("0", "1", "2", "3"):
@@ -263,6 +288,8 @@ def cases(options: argparse.Namespace) -> Iterator[tuple[str, Callable[[], dict[
 
 
 def line(result: dict[str, Any]) -> str:
+    if "whale_kernels" in result:
+        return f"kernels: whale {result['whale_kernels']}, peer {result['peer_kernels']}"
     words = []
     if "ratio" in result:
         spread = f" ({result['low']:.3f} to {result['high']:.3f})" if "low" in result else ""

@@ -75,10 +75,9 @@ def test_a_state_knows_no_process_group() -> None:
         "num_advanced",
         "noted_settings",
         "has_moved_statistics",
-        "loss_scale",
+        "scaling",
         "decay",
         "averages",
-        "was_skipped",
         "is_whole",
     }
     assert {name for name in EngineState.__dataclass_fields__ if not name.startswith("_")} == names

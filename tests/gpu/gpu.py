@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -16,11 +18,11 @@ from torch import Tensor
 from tests.distributed.ranks import Job, Outcome, outcome_of_rank
 from tests.distributed.world import World
 from tests.standin import DEVICE, OnDevice, StandIn
+from whale.capture import capture
 
 needs_memory = pytest.mark.skipif(not torch.cuda.is_available(), reason="the stand-in device does not count the bytes of its tensors")
 
-needs_streams = pytest.mark.skipif(not torch.cuda.is_available(), reason="the stand-in device waits for each copy to the host")
-needs_autocast = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch has no autocast for the stand-in device")
+needs_streams = pytest.mark.skipif(not torch.cuda.is_available(), reason="the stand-in device has no streams")
 
 
 @dataclass(frozen=True)
@@ -56,14 +58,26 @@ class Gpu:
         return {name: value.held if isinstance(value, OnDevice) else value.cpu() for name, value in tensors.items()}
 
 
+def _capture(capture: Callable[..., Any], *arguments: Any, device: str, **options: Any) -> Any:
+    """Under the CPU's autocast, for torch has none for the stand-in device."""
+    return capture(*arguments, device="cpu" if device == DEVICE.type else device, **options)
+
+
 @contextmanager
 def gpu_or_stand_in() -> Iterator[Gpu]:
     """While it is open, whale computes on the GPU, or on the stand-in device."""
     if torch.cuda.is_available():
         yield Gpu(torch.device("cuda"), None)
         return
-    with mock.patch("whale.comm.world._device", return_value=DEVICE), StandIn() as stand_in:
-        yield Gpu(DEVICE, stand_in)
+    patches = (
+        mock.patch("whale.comm.world._device", return_value=DEVICE),
+        mock.patch("whale.api.mode.capture", partial(_capture, capture)),
+        mock.patch("torch.optim.optimizer._get_fused_kernels_supported_devices", return_value=["cpu", DEVICE.type]),
+    )
+    with ExitStack() as stack:
+        for patch in patches:
+            stack.enter_context(patch)
+        yield Gpu(DEVICE, stack.enter_context(StandIn()))
 
 
 class GpuRanks(World):

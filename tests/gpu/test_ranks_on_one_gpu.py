@@ -17,7 +17,7 @@ from tests import reference
 from tests.distributed.test_schedules import CHAIN
 from tests.distributed.training import Case, largest_of, make_cluster, run_case, train_rank, train_reference
 from tests.distributed.world import World
-from tests.gpu.gpu import Gpu, gpu_or_stand_in, needs_autocast, needs_memory, needs_streams, ranks_on_gpu
+from tests.gpu.gpu import Gpu, gpu_or_stand_in, needs_memory, needs_streams, ranks_on_gpu
 from tests.models import Description
 
 TOLERANCE = 1e-10
@@ -63,16 +63,23 @@ def batch() -> dict[str, torch.Tensor]:
     return {"input": torch.randn(32, 64), "label": torch.randn(32, 64)}
 
 
-def engine(num_ranks: int, **config: Any) -> whale.Engine:
-    optimizer = partial(torch.optim.SGD, lr=0.1, foreach=True)
+def engine(num_ranks: int, kernels: str = "foreach", scheduler: Any = None, **config: Any) -> whale.Engine:
+    optimizer = partial(torch.optim.AdamW, lr=0.1, **{kernels: True})
     return whale.parallelize(
-        model(), loss=loss, optimizer=optimizer, batch=batch(), config=config, cluster=make_cluster((1.0,) * num_ranks)
+        model(),
+        loss=loss,
+        optimizer=optimizer,
+        scheduler=scheduler,
+        batch=batch(),
+        config=config,
+        cluster=make_cluster((1.0,) * num_ranks),
     )
 
 
 SETTINGS = [
     *({"pipeline.schedule": schedule} for schedule in ("gpipe", "1f1b", "zb_h1", "recompute_early")),
-    pytest.param({"precision.dtype": "bf16"}, marks=needs_autocast),
+    {"precision.dtype": "bf16"},
+    {"gradient.clip_norm": None},
     pytest.param({"memory.offload": "activations"}, marks=needs_streams),
 ]
 
@@ -80,8 +87,18 @@ SETTINGS = [
 @pytest.mark.parametrize("config", SETTINGS, ids=str)
 def test_a_steady_step_never_waits_for_the_device(gpu: Gpu, config: dict[str, Any]) -> None:
     """One rank: what Gloo copies to the host is not in the way."""
-    trained = engine(1, **{"pipeline.num_micro_batch": 4, "gradient.clip_norm": 1.0, **config})
-    data = [batch() for _ in range(3)]
+    check_never_waits(gpu, engine(1, **{"pipeline.num_micro_batch": 4, "gradient.clip_norm": 1.0, **config}))
+
+
+@pytest.mark.parametrize("scheduler", [None, partial(torch.optim.lr_scheduler.StepLR, step_size=1)], ids=["", "scheduler"])
+@pytest.mark.parametrize("config", [{}, {"gradient.clip_norm": 1.0}, {"pipeline.num_micro_batch": 4}], ids=str)
+@pytest.mark.parametrize("dtype", ["float32", "bf16", "fp16"])
+def test_a_fused_optimizer_leaves_out_steps_without_a_wait(gpu: Gpu, dtype: str, config: dict[str, Any], scheduler: Any) -> None:
+    check_never_waits(gpu, engine(1, "fused", scheduler, **{"precision.dtype": dtype, **config}))
+
+
+def check_never_waits(gpu: Gpu, trained: whale.Engine) -> None:
+    data = [batch() for _ in range(5)]
     trained.step(data[0])
     with gpu.never_waits():
         for example in data[1:]:
@@ -149,8 +166,10 @@ def train_by_torch(dtype: str, device: torch.device) -> tuple[list[float], dict[
 
 
 @pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.parametrize("dtype", ["float32", pytest.param("bf16", marks=needs_autocast), pytest.param("fp16", marks=needs_autocast)])
+@pytest.mark.parametrize("dtype", PRECISIONS)
 def test_the_law_by_precision(world: World, dtype: str, plan: str) -> None:
+    if dtype != "float32" and plan not in ("one device", "replicas") and not torch.cuda.is_available():
+        pytest.skip("the stand-in device casts as the CPU does, where tests/distributed/test_precision.py has all plans")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     num_ranks = {"one device": 1, "split": 2}.get(plan, 4 if "pipeline.num_stages" in PLANS[plan] else 2)
     losses, state = train_by_torch(dtype, device)

@@ -83,3 +83,9 @@ def test_nobody_computes_on_it_unseen() -> None:
     x = put(torch.ones(2))
     with pytest.raises(RuntimeError, match="nobody looks"):
         x + x
+
+
+def test_an_asynchronous_copy_to_the_host_is_not_waited_for() -> None:
+    with StandIn() as device:
+        torch.zeros(4, 4).copy_(put(torch.ones(4, 4)), non_blocking=True)
+    assert device.waits == []

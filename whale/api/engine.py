@@ -759,12 +759,15 @@ class Engine:
 
     @property
     def loss_scale(self) -> float | None:
-        """The factor on the loss of the next step of a training in float16; None for others."""
-        return None if self.state.loss_scale is None else self.state.loss_scale.value
+        """The factor on the loss of the next step of a training in float16; None for others. Waits for the device."""
+        return None if self.state.scaling is None else self.state.scaling.scale.value
 
     @property
     def was_skipped(self) -> bool:
-        """Whether the last step left out its update, since loss or gradients were not finite (``fp16``, ``gradient.skip_nonfinite``)."""
+        """Whether the last step left out its update, since loss or gradients were not finite (``fp16``, ``gradient.skip_nonfinite``).
+
+        Waits for the device.
+        """
         return self.state.was_skipped
 
     @property

@@ -34,7 +34,7 @@ from whale.ir.plan import Plan
 from whale.ir.profile import read_profile
 from whale.planning.explain.choices import other_stages
 from whale.progress import progress
-from whale.runtime.state.scaling import LossScale
+from whale.runtime.state.scaling import LossScaling
 
 
 @user_call
@@ -112,7 +112,7 @@ def parallelize(
             warn(text)
         with progress("creating weights and process groups", on_first=world.rank == 0):
             state = initial_state(modes, roster, holdings, settings.runtime.seed, initialize, optimizer, scheduler)
-            state.loss_scale = LossScale() if precision is not None and precision.dtype == "float16" else None
+            state.scaling = LossScaling() if precision is not None and precision.dtype == "float16" else None
             runtime, tracing = opening.open(roster, holdings, state)
         return Engine(modes, state, runtime, opening, decided, tracing=tracing, overhead=decided.seconds + time.perf_counter() - begun)
 

@@ -22,7 +22,7 @@ from whale.comm import World, close_at_exit, on_first_rank
 from whale.config.sections import RuntimeSettings
 from whale.errors import ConfigError
 from whale.runtime.execute.batch import BatchView
-from whale.runtime.execute.finite import NUM_STEPS_AHEAD, HostCopy
+from whale.runtime.state.host_copies import NUM_STEPS_AHEAD, LateNumber
 from whale.units import format_bytes, format_count
 
 LINE_SECONDS = 10.0
@@ -79,7 +79,7 @@ class StepLog:
     _file: TextIO | None = None
     _counted: _Counted | None = None
     _ended: float | None = None
-    _copied: deque[tuple[StepFigures, HostCopy, HostCopy | None, dict[str, HostCopy]]] = field(default_factory=deque)
+    _copied: deque[tuple[StepFigures, LateNumber, LateNumber | None, dict[str, LateNumber]]] = field(default_factory=deque)
     _printed: float = -math.inf
     _told: StepFigures | None = None
 
@@ -137,9 +137,9 @@ class StepLog:
         tokens = counted.num_tokens / seconds if counted.num_tokens else None
         rates, num_bytes = counted.learning_rates, _peak_bytes(self.world.device)
         figures = StepFigures(step_number, None, seconds, counted.num_rows / seconds, tokens, rates, None, num_bytes)
-        others = {name: HostCopy.of(value) for name, value in metrics.items()}
-        self._copied.append((figures, HostCopy.of(loss), None if norm is None else HostCopy.of(norm), others))
-        self._read(NUM_STEPS_AHEAD if loss.device.type == "cuda" else 0)
+        others = {name: LateNumber.of(value) for name, value in metrics.items()}
+        self._copied.append((figures, LateNumber.of(loss), None if norm is None else LateNumber.of(norm), others))
+        self._read(0 if loss.device.type == "cpu" else NUM_STEPS_AHEAD)
 
     def _read(self, num_left: int) -> None:
         while len(self._copied) > num_left:

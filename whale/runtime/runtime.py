@@ -24,7 +24,7 @@ from whale.runtime.execute.connections import Connections
 from whale.runtime.execute.equal_copies import EqualCopies
 from whale.runtime.execute.executor import StepState
 from whale.runtime.execute.finite import LossWatch
-from whale.runtime.execute.loss import Totals
+from whale.runtime.execute.loss import Scale, Totals
 from whale.runtime.execute.roster import Roster
 from whale.runtime.execute.status import StatusBoard
 from whale.runtime.execute.worker import Worker
@@ -88,11 +88,30 @@ class Runtime:
         self._last_training: Worker | None = None
         self.compilation = Compilation({op.name: op.where for op in graph.ops}) if config.runtime.compile else None
         self.prepare("train", captured, roster.plan, schedules)
-        self.losses = LossWatch(roster.world)
+        self.losses = LossWatch(roster.world, state.scaling)
         self.clipping: Clipping | None = None
         self._by_hand: Clipping | None = None
         if config.gradient.clip_norm is not None or config.gradient.skip_nonfinite:
             self.clipping = self._make_clipping(state, config.gradient.clip_norm)
+        self._masks = self._agree_to_mask(state)
+
+    def _agree_to_mask(self, state: EngineState) -> bool:
+        """Whether all ranks compute on other devices than CPUs, where nobody waits, and their optimizers there `masks`. A collective."""
+        world = self.roster.world
+        masks = world.device.type != "cpu" and state.masks and all(each.device.type == world.device.type for each in state.kept.values())
+        if not world.can_compare:
+            return masks
+        others = torch.tensor(float(not masks), dtype=torch.float64)
+        self._connections.world_sums.add(others, "comparing how optimizers leave out a step")
+        return others.item() == 0
+
+    def masks_steps(self, state: EngineState) -> bool:
+        """Whether the device leaves out an update by itself, and the host learns of it later: equal on all ranks.
+
+        The host has to know where it warns of steps that are left out, averages weights, or keeps the rounding errors of gradients.
+        """
+        gradient = self.config.gradient
+        return self._masks and state.decay is None and not (gradient.skip_nonfinite or gradient.error_feedback)
 
     def prepare(self, mode: str, captured: Captured, plan: Plan, schedules: Sequence[Schedule]) -> None:
         """Prepares a mode, in place of an earlier preparation.
@@ -149,9 +168,9 @@ class Runtime:
 
     def leaves_out_steps(self, state: EngineState) -> bool:
         """Whether an update with non-finite loss or gradients is skipped; otherwise such a loss is an error."""
-        return self.config.gradient.skip_nonfinite or state.loss_scale is not None
+        return self.config.gradient.skip_nonfinite or state.scaling is not None
 
-    def train(self, batch: BatchView, place: tuple[int, ...], mode: str = "train", scale: float = 1.0, call: Call = "step") -> StepState:
+    def train(self, batch: BatchView, place: tuple[int, ...], mode: str = "train", scale: Scale = 1.0, call: Call = "step") -> StepState:
         """Runs the actions of a training step; the gradients are then sums over their owners, times a scale.
 
         Args:
@@ -171,7 +190,7 @@ class Runtime:
                 if other is not sync:
                     other.rest()
             if sync is not None:
-                sync.begin(scale)
+                sync.begin(scale if isinstance(scale, float) else 1.0)  # without rounding errors to scale (`masks_steps`)
             is_typical = batch.num_rows == self.roster.plan.planned_rows
             if is_typical:
                 self.watch.run_begins()
@@ -202,10 +221,12 @@ class Runtime:
             sync.forget_lost()
 
     def unscale(self, state: EngineState, factor: torch.Tensor) -> torch.Tensor:
-        """Multiplies the gradients by a power of two; above 0 if some gradient of any rank is not finite: 0-dim, equal on all ranks."""
+        """Multiplies the gradients by a power of two; 1 if some gradient of any rank is not finite, else 0: 0-dim, equal on all ranks."""
         found = unscale(factor, state.kept.values(), self.roster.world.device)
+        if self._connections.world_sums.is_alone:
+            return found
         self._connections.world_sums.add(found, "looking for gradients that are not finite")
-        return found
+        return found.clamp_(max=1.0)
 
     def clip(self, state: EngineState, limit: float | None) -> torch.Tensor:
         """Clips the gradients to a norm, whatever is set, and returns the norm before; None only computes it."""

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 
 import torch
 
-from whale.errors import BatchError, RuntimeFault, WhaleError, warn
+from whale.errors import BatchError, WhaleError, warn
 from whale.ir.schedule import Action, Kind
 from whale.runtime.execute.batch import BatchView
 from whale.runtime.execute.call_check import Call
-from whale.runtime.execute.loss import LossAccount
+from whale.runtime.execute.loss import LossAccount, Scale
 from whale.runtime.runtime import Runtime
 from whale.runtime.state.engine_state import EngineState
-from whale.runtime.state.scaling import scale
+from whale.runtime.state.scaling import note_non_finite, scale, too_large
 from whale.runtime.state.updates import KeptBuffers
 
 
@@ -29,7 +29,7 @@ class Accumulated:
     num_batches: int
     num_rows: int  # of the last global batch
     metrics: Mapping[str, torch.Tensor]  # of the last global batch
-    # above 0 if some gradient is not finite, where the pass that took the loss scale back has looked and no other gradients were added
+    # 1 if some gradient is not finite, else 0, where the pass that took the loss scale back has looked and no other gradients were added
     non_finite: torch.Tensor | None = None
     clipped_for: float | None = None  # the scale of the update that the gradients were clipped for; None if they were not since
 
@@ -74,7 +74,7 @@ def forward_backward(
             batch,
             (state.step_number, *(() if before is None else (before.num_batches,))),
             mode,
-            1.0 if state.loss_scale is None else state.loss_scale.value,
+            _scale_of(runtime, state),
             call,
         )
         non_finite = None
@@ -124,23 +124,52 @@ def update(runtime: Runtime, state: EngineState, accumulated: Accumulated, facto
     try:
         with runtime.status.reporting():
             norm = None if runtime.clipping is None else runtime.clipping.clip()
-            applies = not runtime.leaves_out_steps(state) or _is_fit(runtime, state, accumulated, norm)
+            found, applies = None, True
+            if runtime.masks_steps(state):
+                found = _found(runtime, state, accumulated, norm)
+            elif runtime.leaves_out_steps(state):
+                applies = _is_fit(runtime, state, accumulated, norm)
+            else:
+                runtime.losses.let_pass(state.step_number)
     except WhaleError:
         accumulated.buffers.put_back()
         raise
+    if found is not None:
+        accumulated.buffers.put_back_where(found)
     if not applies:
         accumulated.buffers.put_back()
         runtime.forget_lost()
     runtime.status.set("STEP")
     runtime.watch.begin(Action(Kind.STEP))
     with runtime.status.reporting():
-        state.advance(loss, applies=applies)
+        number = state.step_number
+        state.advance(loss, applies=applies, found=found)
         if runtime.roster.world.can_compare:
             state.note_settings()
         if applies:
             runtime.publish()
     runtime.watch.end()
+    if found is not None and state.scaling is not None:
+        state.scaling.update(number, accumulated.loss, found)
     return loss
+
+
+def _scale_of(runtime: Runtime, state: EngineState) -> Scale:
+    if state.scaling is None:
+        return 1.0
+    return state.scaling.on(runtime.roster.world.device) if runtime.masks_steps(state) else state.scaling.scale.value
+
+
+def _found(runtime: Runtime, state: EngineState, accumulated: Accumulated, norm: torch.Tensor | None) -> torch.Tensor:
+    """1 where an update is not to be applied, else 0: 0-dim float32, on this rank's device, equal on all ranks, and not read here."""
+    if state.scaling is None:
+        return runtime.losses.stop(accumulated.loss)
+    found, numbers = accumulated.non_finite, [accumulated.loss]
+    if found is None:
+        found = torch.zeros((), dtype=torch.float32, device=accumulated.loss.device)
+        numbers.append(runtime.clip(state, None) if norm is None else norm)
+    note_non_finite(numbers, found)
+    return found
 
 
 def _is_fit(runtime: Runtime, state: EngineState, accumulated: Accumulated, norm: torch.Tensor | None) -> bool:
@@ -149,21 +178,16 @@ def _is_fit(runtime: Runtime, state: EngineState, accumulated: Accumulated, norm
         norm = runtime.clip(state, None)
     seen = accumulated.non_finite if norm is None else norm
     assert seen is not None
-    number, loss_scale = state.step_number, state.loss_scale
-    found, size = torch.stack([accumulated.loss, seen]).tolist()
+    number, scaling = state.step_number, state.scaling
+    found, size = torch.stack([accumulated.loss, seen]).cpu().tolist()
     is_finite = math.isfinite(found) and (size == 0 if norm is None else math.isfinite(size))
     ranks = "" if is_finite or math.isfinite(found) else f" {runtime.losses.ranks_of(accumulated.account)}"
-    if loss_scale is not None:
-        if not is_finite and loss_scale.value <= 1 and not runtime.config.gradient.skip_nonfinite:
+    if scaling is not None:
+        if not is_finite and scaling.scale.value <= 1 and not runtime.config.gradient.skip_nonfinite:
             size = size if norm is not None else float(runtime.clip(state, None))
             runtime.forget_lost()
-            raise RuntimeFault(
-                f"loss or gradients are not finite at step {number + 1} with a loss scale of {loss_scale.value:g}: loss {found:g}{ranks}, "
-                f"gradient norm {size:g}; the update was not applied",
-                hint="float16 ends at 65,504: set precision.dtype: bf16 or float32, gradient.clip_norm or a lower learning rate, "
-                "and load the last checkpoint",
-            )
-        state.loss_scale = loss_scale.after(is_finite=is_finite)
+            raise too_large(number, scaling.scale, f"loss {found:g}{ranks}, gradient norm {size:g}")
+        scaling.take(is_finite=is_finite)
         return is_finite
     if runtime.roster.world.rank == 0 and not is_finite:
         warn(f"step {number + 1} is skipped: its loss is {found:g}{ranks}, its gradient norm {size:g}")

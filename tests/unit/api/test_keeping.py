@@ -26,8 +26,8 @@ from whale.errors import CheckpointError, ConfigError, RuntimeFault
 from whale.runtime.checkpoint.boxes import Box
 from whale.runtime.checkpoint.copies import Duty, StateCopies
 from whale.runtime.checkpoint.surviving import keep_part
-from whale.runtime.execute.finite import HostCopy
 from whale.runtime.execute.status import FALL
+from whale.runtime.state.host_copies import LateNumber
 
 BAD = {**BATCH, "input": torch.full_like(BATCH["input"], torch.nan)}
 
@@ -208,7 +208,7 @@ def test_what_may_be_wrong_is_not_kept(tmp_path: Path, monkeypatch: pytest.Monke
     engine.resume(tmp_path / "saved")
     engine.step(BATCH)
     keeper, losses = engine._keeping, engine.runtime.losses
-    losses._copied.append((0, cast(Any, None), HostCopy(torch.tensor(torch.nan))))  # as a GPU's, which is looked at two steps later
+    losses._copied.append((0, cast(Any, None), LateNumber(torch.tensor(torch.nan))))  # as a GPU's, which is looked at two steps later
     lose_peers(engine)
     assert "step 1 of rank 0 is not kept: the loss of one of the last steps is not finite" in capsys.readouterr().err
     losses.forget()

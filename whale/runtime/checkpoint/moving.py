@@ -103,7 +103,7 @@ def move_state(
             new_one = nn.Parameter(value, requires_grad=parameter.trainable) if parameter.kind == "parameter" else value
             tensors[name] = new_one if as_it_was is None else as_it_was
     forms = in_forms(new_holdings, new_roster.rank, tensors, world.device, made)
-    found = EngineState(*forms, step_number=state.step_number, position=state.position, loss_scale=state.loss_scale, decay=state.decay)
+    found = EngineState(*forms, step_number=state.step_number, position=state.position, scaling=state.scaling, decay=state.decay)
     return found, Kept(OptimizerState(moved, options), schedulers)
 
 

@@ -165,8 +165,8 @@ def _shared(state: EngineState, roster: Roster, model: ModelGraph, module: nn.Mo
         shared["position"] = dict(state.position)
     if state.decay is not None:
         shared["decay"] = state.decay
-    if state.loss_scale is not None:
-        shared["loss_scale"] = asdict(state.loss_scale)
+    if state.scaling is not None:
+        shared["loss_scale"] = asdict(state.scaling.scale)
     if left_out := _left_out(module, model):
         shared[LEFT_OUT] = left_out
     shared |= {f"{KIND}{what}": kind for what, kind in _kinds(state).items()}
@@ -237,8 +237,8 @@ def load_state(
     state.note_settings()
     state.step_number, state.num_advanced = int(extras.shared[STEP]), 0
     state.position = extras.shared.get("position")
-    if state.loss_scale is not None and "loss_scale" in extras.shared:
-        state.loss_scale = LossScale(**extras.shared["loss_scale"])
+    if state.scaling is not None and "loss_scale" in extras.shared:
+        state.scaling.restore(LossScale(**extras.shared["loss_scale"]))
     if "random" in extras.own:
         set_random_state(extras.own["random"])
     return extras.shared.get(USERS)

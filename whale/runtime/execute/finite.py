@@ -1,14 +1,13 @@
 """Detects a non-finite loss before it goes into the weights, and the ranks on which it arose.
 
-On the host each loss is checked before the optimizer's step. A GPU is not waited for: there a loss is checked two steps later,
-when its copy has long arrived.
+On the host each loss is checked before the optimizer's step. A GPU is not waited for: there the host checks a loss two steps later, when
+its copy has long arrived, and until then the device itself leaves out updates, where the optimizer can (`EngineState.masks`).
 """
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from dataclasses import dataclass
 from typing import cast
 
 import torch
@@ -16,48 +15,20 @@ import torch
 from whale.comm import World
 from whale.errors import RuntimeFault
 from whale.runtime.execute.loss import LossAccount
+from whale.runtime.state.host_copies import NUM_STEPS_AHEAD, LateNumber
+from whale.runtime.state.scaling import LossScaling, note_non_finite
 from whale.units import listed
-
-NUM_STEPS_AHEAD = 2
-"""Steps that a GPU may lag behind the host."""
-
-
-@dataclass(frozen=True)
-class HostCopy:
-    """A number in flight from a GPU to the host, or arrived."""
-
-    _value: torch.Tensor
-    _arrived: torch.cuda.Event | None = None
-
-    @staticmethod
-    def of(number: torch.Tensor) -> HostCopy:
-        """Starts an asynchronous copy of a 0-dim tensor."""
-        if number.device.type != "cuda":
-            return HostCopy(number)
-        value = torch.empty((), dtype=number.dtype, pin_memory=True)
-        value.copy_(number, non_blocking=True)
-        arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        arrived.record()
-        return HostCopy(value, arrived)
-
-    @property
-    def has_arrived(self) -> bool:
-        return self._arrived is None or bool(self._arrived.query())  # type: ignore[no-untyped-call]
-
-    def read(self) -> float:
-        """The number; waits for it."""
-        if self._arrived is not None:
-            self._arrived.synchronize()
-        return cast(float, self._value.tolist())
 
 
 class LossWatch:
     """Checks the losses of a training; all ranks see the same losses, and raise together."""
 
-    def __init__(self, world: World) -> None:
-        self._world = world
-        self._copied: deque[tuple[int, LossAccount, HostCopy]] = deque()
+    def __init__(self, world: World, scaling: LossScaling | None = None) -> None:
+        self._world, self._scaling = world, scaling
+        self._copied: deque[tuple[int, LossAccount, LateNumber]] = deque()
         self._bad_step: int | None = None
+        self._found: torch.Tensor | None = None  # above 0 on the device from the first loss on that is not finite
+        self._last_free = -1  # number of the last step whose update was applied, whatever its loss
 
     def look(self, step_number: int, account: LossAccount, loss: torch.Tensor) -> None:
         """Checks a loss, or an earlier one.
@@ -67,17 +38,35 @@ class LossWatch:
         """
         if loss.device.type == "cpu":
             self._check(step_number, account, cast(float, loss.tolist()), "the update was not applied")
-        elif loss.device.type == "cuda":
-            self._copied.append((step_number, account, HostCopy.of(loss)))
+        else:
+            self._copied.append((step_number, account, LateNumber.of(loss)))
             self.settle(NUM_STEPS_AHEAD)
 
+    def stop(self, loss: torch.Tensor) -> torch.Tensor:
+        """What an optimizer's step leaves itself out by: 1 on the device from the first loss on that is not finite, until `look` or
+        `settle` has raised it, else 0.
+        """
+        if self._found is None:
+            self._found = torch.zeros((), dtype=torch.float32, device=loss.device)
+        note_non_finite([loss], self._found)
+        return self._found
+
+    def let_pass(self, step_number: int) -> None:
+        """Notes that an update is applied, whatever its loss."""
+        self._last_free = step_number
+
     def settle(self, num_left: int = 0) -> None:
-        """Checks copied losses except the last `num_left`; raises as `look`."""
+        """Checks copied losses, and verdicts on scaled steps, except the last `num_left`; raises as `look`."""
+        if self._scaling is not None:
+            self._scaling.look(num_left)
         while len(self._copied) > num_left:
             step_number, account, loss = self._copied.popleft()
             if not math.isfinite(loss.read()):
                 self._bad_step = step_number  # peers may be lost while ranks report where it arose
-            self._check(step_number, account, loss.read(), "the weights have been updated with it since: load a checkpoint")
+                self._found = None
+            is_free = step_number <= self._last_free
+            kept = "the weights have been updated with it since: load a checkpoint"
+            self._check(step_number, account, loss.read(), kept if is_free else "this update and those since were not applied")
 
     def has_bad(self, num_steps: int) -> bool:
         """Whether a loss of the first `num_steps` steps, which is in the weights, is not finite; waits for nothing."""
@@ -88,7 +77,7 @@ class LossWatch:
     def forget(self) -> None:
         """Drops the losses of weights that have been replaced."""
         self._copied.clear()
-        self._bad_step = None
+        self._bad_step = self._found = None
 
     def ranks_of(self, account: LossAccount) -> str:
         """The ranks whose own part of the loss is not finite, for a message. A collective of the world."""

@@ -22,6 +22,9 @@ from whale.ir.writes import Reads
 from whale.runtime.execute.batch import BatchView
 from whale.runtime.program.lowering import StageProgram, lower
 
+Scale = float | torch.Tensor
+"""A factor on gradients, known on the host or on the device alone."""
+
 
 @dataclass(frozen=True)
 class WeightProgram:
@@ -122,11 +125,11 @@ class LossAccount:
         num_rows: rows of the global batch.
         by_rows: global weights that follow from the rows, by term: known on every rank.
         device: of the sums.
-        scale: factor on all gradients.
+        scale: factor on all gradients; a 0-dim tensor of the device is not read on the host.
     """
 
     def __init__(
-        self, terms: Sequence[LossTerm], num_rows: int, by_rows: Mapping[int, float], device: torch.device, scale: float = 1.0
+        self, terms: Sequence[LossTerm], num_rows: int, by_rows: Mapping[int, float], device: torch.device, scale: Scale = 1.0
     ) -> None:
         self.terms, self._scale = terms, scale
         self._by_rows = by_rows
@@ -163,7 +166,11 @@ class LossAccount:
         return self._seeds[key]
 
     def _seed(self, index: int, total: torch.Tensor) -> torch.Tensor:
-        divisor, coefficient = self.divisor(index), self.terms[index].coefficient * self._scale
+        divisor, coefficient = self.divisor(index), self.terms[index].coefficient
+        if isinstance(self._scale, torch.Tensor):
+            factor = coefficient / divisor if not isinstance(divisor, torch.Tensor) else divisor.to(total.device).reciprocal() * coefficient
+            return torch.mul(self._scale.to(total.device), factor, out=torch.empty((), dtype=total.dtype, device=total.device))
+        coefficient *= self._scale
         if not isinstance(divisor, torch.Tensor):
             return torch.full((), coefficient / divisor, dtype=total.dtype, device=total.device)
         seed = torch.empty((), dtype=total.dtype, device=total.device)  # into which the kernel rounds what it works out in float64
@@ -229,21 +236,28 @@ class LossAccount:
     def is_finite(self) -> bool:
         """Whether all that this rank adds to the loss is finite; waits for the device."""
         own = [index for index, term in enumerate(self.terms) if not term.metric]
-        return bool(self.vector().view(2, -1)[:, own].isfinite().all())
+        columns = self.vector().view(2, -1).unbind(1)
+        return all(bool(columns[index].isfinite().all()) for index in own)
 
     @property
     def needs_correction(self) -> bool:
         """Whether gradients are scaled, or some weight is known only after the forward pass."""
-        return self._scale != 1.0 or self._late is not None
+        return self._is_scaled or self._late is not None
 
     @property
     def is_scaled_alone(self) -> bool:
         """Whether gradients need the scale taken back, a power of two, and nothing else."""
-        return self._scale != 1.0 and self._late is None
+        return self._is_scaled and self._late is None
+
+    @property
+    def _is_scaled(self) -> bool:
+        return isinstance(self._scale, torch.Tensor) or self._scale != 1.0
 
     def correction(self, totals: Totals) -> torch.Tensor:
-        """The factor on the gradients: 0-dim float64."""
+        """The factor on the gradients: 0-dim."""
         if self._late is None:
+            if isinstance(self._scale, torch.Tensor):
+                return self._scale.reciprocal()
             return torch.full((), 1 / self._scale, dtype=torch.float64, device=self._device)
         return self._num_rows / self._scale / whole_divisor(self.terms[self._late], self._scalar(totals.weights[self._late]))
 

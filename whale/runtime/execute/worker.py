@@ -21,7 +21,7 @@ from whale.runtime.execute.connections import Connections
 from whale.runtime.execute.equal_copies import EqualCopies
 from whale.runtime.execute.exchange import Boundary, Exchange
 from whale.runtime.execute.executor import ActionOrder, Executor, StepState
-from whale.runtime.execute.loss import LossAccount, Totals, weight_program
+from whale.runtime.execute.loss import LossAccount, Scale, Totals, weight_program
 from whale.runtime.execute.rank_stages import RankStages, make_stages
 from whale.runtime.program.compiled import Compilation
 from whale.runtime.program.lowering import StageProgram, lower
@@ -143,7 +143,7 @@ class Worker:
         return 0 if self._executor is None else self._executor.peak_in_flight
 
     def run(
-        self, batch: BatchView, seed: tuple[int, ...], *, with_gradients: bool, scale: float = 1.0, call: Call | None = None
+        self, batch: BatchView, seed: tuple[int, ...], *, with_gradients: bool, scale: Scale = 1.0, call: Call | None = None
     ) -> StepState:
         """Runs this rank's actions of one step.
 

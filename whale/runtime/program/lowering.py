@@ -94,6 +94,10 @@ def lower(
         first = (AWAITED, *first)
     if not splits_backward:
         _sum_as_read(local, model)
+    if any(node.kwargs.get("enable_gqa") for node in local.nodes):
+        from whale.runtime.program.grouped import repeat_groups  # few models have groups of heads
+
+        repeat_groups(local, model, device)
     kinds = tuple("received" if name in handed else model.by_name[name].kind for name in read)
     keys = tuple(model.by_name[name].target if kind in ("parameter", "buffer") else name for name, kind in zip(read, kinds, strict=True))
     return StageProgram(

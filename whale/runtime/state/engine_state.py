@@ -14,7 +14,7 @@ from torch import nn
 from whale.errors import ConfigError, warn
 from whale.runtime.state.joint import members_of, reads_metric
 from whale.runtime.state.optimizer_state import OptimizerState, plain_settings, read_optimizer, write_optimizer
-from whale.runtime.state.scaling import LossScale, by_type
+from whale.runtime.state.scaling import LossScaling, by_type
 from whale.runtime.state.sparse_sums import added
 
 _AVERAGE = "whale_average"
@@ -58,12 +58,12 @@ class EngineState:
     # of the optimizer, after the last step, or when made or loaded; not kept up to date where no other rank compares its own
     noted_settings: list[dict[str, object]] = field(default_factory=list)
     has_moved_statistics: bool = False  # whether buffers (running statistics) may differ between owners, each updated by its own rows
-    loss_scale: LossScale | None = None  # for float16; else None
+    scaling: LossScaling | None = None  # for float16; else None
     decay: float | None = None  # of the averages of weights; None for no averages
     averages: dict[str, torch.Tensor] = field(default_factory=dict)  # moving averages of `kept`, by name; empty before the first step
-    was_skipped: bool = False  # whether the last update was skipped for non-finite loss or gradients
     is_whole: bool = True  # whether all of it belongs to one step: no update is in progress or was interrupted
     _is_advancing: bool = False
+    _was_skipped: bool = False
     _scheduled: object = None
     _has_told_of_schedule: bool = False
 
@@ -136,28 +136,59 @@ class EngineState:
             if getattr(optimizer, "_optimizer_step_pre_hooks", None) is not None:  # some wrappers do not call Optimizer.__init__
                 optimizer.register_step_pre_hook(check)
 
-    def advance(self, loss: torch.Tensor, *, applies: bool = True) -> None:
+    @property
+    def was_skipped(self) -> bool:
+        """Whether the last update was skipped for non-finite loss or gradients; waits for the device."""
+        return self._was_skipped if self.scaling is None else self.scaling.was_skipped
+
+    @property
+    def masks(self) -> bool:
+        """Whether kernels of the optimizer leave out a step by a number on their device, as `torch.amp.GradScaler` hands it over: fused
+        ones. Momentum begins as 0 here, which damped momentum does not.
+        """
+        members = members_of(self.optimizer).values()
+        damps = (group.get("momentum") and group.get("dampening") for each in members for group in each.param_groups)
+        return all(getattr(each, "_step_supports_amp_scaling", False) for each in members) and not any(damps)
+
+    def advance(self, loss: torch.Tensor, *, applies: bool = True, found: torch.Tensor | None = None) -> None:
         """One step: applies the gradients, or skips them.
 
         Args:
             loss: for a scheduler that reads it, as `torch.optim.lr_scheduler.ReduceLROnPlateau`.
             applies: whether the gradients are applied.
+            found: on the device, 1 where they are not: for an optimizer that `masks`.
         """
         self.is_whole = False
         if self.optimizer is not None and applies:
             self._is_advancing = True
             try:
-                self.optimizer.step()
+                if found is None:
+                    self.optimizer.step()
+                else:
+                    self._step_unless(found)
             finally:
                 self._is_advancing = False
             self._average()
-        if self.scheduler is not None and applies:
+        if self.scheduler is not None and (applies or self.scaling is not None):
             self.scheduler.step(*([loss] if self._scheduler_reads_loss else []))
             self.note_schedule()
-        self.was_skipped = not applies
+        self._was_skipped = not applies
         self.step_number += 1
         self.num_advanced += 1
         self.is_whole = True
+
+    def _step_unless(self, found: torch.Tensor) -> None:
+        assert self.optimizer is not None
+        members = members_of(self.optimizer).values()
+        for each in members:
+            each.found_inf, each.grad_scale = found, None  # type: ignore[attr-defined]
+            if isinstance(each, torch.optim.SGD):
+                _begin_momentum(each)
+        try:
+            self.optimizer.step()
+        finally:
+            for each in members:
+                del each.found_inf, each.grad_scale  # type: ignore[attr-defined]
 
     def _average(self) -> None:
         """Updates the averages like `torch.optim.swa_utils.get_ema_multi_avg_fn`; they start as the weights."""
@@ -215,3 +246,11 @@ class EngineState:
             f"the scheduler was stepped outside engine.step (from {self._scheduled} to {now}), which steps it itself: leave out "
             "scheduler.step(); make a scheduler that counts epochs over engine.optimizer and do not give it to parallelize"
         )
+
+
+def _begin_momentum(optimizer: torch.optim.SGD) -> None:
+    """Begins momentum where there is none yet: a kernel that leaves out the first step would leave its memory as it was allocated."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"] if group["momentum"] else ():
+            if parameter.grad is not None and optimizer.state[parameter].get("momentum_buffer") is None:
+                optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)

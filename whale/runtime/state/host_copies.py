@@ -11,12 +11,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor
 
 Mark = torch.cuda.Event | None
 """The copies started up to some point; None if they are done."""
+NUM_STEPS_AHEAD = 2
+"""Steps that a GPU may lag behind the host: what a step computes is read so many steps later."""
 
 
 class HostCopies:
@@ -77,3 +81,35 @@ def pinned(tensor: Tensor, device: torch.device) -> Tensor:
     """A host tensor, pinned if a GPU copies from it."""
     is_read_by_gpu = device.type == "cuda" and tensor.device.type == "cpu"
     return tensor.pin_memory() if is_read_by_gpu and not tensor.is_pinned() else tensor
+
+
+@dataclass(frozen=True)
+class LateNumber:
+    """A number in flight from a GPU to the host, or arrived."""
+
+    _value: Tensor
+    _arrived: torch.cuda.Event | None = None
+
+    @staticmethod
+    def of(number: Tensor) -> LateNumber:
+        """Starts an asynchronous copy of a 0-dim tensor."""
+        if number.device.type == "cpu":
+            return LateNumber(number)
+        is_cuda = number.device.type == "cuda"
+        value = torch.empty((), dtype=number.dtype, pin_memory=is_cuda)
+        value.copy_(number, non_blocking=True)
+        if not is_cuda:
+            return LateNumber(value)
+        arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        arrived.record()
+        return LateNumber(value, arrived)
+
+    @property
+    def has_arrived(self) -> bool:
+        return self._arrived is None or bool(self._arrived.query())  # type: ignore[no-untyped-call]
+
+    def read(self) -> float:
+        """The number; waits for it."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        return cast(float, self._value.tolist())

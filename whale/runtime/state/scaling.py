@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from operator import attrgetter
 
 import torch
 
+from whale.errors import RuntimeFault
 from whale.runtime.program.shard.pieces import Index, on_device, part
 from whale.runtime.state.holdings import Holdings
+from whale.runtime.state.host_copies import NUM_STEPS_AHEAD, LateNumber
 from whale.runtime.state.sparse_sums import dense_part
 from whale.runtime.state.updates import as_real
 
 GROWTH_STEPS = 2000
 """Consecutive steps with finite gradients after which the scale doubles, as in `torch.amp.GradScaler`."""
+_LARGEST = 2.0**127
+"""Largest power of two in float32."""
 
 
 _GRADIENT, _DEVICE, _DTYPE, _LAYOUT = map(attrgetter, ("grad", "device", "dtype", "layout"))
@@ -32,7 +38,89 @@ class LossScale:
         if not is_finite:
             return LossScale(self.value / 2)
         done = self.num_finite + 1
-        return LossScale(self.value * 2) if done == GROWTH_STEPS else LossScale(self.value, done)
+        return LossScale(min(self.value * 2, _LARGEST)) if done == GROWTH_STEPS else LossScale(self.value, done)
+
+
+class LossScaling:
+    """The loss scale from step to step. A device may be ahead of the host: it adapts its own scale, and the host reads verdicts later."""
+
+    def __init__(self) -> None:
+        self._verdicts: deque[tuple[int, torch.Tensor, LateNumber]] = deque()  # number of a step, its loss, whether it was left out
+        self.restore(LossScale())
+
+    def restore(self, scale: LossScale) -> None:
+        """Goes on with a scale, for weights that have been replaced."""
+        self._verdicts.clear()
+        self._scale, self._was_skipped = scale, False
+        self._fault: RuntimeFault | None = None
+        self._on_device: tuple[torch.Tensor, torch.Tensor] | None = None  # the scale, and finite steps since it last changed
+
+    @property
+    def scale(self) -> LossScale:
+        """That of the next step; waits for the device."""
+        self._read(0)
+        return self._scale
+
+    @property
+    def was_skipped(self) -> bool:
+        """Whether the last update was left out; waits for the device."""
+        self._read(0)
+        return self._was_skipped
+
+    def take(self, *, is_finite: bool) -> None:
+        """Goes on after a step of which the host knows the verdict."""
+        self._scale, self._was_skipped, self._on_device = self.scale.after(is_finite=is_finite), not is_finite, None
+
+    def on(self, device: torch.device) -> torch.Tensor:
+        """The scale of the next step on a device: 0-dim float32, changed in place by `update`."""
+        if self._on_device is None:
+            now = self.scale
+            value = torch.full((), now.value, dtype=torch.float32, device=device)
+            self._on_device = value, torch.full((), now.num_finite, dtype=torch.int32, device=device)
+        return self._on_device[0]
+
+    def update(self, step_number: int, loss: torch.Tensor, found: torch.Tensor) -> None:
+        """Goes on after a step of which the device knows the verdict, without waiting for it.
+
+        Args:
+            loss: of the step, for a message.
+            found: 1 if the step was left out, else 0: 0-dim float32, as `on` is.
+
+        Raises:
+            RuntimeFault: an earlier step was not finite at the least scale.
+        """
+        value = self.on(found.device)
+        assert self._on_device is not None
+        torch._amp_update_scale_(value, self._on_device[1], found, 2.0, 0.5, GROWTH_STEPS)
+        self._verdicts.append((step_number, loss, LateNumber.of(found)))
+        self.look(NUM_STEPS_AHEAD)
+
+    def look(self, num_left: int = 0) -> None:
+        """Reads the verdicts except the last `num_left`; raises as `update`."""
+        self._read(num_left)
+        fault, self._fault = self._fault, None
+        if fault is not None:
+            raise fault
+
+    def _read(self, num_left: int) -> None:
+        while len(self._verdicts) > num_left:
+            step_number, loss, verdict = self._verdicts.popleft()
+            self._was_skipped = bool(verdict.read())
+            if self._was_skipped and self._scale.value <= 1:
+                self._fault, self._on_device = too_large(step_number, self._scale, f"loss {float(loss):g}"), None
+                self._verdicts.clear()  # the steps since had less than the least scale
+                return
+            self._scale = self._scale.after(is_finite=not self._was_skipped)
+
+
+def too_large(step_number: int, scale: LossScale, figures: str) -> RuntimeFault:
+    """The fault of a step that is not finite at the least scale."""
+    return RuntimeFault(
+        f"loss or gradients are not finite at step {step_number + 1} with a loss scale of {scale.value:g}: {figures}; the update was not "
+        "applied",
+        hint="float16 ends at 65,504: set precision.dtype: bf16 or float32, gradient.clip_norm or a lower learning rate, "
+        "and load the last checkpoint",
+    )
 
 
 def scale(factor: torch.Tensor, parameters: Iterable[torch.nn.Parameter]) -> None:
@@ -65,6 +153,16 @@ def unscale(factor: torch.Tensor, parameters: Iterable[torch.nn.Parameter], devi
         if own is not found:
             found = torch.maximum(found, own.to(device))
     return found
+
+
+def note_non_finite(numbers: Sequence[torch.Tensor], found: torch.Tensor) -> None:
+    """Sets `found` to 1 where some number, a tensor of its device and of one type, is not finite. One kernel."""
+    torch._amp_foreach_non_finite_check_and_unscale_([each.detach() for each in numbers], found, _one(found.device))
+
+
+@cache
+def _one(device: torch.device) -> torch.Tensor:
+    return torch.ones((), dtype=torch.float32, device=device)
 
 
 def by_type(rows: Iterable[tuple[torch.Tensor, ...]]) -> list[tuple[list[torch.Tensor], ...]]:

@@ -122,6 +122,17 @@ class KeptBuffers:
         for copies, buffers in self._pairs:
             torch._foreach_copy_(buffers, copies)
 
+    def put_back_where(self, found: torch.Tensor) -> None:
+        """`put_back` where `found`, a 0-dim tensor of the device, is 1, and nothing where it is 0; uses up the copies."""
+        for copies, buffers in self._pairs:
+            if copies[0].dtype is torch.int32:  # exact, for words wrap around
+                torch._foreach_sub_(copies, buffers)
+                torch._foreach_mul_(copies, found.to(torch.int32))
+                torch._foreach_add_(buffers, copies)
+            else:
+                for copied, buffer in zip(copies, buffers, strict=True):
+                    buffer.copy_(torch.where(found > 0, copied, buffer))
+
 
 Columns = list[tuple[list[torch.Tensor], list[torch.Tensor]]]
 

@@ -11,8 +11,9 @@ import torch
 from whale.comm import World
 from whale.errors import RuntimeFault
 from whale.ir.graph import LossTerm
-from whale.runtime.execute.finite import HostCopy, LossWatch
+from whale.runtime.execute.finite import LossWatch
 from whale.runtime.execute.loss import LossAccount
+from whale.runtime.state.host_copies import LateNumber
 
 
 class Arrived:
@@ -30,7 +31,7 @@ def watch_of(*losses: float) -> LossWatch:
     watch = LossWatch(World(0, 1, 0, 1, device, timedelta(seconds=1)))
     for step_number, value in enumerate(losses):
         account = LossAccount((LossTerm(1.0, "loss", None),), 1, {}, device)
-        watch._copied.append((step_number, account, HostCopy(torch.tensor(value), cast(torch.cuda.Event, Arrived()))))
+        watch._copied.append((step_number, account, LateNumber(torch.tensor(value), cast(torch.cuda.Event, Arrived()))))
     return watch
 
 
