@@ -228,7 +228,8 @@ class Chooser:
         width = max(map(pipeline.width, recomputes))
         if width == 1:
             costs = [
-                (self.prices.part(assignment.parts[stage], own, self.budget), pipeline.alive(stage)) for stage, own in recomputes.items()
+                (self.prices.part(assignment.parts[stage], self._rows(stage, num_rows), own, self.budget), pipeline.alive(stage))
+                for stage, own in recomputes.items()
             ]
             yield from [rank_memory(costs)] * count
             return

@@ -134,8 +134,8 @@ class StagePricing:
         """What a device of a split stage holds; split stages of one device share its memory by what they hold uncut."""
         kept, working, taken = dict[int, float](), 0.0, 0.0
         for own in pipeline.stages_of(pipeline.stage_rank[stage]):
-            part = self.prices.part(assignment.parts[own], recomputes[own], self.budget)
             rows = max(1.0, num_rows / pipeline.num_groups(own))
+            part = self.prices.part(assignment.parts[own], rows, recomputes[own], self.budget)
             held, waits = part.held(pipeline.alive(own)).at(rows), part.waits.at(rows) * (pipeline.waiting[own] > 0)
             if pipeline.width(own) == 1:
                 taken += held
@@ -143,7 +143,7 @@ class StagePricing:
                 at_work = 2 * max(self.prices.outputs[name].at(rows) for name in assignment.parts[own].ops)  # that is cut with the ops
                 kept[own], working = held + waits, max(working, part.working.at(rows) - at_work - waits)
         share = kept[stage] / sum(kept.values())
-        waits = self.prices.part(assignment.parts[stage], recomputes[stage], self.budget).waits.per_row
+        waits = self.prices.part(assignment.parts[stage], site.num_rows, recomputes[stage], self.budget).waits.per_row
         repeated = repeated_of(assignment.parts[stage].ops, recomputes[stage], pipeline.waiting[stage] if waits > 0 else 0)
         capacity = capacity_of(site, self.prices, self.budget)
         return MemoryBudget(kept[stage] + working * share, pipeline.in_flight[stage], capacity, taken, share, repeated, self.budget)
@@ -163,12 +163,16 @@ class StagePricing:
         prices = self.prices
         parts = [prices.local(scene.ops, shards, position) for position in range(site.width)]
         names = {(place, prices.cluster.by_name[name].kind): name for group in site.groups for place, name in enumerate(group)}
-        alone = {key: cost_alone(parts[key[0]], part, name, site.num_rows, recompute, self.budget) for key, name in names.items()}
         labels = prices.labels(scene.ops, shards)
         bridges = prices.bridges(scene.ops, shards, scene.returned)
+        repeating = RepeatedBridges(prices, labels, bridges, recompute.segments)
+        forms = [repeating.forms(position) for position in range(site.width)]
+        alone = {
+            (place, kind): cost_alone(parts[place], part, name, site.num_rows, recompute, self.budget, forms[place])
+            for (place, kind), name in names.items()
+        }
         collective_costs = CollectiveCosts(prices, site)
         sums = Line.sum(collective_costs.synchronized(prices.graph.by_name[name]) for name in labels.synchronized if prices.training)
-        repeating = RepeatedBridges(prices, labels, bridges, recompute.segments)
         repeated = tuple(bridges if recompute.num_alive else repeating.exchanged())
         copies = [repeating.copies(position) for position in range(site.width)]
         whole = []
