@@ -96,7 +96,10 @@ class ClosedForms:
     def _with(self, strategy: Strategy, firsts: Sequence[Numbers], policy: str | Shares) -> tuple[ClosedForm, list[Lane]]:
         replicas = strategy.replicas
         m, shares = strategy.num_micro_batch, self.shares(replicas)
-        lanes = [self._lane(replica, own, share, policy) for replica, own, share in zip(replicas, firsts, shares, strict=True)]
+        is_alone = strategy.num_replicas == 1
+        lanes = [
+            self._lane(replica, own, share, policy, is_alone=is_alone) for replica, own, share in zip(replicas, firsts, shares, strict=True)
+        ]
         rows = self._rows(lanes, m)
         sums, alike = self.places.sums(firsts), len({replica.num_ranks for replica in replicas}) == 1
         sums = [[rate * self._in_turn(strategy) for rate in rates] for rates in sums]
@@ -270,10 +273,10 @@ class ClosedForms:
             self._totals[kind, width] = grid, np.array(values)
         return np.interp(rows, *self._totals[kind, width])
 
-    def _lane(self, replica: ReplicaSpec, firsts: Numbers, share: float, policy: str | Shares) -> Lane:
+    def _lane(self, replica: ReplicaSpec, firsts: Numbers, share: float, policy: str | Shares, *, is_alone: bool) -> Lane:
         m = replica.num_micro_batch or 1
         about = max(1, math.ceil(share / m - 1e-9))
-        solver = self.planner.solver(replica, policy)
+        solver = self.planner.solver(replica, policy, self.planner.pricing.alone if is_alone else None)
         placed = replica.names or self._names(replica, firsts[0])
         is_small = solver.pipeline.num_stages * self.planner.points.num_units <= SMALL
         units = solver.cut(placed, about).units if is_small else fill(solver.tables, placed, about)

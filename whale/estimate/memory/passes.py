@@ -51,6 +51,14 @@ def bytes_at(states: PerOp, num_rows: float) -> Floats:
     return found
 
 
+def line_of(states: PerOp, num_rows: float) -> Line:
+    """The fullest of some states at a number of rows; zero of none."""
+    if not len(states):
+        return Line()
+    fullest = states[int(bytes_at(states, num_rows).argmax())]
+    return Line(float(fullest.real), float(fullest.imag))
+
+
 @dataclass(frozen=True, slots=True)
 class BridgedTensor:
     """A form of a tensor on one device."""
@@ -187,9 +195,7 @@ class PassStates:
 
     def working(self, num_rows: float) -> Line:
         """The peak of F, R and B as a line that is exact about a number of rows."""
-        states = np.concatenate((self.forward, self.recompute, self.later.totals))
-        fullest = states[int(bytes_at(states, num_rows).argmax())]
-        return Line(float(fullest.real), float(fullest.imag))
+        return line_of(np.concatenate((self.forward, self.recompute, self.later.totals)), num_rows)
 
 
 @dataclass(frozen=True)

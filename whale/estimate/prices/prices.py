@@ -27,7 +27,7 @@ from whale.estimate.memory.memory import (
     state_bytes,
     weight_share,
 )
-from whale.estimate.memory.passes import BackwardStates, BridgedTensor, Bytes, FetchedWeights, Passes, PassStates, PerOp, as_bytes
+from whale.estimate.memory.passes import BackwardStates, BridgedTensor, Bytes, FetchedWeights, Passes, PassStates, PerOp, as_bytes, line_of
 from whale.estimate.prices.budget import ALL, Budget
 from whale.estimate.prices.part import NOTHING, Alive, Part, Recompute
 from whale.estimate.prices.traffic import WorkOnParts, local_graph, work_on_parts
@@ -48,6 +48,8 @@ class PartCost:
     activation: Line  # bytes kept for backward, by rows of one micro-batch, with received and handed-on tensors
     for_weights: Line  # bytes from I to W, where these are separate, by rows of one micro-batch
     working: Line  # bytes of a pass at its peak, beyond what is kept, and of messages in flight
+    first: Line | None  # of the first B at its peak, with the gradients that it makes; None where these have buckets
+    gradient_bytes: int  # of these
     sends: tuple[tuple[int, Line, int], ...]  # per source stage, bytes that arrive and return, by rows, and the number of messages
 
     def with_copies(self, copies: Line, recompute: Recompute) -> PartCost:
@@ -62,7 +64,8 @@ class PartCost:
         def scaled(line: Line) -> Line:
             return Line(line.fixed, line.per_row * share)
 
-        return replace(self, activation=scaled(self.activation), for_weights=scaled(self.for_weights), working=scaled(self.working))
+        found = replace(self, activation=scaled(self.activation), for_weights=scaled(self.for_weights), working=scaled(self.working))
+        return found if self.first is None else replace(found, first=scaled(self.first))
 
     @property
     def waits(self) -> Line:
@@ -393,7 +396,7 @@ class Prices:
         held = [self.held(name, budget) for name in part.parameters]
         gradients = float(sum(each.gradient for each in held))
         deferred = kept_for_weights(self.graph, part.ops) if self.training and not recompute.num_alive else ()
-        _, states = self.passes(
+        passes, states = self.passes(
             part,
             {name: float(own.gradient) for name, own in zip(part.parameters, held, strict=True) if own.gradient},
             segments=recompute.segments,
@@ -401,11 +404,16 @@ class Prices:
             offloads=self.costs.offloads_activations and not recompute.num_alive,
             forms=forms,
         )
+        first = None
+        if budget.is_alone and self.training:
+            first = line_of(passes.backward(stay=passes.uses).totals, num_rows) + recomputed + self._on_the_way(part)
         return PartCost(
             parameter_bytes=sum(each.total for each in held) - (round(self.let_go(gradients, budget)) if budget.sums_at_once else 0),
             activation=activation,
             for_weights=size_line(self.outputs, deferred),
             working=states.working(num_rows) + recomputed + self._on_the_way(part),
+            first=first,
+            gradient_bytes=round(gradients),
             sends=tuple((source, *self._both_ways(tensors)) for source, tensors in part.received),
         )
 

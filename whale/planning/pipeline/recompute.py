@@ -147,7 +147,7 @@ class Chooser:
         def fits(recomputes: Mapping[int, Recompute], cut_for: Mapping[int, Recompute]) -> bool:
             """Whether the devices, or their split groups, can together take the rows of a micro-batch."""
             room = [
-                floor((margin * self.prices.capacity(name, self.budget) - need.fixed) / max(need.per_row, 1e-9))
+                min(floor((margin * self.prices.capacity(name, self.budget) - each.fixed) / max(each.per_row, 1e-9)) for each in need)
                 for name, need in zip(placed[rank], self._needs(placed, assignment, rank, recomputes, cut_for, num_rows), strict=True)
             ]
             rows = [min(room[start : start + width]) for start in range(0, len(room), width)]
@@ -222,7 +222,7 @@ class Chooser:
         recomputes: Mapping[int, Recompute],
         cut_for: Mapping[int, Recompute],
         num_rows: int,
-    ) -> Iterator[Line]:
+    ) -> Iterator[tuple[Line, ...]]:
         """Per device of a rank its bytes, by the rows of its split group."""
         pipeline, count = self.pipeline, len(placed[rank])
         width = max(map(pipeline.width, recomputes))
@@ -272,7 +272,17 @@ def expected_bytes(
     return found
 
 
-def rank_memory(costs: Iterable[tuple[PartCost, Alive]]) -> Line:
-    """Bytes on a device of one rank, by its rows: all its stages hold their micro-batches in flight, one of which runs."""
+def rank_memory(costs: Iterable[tuple[PartCost, Alive]]) -> tuple[Line, ...]:
+    """Bytes on a device of one rank, by its rows, at the points of a step that may be its fullest.
+
+    All its stages hold their micro-batches in flight, one of which runs, and all gradients; or, of a single stage, the first of all its
+    micro-batches goes back, and its gradients are coming.
+    """
     given = list(costs)
-    return Line.sum(cost.held(alive) for cost, alive in given) + Line.largest(cost.at_work(alive) for cost, alive in given)
+    held, at_work = Line.sum(cost.held(alive) for cost, alive in given), Line.largest(cost.at_work(alive) for cost, alive in given)
+    (cost, alive), *others = given
+    if others or cost.first is None or not alive.is_all or alive.waiting:
+        return (held + at_work,)
+    coming = held + Line(-float(cost.gradient_bytes))
+    after = (held + at_work + cost.activation * -1,) if alive.in_flight > 1 else ()
+    return coming + cost.first, coming + at_work, *after

@@ -16,6 +16,7 @@ from whale.estimate.prices.repeated import RepeatedBridges
 from whale.ir.cluster import Device
 from whale.ir.plan import BATCH, Shard
 from whale.planning.pipeline.placement import Likeness, likeness_of
+from whale.planning.pipeline.recompute import rank_memory
 from whale.planning.pipeline.scheduling import PipelineShape
 from whale.planning.pricing import DeviceCost, cost_alone, received_line
 from whale.planning.shard.memory import MemoryBudget, capacity_of, repeated_of
@@ -61,12 +62,18 @@ class StagePricing:
         return replace(self, budget=self.budget.reserving(lacking))
 
     def kept_by(self, pipelines: Sequence[PipelineShape], count: int = 1) -> StagePricing:
-        """The same where `count` replicas of each of these shard the state of each parameter."""
+        """The same where there are `count` replicas of each of these, which may shard the state of each parameter."""
         if not self.prices.costs.zero:
-            return self
+            is_alone = count == len(pipelines) == 1 and all(pipelines[0].num_groups(stage) == 1 for stage in range(pipelines[0].num_stages))
+            return self.alone if is_alone else self
         num_keepers = count * sum(pipeline.num_keepers for pipeline in pipelines)
         sums_at_once = all(pipeline.num_micro_batch == 1 for pipeline in pipelines)
         return replace(self, budget=replace(self.budget, num_keepers=num_keepers, sums_at_once=sums_at_once))
+
+    @property
+    def alone(self) -> StagePricing:
+        """The same where one replica holds each parameter once."""
+        return self if self.prices.costs.zero else replace(self, budget=replace(self.budget, is_alone=True))
 
     def capacity(self, device: str) -> int:
         """Bytes that a plan may fill."""
@@ -142,6 +149,8 @@ class StagePricing:
             else:
                 at_work = 2 * max(self.prices.outputs[name].at(rows) for name in assignment.parts[own].ops)  # that is cut with the ops
                 kept[own], working = held + waits, max(working, part.working.at(rows) - at_work - waits)
+                fullest = max(line.at(rows) for line in rank_memory([(part, pipeline.alive(own))]))
+                kept[own] -= held + part.at_work(pipeline.alive(own)).at(rows) - fullest  # where gradients come as activations go
         share = kept[stage] / sum(kept.values())
         waits = self.prices.part(assignment.parts[stage], site.num_rows, recomputes[stage], self.budget).waits.per_row
         repeated = repeated_of(assignment.parts[stage].ops, recomputes[stage], pipeline.waiting[stage] if waits > 0 else 0)
