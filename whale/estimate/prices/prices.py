@@ -48,8 +48,10 @@ class PartCost:
     activation: Line  # bytes kept for backward, by rows of one micro-batch, with received and handed-on tensors
     for_weights: Line  # bytes from I to W, where these are separate, by rows of one micro-batch
     working: Line  # bytes of a pass at its peak, beyond what is kept, and of messages in flight
+    beside: Line  # of these, recomputed activations and messages
     first: Line | None  # of the first B at its peak, with the gradients that it makes; None where these have buckets
-    gradient_bytes: int  # of these
+    gradient_bytes: int  # of all gradients
+    largest_gradient: float  # bytes
     sends: tuple[tuple[int, Line, int], ...]  # per source stage, bytes that arrive and return, by rows, and the number of messages
 
     def with_copies(self, copies: Line, recompute: Recompute) -> PartCost:
@@ -77,9 +79,9 @@ class PartCost:
         waiting = max(0, alive.waiting - 1)
         return Line(float(self.parameter_bytes)) + self.activation * alive.in_flight + self.waits * waiting
 
-    def at_work(self, alive: Alive) -> Line:
-        """Bytes of the running micro-batch: of its I, or of its W."""
-        return Line.largest((self.working, self.waits)) if alive.waiting else self.working
+    def at_work(self, alive: Alive) -> tuple[Line, ...]:
+        """Bytes of the running micro-batch: of its F and B or I, and of its W."""
+        return (self.working, self.waits + Line(self.largest_gradient)) if alive.waiting else (self.working,)
 
 
 @dataclass(frozen=True, eq=False)
@@ -379,16 +381,33 @@ class Prices:
         return 0.0 if self.costs.zero != 2 or "compute" in self.costs.on_host else 1 - self._kept_share(budget)
 
     def part(
-        self, part: Part, num_rows: float, recompute: Recompute = NOTHING, budget: Budget = ALL, forms: tuple[BridgedTensor, ...] = ()
+        self,
+        part: Part,
+        num_rows: float,
+        recompute: Recompute = NOTHING,
+        budget: Budget = ALL,
+        *,
+        waits: bool = False,
+        forms: tuple[BridgedTensor, ...] = (),
     ) -> PartCost:
-        """What a part needs about a number of rows; `forms` that its split group makes of tensors."""
-        key = part, num_rows, recompute, budget.keeping, forms
+        """What a part needs about a number of rows.
+
+        Args:
+            num_rows: of a micro-batch.
+            recompute: what it recomputes.
+            budget: who keeps its state.
+            waits: whether its weight gradients have W actions.
+            forms: that its split group makes of tensors.
+        """
+        key = part, num_rows, recompute, budget.keeping, waits, forms
         if key not in self._parts:
-            self._parts[key] = self._price_part(part, num_rows, recompute, budget, forms)
+            self._parts[key] = self._price_part(part, num_rows, recompute, budget, forms, waits=waits)
         return self._parts[key]
 
-    def _price_part(self, part: Part, num_rows: float, recompute: Recompute, budget: Budget, forms: tuple[BridgedTensor, ...]) -> PartCost:
-        names, _ = self.kept_names(part.ops, recompute.segments, recompute.num_alive)
+    def _price_part(
+        self, part: Part, num_rows: float, recompute: Recompute, budget: Budget, forms: tuple[BridgedTensor, ...], *, waits: bool
+    ) -> PartCost:
+        names, inside = self.kept_names(part.ops, recompute.segments, recompute.num_alive)
         crossing = dict.fromkeys(part.crossing(self.graph)) if self.training else {}
         activation, recomputed = size_line(self.outputs, names | crossing) + self._places(part, recompute), Line()
         if recompute.num_alive:
@@ -401,19 +420,23 @@ class Prices:
             {name: float(own.gradient) for name, own in zip(part.parameters, held, strict=True) if own.gradient},
             segments=recompute.segments,
             recomputes=bool(recompute.num_alive),
+            defers_weights=waits,
             offloads=self.costs.offloads_activations and not recompute.num_alive,
             forms=forms,
         )
-        first = None
+        first, working = None, states.working(num_rows)
         if budget.is_alone and self.training:
-            first = line_of(passes.backward(stay=passes.uses).totals, num_rows) + recomputed + self._on_the_way(part)
+            backward = passes.backward(stay=passes.uses, defers_weights=waits)
+            first = line_of(backward.totals, num_rows) + recomputed + self._on_the_way(part)
         return PartCost(
             parameter_bytes=sum(each.total for each in held) - (round(self.let_go(gradients, budget)) if budget.sums_at_once else 0),
             activation=activation,
             for_weights=size_line(self.outputs, deferred),
-            working=states.working(num_rows) + recomputed + self._on_the_way(part),
+            working=working + recomputed + self._on_the_way(part),
+            beside=recomputed + Line.largest(size_line(self.outputs, each) for each in inside) + self._on_the_way(part),
             first=first,
             gradient_bytes=round(gradients),
+            largest_gradient=passes.largest_gradient,
             sends=tuple((source, *self._both_ways(tensors)) for source, tensors in part.received),
         )
 

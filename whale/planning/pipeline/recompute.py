@@ -228,8 +228,9 @@ class Chooser:
         width = max(map(pipeline.width, recomputes))
         if width == 1:
             costs = [
-                (self.prices.part(assignment.parts[stage], self._rows(stage, num_rows), own, self.budget), pipeline.alive(stage))
+                (self.prices.part(assignment.parts[stage], self._rows(stage, num_rows), own, self.budget, waits=alive.waiting > 0), alive)
                 for stage, own in recomputes.items()
+                for alive in (pipeline.alive(stage),)
             ]
             yield from [rank_memory(costs)] * count
             return
@@ -279,10 +280,14 @@ def rank_memory(costs: Iterable[tuple[PartCost, Alive]]) -> tuple[Line, ...]:
     micro-batches goes back, and its gradients are coming.
     """
     given = list(costs)
-    held, at_work = Line.sum(cost.held(alive) for cost, alive in given), Line.largest(cost.at_work(alive) for cost, alive in given)
+    held = Line.sum(cost.held(alive) for cost, alive in given)
     (cost, alive), *others = given
-    if others or cost.first is None or not alive.is_all or alive.waiting:
-        return (held + at_work,)
+    if others:
+        return (held + Line.largest(line for cost, alive in given for line in cost.at_work(alive)),)
+    if cost.first is None or not alive.is_all:
+        return tuple(held + line for line in cost.at_work(alive))
     coming = held + Line(-float(cost.gradient_bytes))
-    after = (held + at_work + cost.activation * -1,) if alive.in_flight > 1 else ()
-    return coming + cost.first, coming + at_work, *after
+    found = [coming + cost.working, coming + cost.first]
+    if alive.in_flight > 1:
+        found.append(held + cost.working + cost.activation * -1)
+    return (*found, held + cost.waits) if alive.waiting else tuple(found)

@@ -100,14 +100,17 @@ class StagePricing:
         groups = groups_of(devices[stage], pipeline.width(stage))
         rows = max(1.0, num_rows / len(groups))
         if pipeline.width(stage) == 1:
-            alone = (cost_alone(self.prices, assignment.parts[stage], name, rows, recompute, self.budget) for name in devices[stage])
+            waits = pipeline.waiting[stage] > 0
+            alone = (
+                cost_alone(self.prices, assignment.parts[stage], name, rows, recompute, self.budget, waits=waits) for name in devices[stage]
+            )
             costs = (replace(own, receive=received_line(self.prices, own.part, devices, stage, index)) for index, own in enumerate(alone))
             return PricedStage(tuple(costs))
         scene = make_scene(self.prices, assignment, stage, pipeline)
         site = StagePlace(unlike_groups(groups, self.prices), rows, pipeline.in_flight[stage], pipeline.num_micro_batch)
         budget = self._budget(pipeline, assignment, stage, num_rows, cut_for or recomputes, site)
         sharding = self.sharder.choose(scene, site, budget, pipeline.splits[stage])
-        known, overlapping = self._parts(assignment.parts[stage], scene, site, sharding, recompute)
+        known, overlapping = self._parts(assignment.parts[stage], scene, site, sharding, recompute, waits=pipeline.waiting[stage] > 0)
         together = []
         for index, name in enumerate(devices[stage]):
             own = known[index % site.width, self.prices.cluster.by_name[name].kind]
@@ -139,35 +142,34 @@ class StagePricing:
         site: StagePlace,
     ) -> MemoryBudget:
         """What a device of a split stage holds; split stages of one device share its memory by what they hold uncut."""
-        kept, working, taken = dict[int, float](), 0.0, 0.0
+        kept, working, taken, waiting = dict[int, float](), 0.0, 0.0, False
         for own in pipeline.stages_of(pipeline.stage_rank[stage]):
             rows = max(1.0, num_rows / pipeline.num_groups(own))
-            part = self.prices.part(assignment.parts[own], rows, recomputes[own], self.budget)
+            part = self.prices.part(assignment.parts[own], rows, recomputes[own], self.budget, waits=pipeline.waiting[own] > 0)
             held, waits = part.held(pipeline.alive(own)).at(rows), part.waits.at(rows) * (pipeline.waiting[own] > 0)
+            waiting |= own == stage and part.waits.per_row > 0
             if pipeline.width(own) == 1:
                 taken += held
             else:
                 at_work = 2 * max(self.prices.outputs[name].at(rows) for name in assignment.parts[own].ops)  # that is cut with the ops
-                kept[own], working = held + waits, max(working, part.working.at(rows) - at_work - waits)
                 fullest = max(line.at(rows) for line in rank_memory([(part, pipeline.alive(own))]))
-                kept[own] -= held + part.at_work(pipeline.alive(own)).at(rows) - fullest  # where gradients come as activations go
+                kept[own], working = min(held + waits, fullest - at_work), max(working, part.beside.at(rows) - waits)
         share = kept[stage] / sum(kept.values())
-        waits = self.prices.part(assignment.parts[stage], site.num_rows, recomputes[stage], self.budget).waits.per_row
-        repeated = repeated_of(assignment.parts[stage].ops, recomputes[stage], pipeline.waiting[stage] if waits > 0 else 0)
+        repeated = repeated_of(assignment.parts[stage].ops, recomputes[stage], pipeline.waiting[stage] if waiting else 0)
         capacity = capacity_of(site, self.prices, self.budget)
         return MemoryBudget(kept[stage] + working * share, pipeline.in_flight[stage], capacity, taken, share, repeated, self.budget)
 
     def _parts(
-        self, part: Part, scene: Scene, site: StagePlace, sharding: StageSharding, recompute: Recompute
+        self, part: Part, scene: Scene, site: StagePlace, sharding: StageSharding, recompute: Recompute, *, waits: bool
     ) -> tuple[Mapping[tuple[int, Device], DeviceCost], Overlapping]:
         """Cost of a split stage by position in the group and device type, and whether rows are in halves."""
-        key = part, scene, sharding.shards, recompute, sharding.cut.costs, self.budget.keeping
+        key = part, scene, sharding.shards, recompute, sharding.cut.costs, self.budget.keeping, waits
         if key not in self._known:
-            self._known[key] = self._price_parts(part, scene, site, sharding.shards, recompute)
+            self._known[key] = self._price_parts(part, scene, site, sharding.shards, recompute, waits=waits)
         return self._known[key]
 
     def _price_parts(
-        self, part: Part, scene: Scene, site: StagePlace, shards: tuple[Shard, ...], recompute: Recompute
+        self, part: Part, scene: Scene, site: StagePlace, shards: tuple[Shard, ...], recompute: Recompute, *, waits: bool
     ) -> tuple[Mapping[tuple[int, Device], DeviceCost], Overlapping]:
         prices = self.prices
         parts = [prices.local(scene.ops, shards, position) for position in range(site.width)]
@@ -177,7 +179,7 @@ class StagePricing:
         repeating = RepeatedBridges(prices, labels, bridges, recompute.segments)
         forms = [repeating.forms(position) for position in range(site.width)]
         alone = {
-            (place, kind): cost_alone(parts[place], part, name, site.num_rows, recompute, self.budget, forms[place])
+            (place, kind): cost_alone(parts[place], part, name, site.num_rows, recompute, self.budget, waits=waits, forms=forms[place])
             for (place, kind), name in names.items()
         }
         collective_costs = CollectiveCosts(prices, site)
