@@ -16,7 +16,6 @@ from whale.estimate.prices.repeated import RepeatedBridges
 from whale.ir.cluster import Device
 from whale.ir.plan import BATCH, Shard
 from whale.planning.pipeline.placement import Likeness, likeness_of
-from whale.planning.pipeline.recompute import rank_memory
 from whale.planning.pipeline.scheduling import PipelineShape
 from whale.planning.pricing import DeviceCost, cost_alone, received_line
 from whale.planning.shard.memory import MemoryBudget, capacity_of, repeated_of
@@ -151,9 +150,7 @@ class StagePricing:
             if pipeline.width(own) == 1:
                 taken += held
             else:
-                at_work = 2 * max(self.prices.outputs[name].at(rows) for name in assignment.parts[own].ops)  # that is cut with the ops
-                fullest = max(line.at(rows) for line in rank_memory([(part, pipeline.alive(own))]))
-                kept[own], working = min(held + waits, fullest - at_work), max(working, part.beside.at(rows) - waits)
+                kept[own], working = held + waits, max(working, part.beside.at(rows) - waits)  # what an op needs is cut with it
         share = kept[stage] / sum(kept.values())
         repeated = repeated_of(assignment.parts[stage].ops, recomputes[stage], pipeline.waiting[stage] if waiting else 0)
         capacity = capacity_of(site, self.prices, self.budget)
