@@ -299,10 +299,8 @@ class StageTables:
         active = expected_bytes(in_flight, recomputed, waiting, share, received, kept[ends] - kept[starts], self._entering)
         found: Floats = held + active
         if self.budget.is_alone and self.pipeline.num_chunks == 1:  # gradients come as the first of all micro-batches goes back
-            m, gradients = (
-                self.pipeline.num_micro_batch,
-                self.pieces.gradients(cut or self.prices.cluster.devices[0].kind, width if cut else 1),
-            )
+            m = self.pipeline.num_micro_batch
+            gradients = self.pieces.gradients(cut or self.prices.cluster.devices[0].kind, width if cut else 1)
             made = gradients[ends] - gradients[starts]
             found = np.where((in_flight >= m) & (waiting == 0), held + np.maximum(active - made, active * (1 - 1 / m)), found)
         return found
