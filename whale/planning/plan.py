@@ -208,7 +208,7 @@ def _demand(pipeline: PipelineShape, solver: Solver) -> tuple[list[float], list[
     memory, work = [], []
     for rank, width in enumerate(pipeline.devices):
         parts = [(stage, solver.fixed.parts[stage]) for stage in pipeline.stages_of(rank)]
-        held = (solver.prices.part(part, budget=solver.pricing.budget).held(pipeline.alive(stage)) for stage, part in parts)
+        held = (solver.prices.part(part, rows / width, budget=solver.pricing.budget).held(pipeline.alive(stage)) for stage, part in parts)
         memory.append(sum(line.at(rows / width) for line in held))
         ops = [solver.prices.graph.by_name[name] for _, part in parts for name in part.ops]
         work.append(sum(op.forward_flops + op.backward_flops for op in ops) / width)

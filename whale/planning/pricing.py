@@ -10,6 +10,7 @@ import numpy as np
 from whale.estimate import Line, StepEstimate, edge_line, estimate_with
 from whale.estimate.costs.line import Floats, Started
 from whale.estimate.memory.memory import optimizer_bytes
+from whale.estimate.memory.passes import BridgedTensor
 from whale.estimate.prices.budget import ALL, Budget
 from whale.estimate.prices.part import NOTHING, Part, Recompute
 from whale.estimate.prices.prices import PartCost, Prices
@@ -169,15 +170,26 @@ class DeviceCost:
         return found
 
 
-def cost_alone(prices: Prices, part: Part, name: str, num_rows: float, recompute: Recompute = NOTHING, budget: Budget = ALL) -> DeviceCost:
-    """What a part costs a device, without messages; lines are about `num_rows` of a micro-batch."""
+def cost_alone(
+    prices: Prices,
+    part: Part,
+    name: str,
+    num_rows: float,
+    recompute: Recompute = NOTHING,
+    budget: Budget = ALL,
+    *,
+    waits: bool = False,
+    forms: tuple[BridgedTensor, ...] = (),
+) -> DeviceCost:
+    """What a part costs a device, without messages; lines are about `num_rows` of a micro-batch, arguments as of `Prices.part`."""
     device = prices.cluster.by_name[name]
     forward, backward = prices.started(part, device, num_rows)
     repeated = prices.recomputing(part, recompute, device, num_rows)
     if prices.costs.offloads_activations and prices.training and not recompute.num_alive:
         copies = prices.copying(device, prices.away(part, recompute.segments))
         forward, backward = forward + copies, backward + copies
-    return DeviceCost(forward, backward + repeated, Line(), prices.part(part, recompute, budget), prices.capacity(name, budget))
+    held = prices.part(part, num_rows, recompute, budget, waits=waits, forms=forms)
+    return DeviceCost(forward, backward + repeated, Line(), held, prices.capacity(name, budget))
 
 
 def received_line(prices: Prices, part: PartCost, devices: Sequence[Sequence[str]], stage: int, index: int) -> Line:

@@ -98,8 +98,8 @@ class Realizer:
         return estimated_plan([None] * len(replicas), chosen, gather_rows=self.config.communication.gather_rows)
 
     def pricing_for(self, replicas: Sequence[ReplicaSpec], policy: str | Shares) -> StagePricing:
-        """The prices where these replicas keep sharded state."""
-        if not self.prices.costs.zero:
+        """The prices where these replicas hold all parameters, and keep sharded state."""
+        if not self.prices.costs.zero and sum(replica.count for replica in replicas) > 1:
             return self.pricing
         return self.pricing.kept_by([self.solver(replica, policy).pipeline for replica in replicas for _ in range(replica.count)])
 
@@ -115,7 +115,7 @@ class Realizer:
                 self._shapes[shape] = self._shape(replica, widths)
             pipeline = self._shapes[shape]
             read = read_policy(policy, pipeline)
-            kept_by = dataclasses.replace(pricing.budget, reserved=frozenset())
+            kept_by = dataclasses.replace(pricing.budget, reserved=frozenset(), is_alone=False)  # pieces are shared by all
             points, pieces = self._cut_points(read.kind, kept_by), self._pieces_within(kept_by)
             self._solvers[key] = Solver(pricing, pipeline, self.num_rows, points=points, pieces=pieces, policy=read)
         return self._solvers[key]

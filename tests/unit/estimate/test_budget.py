@@ -31,9 +31,9 @@ def test_prices_of_one_budget_are_not_those_of_another() -> None:
     prices = Prices(graph, cluster((1e9,) * 4), Costs.of(SHARDED))
     part = Part(tuple(op.name for op in graph.ops if op.kind == "call"), tuple(each.name for each in graph.parameters), ())
     budgets = Budget(num_keepers=1), Budget(num_keepers=4), ALL
-    one, four, every = (prices.part(part, budget=own).parameter_bytes for own in budgets)
+    one, four, every = (prices.part(part, 1.0, budget=own).parameter_bytes for own in budgets)
     assert one > four == every
-    assert [prices.part(part, budget=own).parameter_bytes for own in reversed(budgets)] == [every, four, one]
+    assert [prices.part(part, 1.0, budget=own).parameter_bytes for own in reversed(budgets)] == [every, four, one]
     readonly: Any = prices
     with pytest.raises(FrozenInstanceError):
         readonly.cluster = cluster((1e9,))

@@ -187,7 +187,7 @@ def test_replicas_of_unlike_micro_batches_have_their_gradients_together() -> Non
         prices, budget = planner.prices, planner.pricing.kept_by(pipelines).budget
         tables = StageTables(planner.points, planner.pieces, prices, one, KEEP_ALL, budget)
         held = tables.loads((("h0/0",),), 1, (0, planner.points.num_units))[0]
-        whole = prices.part(part, budget=budget).parameter_bytes
+        whole = prices.part(part, 1.0, budget=budget).parameter_bytes
         with mock.patch.object(Prices, "spared_share", lambda *_: 0.0):
             lets_go = tables.loads((("h0/0",),), 1, (0, planner.points.num_units))[0] - held
         assert lets_go == sum(prices.parameter_bytes(name, budget) for name in names) - whole

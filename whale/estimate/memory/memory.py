@@ -154,11 +154,6 @@ def kept_names(
     return left, tuple(frozenset(name for op in run for name in kept.get(op, ())).difference(left) for run in runs)
 
 
-def largest_line(sizes: Mapping[str, Line], groups: Iterable[Iterable[str]]) -> Line:
-    """Bytes of the largest of some groups of tensors, by rows."""
-    return Line.largest(size_line(sizes, names) for names in groups)
-
-
 def size_line(sizes: Mapping[str, Line], names: Iterable[str]) -> Line:
     """Bytes of tensors, each given by the op that makes it, by rows."""
     return Line.sum(sizes[name] for name in names)
@@ -186,8 +181,3 @@ def saved_lines(
         come = size_line(sizes, (name for name in read if name not in keepers))
         found.append(gone + come * -1)
     return tuple(found)
-
-
-def working_line(sizes: Mapping[str, Line], ops: Iterable[str]) -> Line:
-    """Twice the bytes of the largest op's output: the value and its gradient."""
-    return Line.largest(sizes[name] for name in ops) * 2

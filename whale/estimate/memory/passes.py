@@ -24,16 +24,39 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from whale.axes.operators import operator_of
+from whale.estimate.costs.line import Floats, Line
 from whale.estimate.memory.memory import place_share
 from whale.ir.graph import ModelGraph, Op
 
-PerOp = NDArray[np.float64]
-"""Bytes that are alive while each op of a stage runs."""
+Bytes = complex
+"""Bytes by the rows of a micro-batch: those that are fixed and, as imaginary part, those of each row."""
+
+PerOp = NDArray[np.complex128]
+"""Such bytes that are alive while each op of a stage runs."""
+
+
+def as_bytes(line: Line) -> Bytes:
+    return complex(line.fixed, line.per_row)
+
+
+def bytes_at(states: PerOp, num_rows: float) -> Floats:
+    """Bytes with a number of rows."""
+    found: Floats = states.real + states.imag * num_rows
+    return found
+
+
+def line_of(states: PerOp, num_rows: float) -> Line:
+    """The fullest of some states at a number of rows; zero of none."""
+    if not len(states):
+        return Line()
+    fullest = states[int(bytes_at(states, num_rows).argmax())]
+    return Line(float(fullest.real), float(fullest.imag))
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +65,7 @@ class BridgedTensor:
 
     users: tuple[str, ...]  # the ops of the stage that read it, in order; of a term of a sum, the op that makes it
     keepers: tuple[str, ...]  # ops whose backward passes need it
-    num_bytes: float
+    num_bytes: Bytes
     is_kept: bool  # whether it is alive from the forward pass on
     has_gradient: bool  # whether a gradient of this form returns, and becomes another
 
@@ -86,7 +109,7 @@ class BridgedTensors:
         return dict.fromkeys(self.ops, 0) | {name: self._at[segment[-1]] for segment in self.segments for name in segment}
 
     def _between(self, spans: Iterable[tuple[int, int, BridgedTensor]]) -> PerOp:
-        found = np.zeros(len(self.ops))
+        found = np.zeros(len(self.ops), dtype=np.complex128)
         for first, last, form in spans:
             found[first : last + 1] += form.num_bytes
         return found
@@ -107,8 +130,8 @@ class FetchedWeights:
 class Fetching:
     """The weights that are there while a pass runs its steps: each bucket is started when the one before it is needed."""
 
-    beside: PerOp  # bytes while each step runs
-    arriving: PerOp  # bytes before each step at which some arrive; 0 at others
+    beside: Floats  # bytes while each step runs
+    arriving: Floats  # bytes before each step at which some arrive; 0 at others
 
     @staticmethod
     def of(num_steps: int, buckets: Sequence[tuple[FetchedWeights, int, int]]) -> Fetching:
@@ -135,78 +158,100 @@ class Fullest:
     working: float = 0.0  # activation gradients, and gradients of parameters until they are added
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class BackwardStates:
-    """The state of a backward pass at each op, one value per op of each field of `Fullest`; gradients of parameters as if all stayed."""
+    """The states of a backward pass, in order: ``[4, states]`` for the fields of `Fullest`; gradients of parameters as if all stayed."""
 
-    freed: PerOp
-    recomputed: PerOp
-    gradients: PerOp
-    working: PerOp
+    states: PerOp
 
     @staticmethod
-    def of(states: Iterable[Fullest]) -> BackwardStates:
-        columns = np.array([(each.freed, each.recomputed, each.gradients, each.working) for each in states]).reshape(-1, 4).T
-        return BackwardStates(*columns)
+    def of(states: Iterable[tuple[Bytes, Bytes, Bytes, Bytes]]) -> BackwardStates:
+        return BackwardStates(np.array([*states], dtype=np.complex128).reshape(-1, 4).T)
 
-    def fullest(self, most: float = math.inf) -> Fullest:
+    @cached_property
+    def totals(self) -> PerOp:
+        """Bytes in each, beyond what is kept."""
+        freed, recomputed, gradients, working = self.states
+        found: PerOp = working + gradients + recomputed - freed
+        return found
+
+    def fullest(self, num_rows: float, most: float = math.inf) -> Fullest:
         """The pass at its peak, where at most so many bytes of gradients of parameters are alive at once."""
-        if not len(self.freed):
+        if not self.states.size:
             return Fullest()
-        gradients = np.minimum(self.gradients, most)
-        at = int((self.working + gradients + self.recomputed - self.freed).argmax())
-        return Fullest(*(float(each[at]) for each in (self.freed, self.recomputed, gradients, self.working)))
+        freed, recomputed, gradients, working = bytes_at(self.states, num_rows)
+        gradients = np.minimum(gradients, most)
+        at = int((working + gradients + recomputed - freed).argmax())
+        return Fullest(*(float(each[at]) for each in (freed, recomputed, gradients, working)))
+
+
+@dataclass(frozen=True)
+class PassStates:
+    """What the passes of a stage hold besides what is kept."""
+
+    forward: PerOp  # F, beyond what it leaves
+    recompute: PerOp  # R, beyond what it leaves
+    later: BackwardStates  # B (or I); gradients of parameters are there already
+
+    def working(self, num_rows: float) -> Line:
+        """The peak of F, R and B as a line that is exact about a number of rows."""
+        return line_of(np.concatenate((self.forward, self.recompute, self.later.totals)), num_rows)
 
 
 @dataclass(frozen=True)
 class Passes:
-    """The passes of one stage with one number of rows."""
+    """The passes of one stage."""
 
     graph: ModelGraph  # the model; of a split stage, this device's part
-    num_bytes: Mapping[str, float]  # per op, of its results
+    num_bytes: Mapping[str, Bytes]  # per op, of its results
     ops: tuple[str, ...]  # of the stage
     kept: Mapping[str, tuple[str, ...]]  # per op, what it keeps (`kept_tensors`)
     segments: tuple[tuple[str, ...], ...]  # runs of ops that are recomputed
     crossing: Collection[str]  # storages received or handed on: alive from the forward pass to the end of the backward pass
     parameter_bytes: Mapping[str, float]  # per trained parameter, bytes of its gradient
-    bucketed: Collection[str]  # parameters whose gradients are preallocated
     divided: Collection[str] = ()  # ops that work on parts of what they contract, and are one op there
     forms: tuple[BridgedTensor, ...] = ()  # of tensors, that the split group makes
     offloads: bool = False  # whether what is kept waits on the host until the backward pass of the last op that keeps it
     fetched: tuple[FetchedWeights, ...] = ()  # in the order in which a forward pass starts them
+    _backward: dict[tuple[frozenset[str], bool], BackwardStates] = field(default_factory=dict, init=False)
 
-    def forward(self, left: Collection[str]) -> float:
-        """Peak bytes of a forward pass beyond the storages `left`, which it leaves."""
+    def forward(self, left: Collection[str]) -> PerOp:
+        """Bytes at each point of a forward pass beyond the storages `left`, which it leaves."""
         if not self.fetched:
             return self._forward(self.ops, frozenset(left), self.formed.forward)
         return self._forward(self.ops, frozenset(left), self.formed.forward + self._fetching.beside, self._fetching.arriving)
 
-    def _forward(self, ops: Sequence[str], left: frozenset[str], forms: PerOp, before: PerOp | None = None) -> float:
+    def _forward(self, ops: Sequence[str], left: frozenset[str], forms: PerOp, before: Floats | None = None) -> PerOp:
         storage, by_name = self.graph.storage, self.graph.by_name
         last = {storage[name]: index for index, op in enumerate(ops) for name in (op, *by_name[op].inputs)}
         made = self.made.intersection(ops)
-        alive = most = 0.0
+        alive: Bytes = 0.0
+        states = [alive]
         for index, name in enumerate(ops):
-            most = max(most, alive + before[index]) if before is not None else most
+            if before is not None:
+                states.append(alive + before[index])
             alive += self.num_bytes[name] if name in made else 0.0
-            most = max(most, alive + forms[index] + self.inside(by_name[name]))
+            states.append(alive + forms[index] + self.inside(by_name[name]))
             for root in {storage[name], *(storage[source] for source in by_name[name].inputs)}:
                 if root in made and last[root] == index and root not in left:
                     alive -= self.num_bytes[root]
-        return most - alive
+        return np.array(states, dtype=np.complex128) - alive
 
-    def inside(self, op: Op) -> float:
+    def inside(self, op: Op) -> Bytes:
         """Bytes that an op needs besides what it reads and makes."""
         return self.num_bytes[op.inputs[0]] if operator_of(op).is_two and op.name not in self.divided else 0.0
 
-    def backward(self, *, is_first: bool, defers_weights: bool = False) -> BackwardStates:
+    def backward(self, *, stay: Collection[str] = (), defers_weights: bool = False) -> BackwardStates:
         """A backward pass.
 
         Args:
-            is_first: whether it is the first of a step, after which unbucketed gradients stay.
+            stay: parameters whose gradients it makes, and leaves.
             defers_weights: whether weight gradients are left to W, so that what they need stays.
         """
-        return BackwardStates.of(_Backward(self, is_first, defers_weights).walk())
+        key = frozenset(stay), defers_weights
+        if key not in self._backward:
+            self._backward[key] = BackwardStates.of(_Backward(self, stay, defers_weights).walk())
+        return self._backward[key]
 
     @cached_property
     def _fetching(self) -> Fetching:
@@ -240,11 +285,6 @@ class Passes:
     def made(self) -> frozenset[str]:
         """The ops of the stage whose results own their storage."""
         return frozenset(op for op in self.ops if self.graph.storage[op] == op)
-
-    @cached_property
-    def gradients(self) -> float:
-        """Bytes of the unbucketed gradients that the first backward pass leaves."""
-        return sum(self.parameter_bytes[name] for name in self.uses if name not in self.bucketed)
 
     @cached_property
     def largest_gradient(self) -> float:
@@ -299,12 +339,17 @@ class Passes:
             first |= dict.fromkeys((root for root in self.kept.get(op, ()) if root not in left), op)
         return first
 
-    def recomputed_bytes(self, number: int) -> float:
-        """Peak bytes of recomputing a segment beyond what it restores."""
+    def recomputed_bytes(self, number: int) -> PerOp:
+        """Bytes at each point of recomputing a segment beyond what it restores."""
         segment, forms = self.segments[number], self.formed
         start = self.ops.index(segment[0])
-        extra = np.maximum(forms.forward - forms.remade, 0.0)[start : start + len(segment)]
+        extra = (forms.forward - forms.remade)[start : start + len(segment)]
+        extra = np.maximum(extra.real, 0.0) + 1j * np.maximum(extra.imag, 0.0)
         return self._forward(segment, frozenset(self.restored(number)), extra)
+
+
+_State = tuple[Bytes, Bytes, Bytes, Bytes]
+"""The fields of `Fullest`."""
 
 
 @dataclass
@@ -312,19 +357,19 @@ class _Backward:
     """One backward pass, op by op."""
 
     passes: Passes
-    is_first: bool
+    stay: Collection[str]
     defers: bool
-    _gradients: dict[str, list[float]] = field(default_factory=dict)  # per storage; those that share memory share the list: bytes, readers
-    _on_their_way: float = 0.0
-    _freed: float = 0.0
+    _gradients: dict[str, list[Any]] = field(default_factory=dict)  # per storage; those that share memory share the list: bytes, readers
+    _on_their_way: Bytes = 0.0
+    _freed: Bytes = 0.0
     _restored: dict[str, str] = field(default_factory=dict)
-    _recomputed: float = 0.0
-    _back: float = 0.0
-    _stays: float = 0.0
+    _recomputed: Bytes = 0.0
+    _back: Bytes = 0.0
+    _stays: Bytes = 0.0
     _begun: int | None = None
     _place: int = 0
 
-    def walk(self) -> Iterator[Fullest]:
+    def walk(self) -> Iterator[_State]:
         """The state at each op, from the last to the first."""
         passes, graph = self.passes, self.passes.graph
         uses = Counter(passes.uses)
@@ -335,21 +380,21 @@ class _Backward:
             op = graph.by_name[name]
             self._bring(op)
             if passes.fetched and (arriving := float(passes.fetching_back.arriving[self._place])):
-                yield Fullest(self._freed, self._recomputed + self._back, self._stays, self._on_their_way + arriving)
+                yield self._freed, self._recomputed + self._back, self._stays, self._on_their_way + arriving
             yield from self._enter(passes.segment_of.get(name))
             if op.requires_grad:
                 yield self._at(self._differentiate(op, uses))
                 self._pass(op)
             self._let_go(name)
 
-    def _at(self, extra: float = 0.0) -> Fullest:
+    def _at(self, extra: Bytes = 0.0) -> _State:
         if self.passes.fetched:
             extra += float(self.passes.fetching_back.beside[self._place])
         if not self.passes.forms:
-            return Fullest(self._freed, self._recomputed + self._back, self._stays, self._on_their_way + extra)
+            return self._freed, self._recomputed + self._back, self._stays, self._on_their_way + extra
         forms, place = self.passes.formed, self._place
-        freed, restored, gradients = (float(each[place]) for each in (forms.freed, forms.remade, forms.gradients))
-        return Fullest(self._freed + freed, self._recomputed + self._back + restored, self._stays, self._on_their_way + gradients + extra)
+        freed, restored, gradients = (each[place] for each in (forms.freed, forms.remade, forms.gradients))
+        return self._freed + freed, self._recomputed + self._back + restored, self._stays, self._on_their_way + gradients + extra
 
     def _bring(self, op: Op) -> None:
         """Fetches from the host what an op is the last to keep."""
@@ -357,11 +402,11 @@ class _Backward:
         if self.passes.offloads:
             self._back += self._places(op)
 
-    def _places(self, op: Op) -> float:
+    def _places(self, op: Op) -> Bytes:
         """Bytes of the indices that an op keeps, outside segments."""
         return 0.0 if op.name in self.passes.segment_of else place_share(op) * self.passes.num_bytes[op.name]
 
-    def _enter(self, segment: int | None) -> Iterator[Fullest]:
+    def _enter(self, segment: int | None) -> Iterator[_State]:
         """Recomputes a segment at its turn."""
         if segment == self._begun:
             return
@@ -369,16 +414,17 @@ class _Backward:
         if segment is not None:
             self._restored = dict(self.passes.restored(segment))
             self._recomputed = sum(self.passes.num_bytes[root] for root in self._restored)
-            yield self._at(self.passes.recomputed_bytes(segment))
+            yield from map(self._at, self.passes.recomputed_bytes(segment).tolist())
 
-    def _differentiate(self, op: Op, uses: Counter[str]) -> float:
+    def _differentiate(self, op: Op, uses: Counter[str]) -> Bytes:
         """Adds the gradients that an op makes; returns the bytes that only this op needs."""
         passes, graph = self.passes, self.passes.graph
         own = graph.storage[op.name]
         if own != op.name:
             makes_new = operator_of(op).gradient == "put together" or "in_place" in op.tags
             return passes.num_bytes[own] if makes_new else 0.0
-        extra, gradient = passes.inside(op), operator_of(op).gradient
+        extra: Bytes = passes.inside(op)
+        gradient = operator_of(op).gradient
         for root in dict.fromkeys(graph.storage[source] for source in op.inputs if self._is_value(source)):
             size = passes.num_bytes[root]
             if root not in self._gradients and gradient == "handed on" and op.name in self._gradients and size == passes.num_bytes[op.name]:
@@ -400,7 +446,7 @@ class _Backward:
             self._on_their_way += size
             return 0.0
         if uses[name] == 0:
-            stays = self.is_first and name not in self.passes.bucketed
+            stays = name in self.stay
             self._stays += size if stays else 0.0
             self._on_their_way -= size if total > 1 else 0.0
             return size if total > 1 or not stays else 0.0
@@ -414,7 +460,7 @@ class _Backward:
         op = self.passes.graph.by_name[name]
         return op.kind == "call" and op.requires_grad
 
-    def _hold(self, root: str, size: float) -> None:
+    def _hold(self, root: str, size: Bytes) -> None:
         self._gradients[root] = [size, 1]
         self._on_their_way += size
 

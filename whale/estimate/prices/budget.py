@@ -16,11 +16,12 @@ class Budget:
     reserved: frozenset[tuple[Device, int]] = frozenset()  # per device type, bytes that are left free; negative for more than there is
     num_keepers: int | None = None  # number of devices that state is sharded over, for closed forms; None for all of the cluster
     sums_at_once: bool = False  # whether there is one micro-batch, so that gradients may go to keepers as they are made
+    is_alone: bool = False  # whether one replica holds each parameter once, so that gradients come as activations go, in no buckets
 
     @property
-    def keeping(self) -> tuple[int | None, bool]:
+    def keeping(self) -> tuple[int | None, bool, bool]:
         """What the bytes of a part depend on."""
-        return self.num_keepers, self.sums_at_once
+        return self.num_keepers, self.sums_at_once, self.is_alone
 
     def reserving(self, lacking: Mapping[Device, int]) -> Budget:
         """The same, with more bytes left free on each device type."""

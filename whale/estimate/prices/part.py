@@ -59,6 +59,7 @@ class Alive:
 
     in_flight: int  # from F to the last of B or W
     waiting: int = 0  # of these, between I and W
+    is_all: bool = False  # whether all micro-batches are in flight when the first goes back
 
 
 NOTHING = Recompute()

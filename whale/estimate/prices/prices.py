@@ -22,13 +22,12 @@ from whale.estimate.memory.memory import (
     kept_for_weights,
     kept_names,
     kept_tensors,
-    largest_line,
     places_line,
     size_line,
     state_bytes,
     weight_share,
-    working_line,
 )
+from whale.estimate.memory.passes import BackwardStates, BridgedTensor, Bytes, FetchedWeights, Passes, PassStates, PerOp, as_bytes, line_of
 from whale.estimate.prices.budget import ALL, Budget
 from whale.estimate.prices.part import NOTHING, Alive, Part, Recompute
 from whale.estimate.prices.traffic import WorkOnParts, local_graph, work_on_parts
@@ -48,7 +47,11 @@ class PartCost:
     parameter_bytes: int  # weights, gradients and optimizer state
     activation: Line  # bytes kept for backward, by rows of one micro-batch, with received and handed-on tensors
     for_weights: Line  # bytes from I to W, where these are separate, by rows of one micro-batch
-    working: Line  # bytes of the running op, of recomputed activations, and of messages in flight
+    working: Line  # bytes of a pass at its peak, beyond what is kept, and of messages in flight
+    beside: Line  # of these, recomputed activations and messages
+    first: Line | None  # of the first B at its peak, with the gradients that it makes; None where these have buckets
+    gradient_bytes: int  # of all gradients
+    largest_gradient: float  # bytes
     sends: tuple[tuple[int, Line, int], ...]  # per source stage, bytes that arrive and return, by rows, and the number of messages
 
     def with_copies(self, copies: Line, recompute: Recompute) -> PartCost:
@@ -63,7 +66,8 @@ class PartCost:
         def scaled(line: Line) -> Line:
             return Line(line.fixed, line.per_row * share)
 
-        return replace(self, activation=scaled(self.activation), for_weights=scaled(self.for_weights), working=scaled(self.working))
+        found = replace(self, activation=scaled(self.activation), for_weights=scaled(self.for_weights), working=scaled(self.working))
+        return found if self.first is None else replace(found, first=scaled(self.first))
 
     @property
     def waits(self) -> Line:
@@ -75,9 +79,9 @@ class PartCost:
         waiting = max(0, alive.waiting - 1)
         return Line(float(self.parameter_bytes)) + self.activation * alive.in_flight + self.waits * waiting
 
-    def at_work(self, alive: Alive) -> Line:
-        """Bytes of the running micro-batch: of its I, or of its W."""
-        return Line.largest((self.working, self.waits)) if alive.waiting else self.working
+    def at_work(self, alive: Alive) -> tuple[Line, ...]:
+        """Bytes of the running micro-batch: of its F and B or I, and of its W."""
+        return (self.working, self.waits + Line(self.largest_gradient)) if alive.waiting else (self.working,)
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,7 +93,8 @@ class Prices:
     costs: Costs
     _seconds: dict[tuple[Device, float], OpSeconds] = field(default_factory=dict, init=False)
     _held: dict[tuple[str, int | None], StateBytes] = field(default_factory=dict, init=False)
-    _parts: dict[tuple[Part, Recompute, tuple[int | None, bool]], PartCost] = field(default_factory=dict, init=False)
+    _parts: dict[Hashable, PartCost] = field(default_factory=dict, init=False)
+    _passes: dict[Hashable, tuple[Passes, PassStates]] = field(default_factory=dict, init=False)
     _started: dict[tuple[Part, Device, float], tuple[Started, Started]] = field(default_factory=dict, init=False)
     _links: dict[tuple[str, str], Link] = field(default_factory=dict, init=False)
     _buckets: list[tuple[Hashable, Buckets]] = field(default_factory=list, init=False)  # of the last plan
@@ -106,6 +111,11 @@ class Prices:
     def outputs(self) -> dict[str, Line]:
         """Per op, the bytes of its results by rows."""
         return output_lines(self.graph)
+
+    @cached_property
+    def result_bytes(self) -> dict[str, Bytes]:
+        """The same as numbers."""
+        return {name: as_bytes(line) for name, line in self.outputs.items()}
 
     @cached_property
     def kept(self) -> dict[str, tuple[str, ...]]:
@@ -370,31 +380,98 @@ class Prices:
         """Of the gradients of one micro-batch, the share that goes to keepers before the others exist."""
         return 0.0 if self.costs.zero != 2 or "compute" in self.costs.on_host else 1 - self._kept_share(budget)
 
-    def part(self, part: Part, recompute: Recompute = NOTHING, budget: Budget = ALL) -> PartCost:
-        key = part, recompute, budget.keeping
+    def part(
+        self,
+        part: Part,
+        num_rows: float,
+        recompute: Recompute = NOTHING,
+        budget: Budget = ALL,
+        *,
+        waits: bool = False,
+        forms: tuple[BridgedTensor, ...] = (),
+    ) -> PartCost:
+        """What a part needs about a number of rows.
+
+        Args:
+            num_rows: of a micro-batch.
+            recompute: what it recomputes.
+            budget: who keeps its state.
+            waits: whether its weight gradients have W actions.
+            forms: that its split group makes of tensors.
+        """
+        key = part, num_rows, recompute, budget.keeping, waits, forms
         if key not in self._parts:
-            self._parts[key] = self._price_part(part, recompute, budget)
+            self._parts[key] = self._price_part(part, num_rows, recompute, budget, forms, waits=waits)
         return self._parts[key]
 
-    def _price_part(self, part: Part, recompute: Recompute, budget: Budget) -> PartCost:
+    def _price_part(
+        self, part: Part, num_rows: float, recompute: Recompute, budget: Budget, forms: tuple[BridgedTensor, ...], *, waits: bool
+    ) -> PartCost:
         names, inside = self.kept_names(part.ops, recompute.segments, recompute.num_alive)
         crossing = dict.fromkeys(part.crossing(self.graph)) if self.training else {}
-        activation, repeated = (
-            size_line(self.outputs, names | crossing) + self._places(part, recompute),
-            largest_line(self.outputs, inside),
-        )
+        activation, recomputed = size_line(self.outputs, names | crossing) + self._places(part, recompute), Line()
         if recompute.num_alive:
-            activation, repeated = size_line(self.outputs, crossing), activation * recompute.num_alive
+            activation, recomputed = size_line(self.outputs, crossing), activation * recompute.num_alive
         held = [self.held(name, budget) for name in part.parameters]
         gradients = float(sum(each.gradient for each in held))
         deferred = kept_for_weights(self.graph, part.ops) if self.training and not recompute.num_alive else ()
+        passes, states = self.passes(
+            part,
+            {name: float(own.gradient) for name, own in zip(part.parameters, held, strict=True) if own.gradient},
+            segments=recompute.segments,
+            recomputes=bool(recompute.num_alive),
+            defers_weights=waits,
+            offloads=self.costs.offloads_activations and not recompute.num_alive,
+            forms=forms,
+        )
+        first, working = None, states.working(num_rows)
+        if budget.is_alone and self.training:
+            backward = passes.backward(stay=passes.uses, defers_weights=waits)
+            first = line_of(backward.totals, num_rows) + recomputed + self._on_the_way(part)
         return PartCost(
             parameter_bytes=sum(each.total for each in held) - (round(self.let_go(gradients, budget)) if budget.sums_at_once else 0),
             activation=activation,
             for_weights=size_line(self.outputs, deferred),
-            working=working_line(self.outputs, part.ops) + repeated + self._on_the_way(part),
+            working=working + recomputed + self._on_the_way(part),
+            beside=recomputed + Line.largest(size_line(self.outputs, each) for each in inside) + self._on_the_way(part),
+            first=first,
+            gradient_bytes=round(gradients),
+            largest_gradient=passes.largest_gradient,
             sends=tuple((source, *self._both_ways(tensors)) for source, tensors in part.received),
         )
+
+    def passes(
+        self,
+        part: Part,
+        parameter_bytes: Mapping[str, float],
+        *,
+        segments: tuple[tuple[str, ...], ...] = (),
+        recomputes: bool = False,
+        defers_weights: bool = False,
+        offloads: bool = False,
+        forms: tuple[BridgedTensor, ...] = (),
+        divided: frozenset[str] = frozenset(),
+        fetched: tuple[FetchedWeights, ...] = (),
+    ) -> tuple[Passes, PassStates]:
+        """The passes of a part, and what they hold; arguments as the fields of `Passes`, and of `StageKey`."""
+        key = part, tuple(parameter_bytes.items()), segments, recomputes, defers_weights, offloads, forms, divided, fetched
+        if key not in self._passes:
+            crossing = frozenset(part.crossing(self.graph)) if self.training else frozenset()
+            made = Passes(
+                self.graph, self.result_bytes, part.ops, self.kept, segments, crossing, parameter_bytes, divided, forms, offloads, fetched
+            )
+            kept = crossing.union(() if offloads else kept_names(self.graph, part.ops, self.kept, segments)[0])
+            nothing: PerOp = np.zeros(0, dtype=np.complex128)
+            if self.training:
+                states = PassStates(
+                    made.forward(crossing if recomputes else kept),
+                    made.forward(kept) if recomputes else nothing,
+                    made.backward(defers_weights=defers_weights),
+                )
+            else:
+                states = PassStates(made.forward(part.returned(self.graph)), nothing, BackwardStates.of(()))
+            self._passes[key] = made, states
+        return self._passes[key]
 
     def _places(self, part: Part, recompute: Recompute) -> Line:
         is_away = self.costs.offloads_activations and not recompute.num_alive

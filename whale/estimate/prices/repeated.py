@@ -12,7 +12,7 @@ from functools import cached_property
 from whale.axes.labels import Labels
 from whale.estimate.costs.line import Line
 from whale.estimate.memory.memory import keeps_parameter
-from whale.estimate.memory.passes import BridgedTensor
+from whale.estimate.memory.passes import BridgedTensor, as_bytes
 from whale.estimate.prices.part import Segment
 from whale.estimate.prices.prices import Prices
 from whale.ir.writes import MemoryWrites
@@ -41,15 +41,15 @@ class RepeatedBridges:
         """Bytes, by rows, of the forms that bridges make and their users keep, at a position of the split group."""
         return Line.sum(self._size(bridge, position) for bridge in self._kept if bridge not in self._kept_in_parts)
 
-    def forms(self, position: int, num_rows: float) -> tuple[BridgedTensor, ...]:
-        """The forms that bridges make on the device at a position, with `num_rows` of its group."""
-        return tuple(self._form(bridge, position, num_rows) for bridge in self._moving if bridge.is_sum or bridge.users)
+    def forms(self, position: int) -> tuple[BridgedTensor, ...]:
+        """The forms that bridges make on the device at a position; their bytes are by the rows of its group."""
+        return tuple(self._form(bridge, position) for bridge in self._moving if bridge.is_sum or bridge.users)
 
-    def _form(self, bridge: Bridge, position: int, num_rows: float) -> BridgedTensor:
+    def _form(self, bridge: Bridge, position: int) -> BridgedTensor:
         users = (bridge.tensor,) if bridge.is_sum else bridge.users
         keepers = tuple(user for user in bridge.users if self._keeps(user, bridge))
         is_kept = bridge in self._kept and bridge not in self._kept_in_parts
-        return BridgedTensor(users, keepers, self._size(bridge, position).at(num_rows), is_kept, bool(bridge.backward))
+        return BridgedTensor(users, keepers, as_bytes(self._size(bridge, position)), is_kept, bool(bridge.backward))
 
     def _size(self, bridge: Bridge, position: int) -> Line:
         """Bytes of a bridge's result, by rows; of a sum, of each term."""

@@ -6,7 +6,7 @@ sent                                                                  B ---> the
 working                                         F                     B            F --> left --> R --> kept --> B
 gradients  in buckets: always; others                                 B ---> end of the step (first W, where weights wait)
            in the optimizer's dtype, where that differs, during the optimizer's step
-           with buckets in flight, from the first last backward pass to the optimizer's step
+           with buckets in flight, from the first last backward pass (or from the last, where sums wait for all) to the optimizer's step
            those of other keepers are freed when their sums have arrived: by the end of the last B (or W), and by the optimizer's step
 
 For the duration of a pass its peak counts (`whale.estimate.memory.passes`).
@@ -156,10 +156,12 @@ class _Changes:
         for each, ends in zip(self.order, times, strict=True):
             if each.action.kind in _GRADIENTS or each.action.kind is Kind.STEP:
                 last[each.action.stage] = ends
-        if None not in last or not (worker.sent or worker.freed_last or worker.published):
+        if None not in last or not (worker.sent or worker.sent_late or worker.freed_last or worker.published):
             return
         step, first = last[None], worker.stages[0]
         found.waits("gradients", [Waiting(first, worker.sent, min(start for start, _ in last.values()), step[0])])
+        done = max((end for stage, (_, end) in last.items() if stage is not None), default=step[0])
+        found.waits("gradients", [Waiting(first, worker.sent_late, done, step[0])])
         found.waits("working", [Waiting(first, worker.published, *step)])
         for stage, num_bytes in zip(worker.stages, worker.freed, strict=False):
             found.adds(last.get(stage, step)[1 if stage in last else 0], -num_bytes, ("gradients", stage))

@@ -112,8 +112,17 @@ class SummedBuckets:
 
     @cached_property
     def on_their_way(self) -> int:
-        """Bytes of buckets in flight in a dtype of their own, and of the buffer that gathers freed gradients."""
-        return most_at_once(bucket.sent_bytes for bucket in self._rounded) + max((bucket.num_bytes for bucket in self.let_go), default=0)
+        """Bytes of buckets in flight in a dtype of their own, and of the buffer that gathers freed gradients during backward passes."""
+        return most_at_once(bucket.sent_bytes for bucket in self._rounded) + self._gathering(is_late=False)
+
+    @cached_property
+    def on_their_way_late(self) -> int:
+        """Bytes that this buffer takes more once all backward passes are done."""
+        return max(0, self._gathering(is_late=True) - self._gathering(is_late=False))
+
+    def _gathering(self, *, is_late: bool) -> int:
+        own = (bucket.num_bytes for bucket, starts_late in zip(self.let_go, self.starts_late, strict=True) if starts_late == is_late)
+        return max(own, default=0)
 
     def seconds(self, device: Device) -> float:
         """Seconds of casting."""

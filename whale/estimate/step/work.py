@@ -11,13 +11,12 @@ import numpy as np
 
 from whale.estimate.costs.line import Line, Started
 from whale.estimate.memory.memory import kept_for_weights, kept_names, places_line, size_line, state_bytes
-from whale.estimate.memory.passes import BackwardStates, BridgedTensor, FetchedWeights, Fullest, Passes
+from whale.estimate.memory.passes import BackwardStates, BridgedTensor, FetchedWeights, Fullest, bytes_at
 from whale.estimate.prices.collective_costs import CollectiveCosts, StagePlace, halved, messages_of
 from whale.estimate.prices.part import Part
 from whale.estimate.prices.prices import Prices
 from whale.estimate.prices.repeated import RepeatedBridges
 from whale.ir.cluster import Device, Link
-from whale.ir.graph import ModelGraph
 from whale.ir.plan import ParameterState, Shard
 from whale.sharding.bridges import Bridge
 
@@ -138,7 +137,7 @@ class Works:
         forward, inputs, weights = seconds
         (kept, left, for_weights), (memory, first), away = self._memory[there]
         if spared:
-            memory = replace(memory, first=first.fullest(memory.gradients - spared))
+            memory = replace(memory, first=first.fullest(num_rows, memory.gradients - spared))
         return Work(forward, inputs, weights, own[0], own[1] + own[2], kept, left, for_weights, memory, away)
 
     def _in_memory(self, key: StageKey, position: int, num_rows: int, fetched: tuple[FetchedWeights, ...]) -> _InMemory:
@@ -146,13 +145,13 @@ class Works:
         copies, forms = Line(), tuple[BridgedTensor, ...]()
         if key.shards:
             repeated = self._repeating(key)
-            copies, forms = repeated.copies(position), repeated.forms(position, num_rows)
+            copies, forms = repeated.copies(position), repeated.forms(position)
         names = frozenset(kept_names(prices.graph, key.part.ops, prices.kept, key.segments)[0]) if prices.training else None
         away = 0.0
         if names is not None and key.offloads:
             away = self._away(prices, key, position).at(num_rows)
             names, copies, forms = frozenset(), Line(), tuple(replace(form, is_kept=False) for form in forms)
-        return _kept(prices, key, num_rows, names, copies), self._pass_memory(prices, key, num_rows, names, forms, fetched), away
+        return _kept(prices, key, num_rows, names, copies), self._pass_memory(prices, key, num_rows, forms, fetched), away
 
     def _in_group(self, key: StageKey, group: Sequence[str], num_rows: int) -> _InGroup:
         """`_together`, cached."""
@@ -207,41 +206,33 @@ class Works:
         return _InGroup((there_seconds, back_seconds - late, late), tuple(own))
 
     def _pass_memory(
-        self,
-        prices: Prices,
-        key: StageKey,
-        num_rows: int,
-        names: frozenset[str] | None,
-        forms: tuple[BridgedTensor, ...],
-        fetched: tuple[FetchedWeights, ...],
+        self, prices: Prices, key: StageKey, num_rows: int, forms: tuple[BridgedTensor, ...], fetched: tuple[FetchedWeights, ...]
     ) -> tuple[PassMemory, BackwardStates]:
-        """Bytes of passes besides what is kept, and the first backward pass; `names` are the storages kept, None without training."""
-        graph, part, training = prices.graph, key.part, names is not None
-        crossing = part.crossing(graph) if training else ()
-        states = {name: state_bytes(graph.parameter_by_name[name], self.state_of(name), training=training) for name in part.parameters}
-        passes = Passes(
-            graph=graph,
-            num_bytes={name: prices.outputs[name].at(num_rows) for name in self._read(graph, part)},
-            ops=part.ops,
-            kept=prices.kept,
+        """Bytes of passes besides what is kept, and the first backward pass."""
+        part, training = key.part, prices.training
+        states = {
+            name: state_bytes(prices.graph.parameter_by_name[name], self.state_of(name), training=training) for name in part.parameters
+        }
+        passes, held = prices.passes(
+            part,
+            {name: float(state.gradient) for name, state in states.items() if state.gradient},
             segments=key.segments,
-            crossing=frozenset(crossing),
-            parameter_bytes={name: state.gradient for name, state in states.items() if state.gradient},
-            bucketed=self.bucketed,
-            divided=self._divided(key),
-            forms=forms,
+            recomputes=key.recomputes,
+            defers_weights=key.defers_weights,
             offloads=key.offloads,
+            forms=forms,
+            divided=self._divided(key),
             fetched=fetched,
         )
-        if names is None:
-            return PassMemory(forward=passes.forward(part.returned(graph))), BackwardStates.of(())
-        kept = names.union(crossing)
-        later = passes.backward(is_first=False, defers_weights=key.defers_weights)
-        first = passes.backward(is_first=True, defers_weights=key.defers_weights) if passes.gradients else later
-        forward = passes.forward(crossing if key.recomputes else kept)
-        recompute = passes.forward(kept) if key.recomputes else 0.0
+        forward = float(bytes_at(held.forward, num_rows).max())
+        if not training:
+            return PassMemory(forward=forward), held.later
+        apart = {name: passes.parameter_bytes[name] for name in passes.uses if name not in self.bucketed}
+        first = passes.backward(stay=apart, defers_weights=key.defers_weights) if apart else held.later
+        recompute = float(bytes_at(held.recompute, num_rows).max()) if key.recomputes else 0.0
         weight = passes.largest_gradient if key.defers_weights else 0.0
-        return PassMemory(passes.gradients, forward, recompute, first.fullest(), later.fullest(), weight), first
+        gradients = sum(apart.values())
+        return PassMemory(gradients, forward, recompute, first.fullest(num_rows), held.later.fullest(num_rows), weight), first
 
     def _divided(self, key: StageKey) -> frozenset[str]:
         """The losses whose classes are cut."""
@@ -249,12 +240,6 @@ class Works:
             return frozenset()
         work, axes = self.prices.labels(key.part.ops, key.shards).work, self.prices.axes.ops
         return frozenset(name for name, axis in work.items() if axes[name].roles[axis].combine == "softmax")
-
-    @staticmethod
-    def _read(graph: ModelGraph, part: Part) -> dict[str, None]:
-        """All ops whose results the ops of a part make or read, and the owners of their storage."""
-        names = dict.fromkeys(name for op in part.ops for name in (op, *graph.by_name[op].inputs))
-        return names | dict.fromkeys(graph.storage[name] for name in names)
 
     def _bridges(self, key: StageKey) -> tuple[Bridge, ...]:
         return self.prices.bridges(key.part.ops, key.shards, key.part.returned(self.prices.graph))

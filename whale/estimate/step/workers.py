@@ -49,6 +49,7 @@ class SimulatedWorker:
     handling: Handling = NO_HANDLING  # of messages
     on_host: float = 0.0  # bytes in the memory of its host; of activations the most
     sent: float = 0.0  # bytes of buckets in flight, from the first last backward pass to the optimizer's step
+    sent_late: float = 0.0  # bytes of those that start when all backward passes are done
     freed: tuple[float, ...] = ()  # per stage, bytes of gradients of other keepers freed by the end of its last backward pass
     freed_last: float = 0.0  # the rest of these, by the optimizer's step
     published: float = 0.0  # peak bytes of buckets in flight after the optimizer's step, without those in which ops read
@@ -96,6 +97,7 @@ class _Own(NamedTuple):
     lost: tuple[int, ...] = ()  # of all its stages, and of each of them
     casting: float = 0.0  # seconds
     sent: float = 0.0
+    sent_late: float = 0.0
     brought: tuple[Brought, ...] = ()  # per stage
     given: float = 0.0  # seconds in which it sends and receives weights outside of passes
     num_given: int = 0  # buckets
@@ -198,6 +200,7 @@ class Workers:
             lost=(summed.together.lost, *(summed.lost_of(replica, stage) for stage in stages)),
             casting=summed.together.seconds(self._prices.cluster.by_name[device]),
             sent=float(summed.together.on_their_way),
+            sent_late=float(summed.together.on_their_way_late),
             brought=tuple(self._gathering.of(device, stage) for stage in stages),
             given=self._publishing.get(device, 0.0) + self._gathering.throughout(device),
             num_given=self._num_given[device],
@@ -240,6 +243,7 @@ class Workers:
             known.reached_handling,
             held.on_host + away,
             sent=own.sent,
+            sent_late=own.sent_late,
             freed=own.freed,
             freed_last=own.freed_last,
             published=own.published,

@@ -343,9 +343,9 @@ class Pieces:
             return None
         bridges, copies = prices.bridges(ops, shards, scene.returned), np.zeros((2, len(graph.ops)))
         repeating = RepeatedBridges(prices, prices.labels(ops, shards), bridges, ())
-        for one, two in zip(repeating.forms(0, 1.0), repeating.forms(0, 2.0), strict=True):
-            if one.is_kept:  # beside what ops keep of their own parts
-                copies[:, graph.position[one.users[0]]] += 2 * one.num_bytes - two.num_bytes, two.num_bytes - one.num_bytes
+        for form in repeating.forms(0):
+            if form.is_kept:  # beside what ops keep of their own parts
+                copies[:, graph.position[form.users[0]]] += form.num_bytes.real, form.num_bytes.imag
         return _Split(bridges, self._made(prices.local(ops, shards, 0), alike, copies))
 
     def _paid(self, cut: _Split, site: StagePlace) -> _Columns:

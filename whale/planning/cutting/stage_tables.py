@@ -296,7 +296,13 @@ class StageTables:
             gradients = self.pieces.gradients(cut or self.prices.cluster.devices[0].kind, width if cut else 1)
             held = held - self.prices.let_go(gradients[ends] - gradients[starts], self.budget)
         in_flight, recomputed, waiting, share = self._shapes[:, stage]
-        found: Floats = held + expected_bytes(in_flight, recomputed, waiting, share, received, kept[ends] - kept[starts], self._entering)
+        active = expected_bytes(in_flight, recomputed, waiting, share, received, kept[ends] - kept[starts], self._entering)
+        found: Floats = held + active
+        if self.budget.is_alone and self.pipeline.num_chunks == 1:  # gradients come as the first of all micro-batches goes back
+            m = self.pipeline.num_micro_batch
+            gradients = self.pieces.gradients(cut or self.prices.cluster.devices[0].kind, width if cut else 1)
+            made = gradients[ends] - gradients[starts]
+            found = np.where((in_flight >= m) & (waiting == 0), held + np.maximum(active - made, active * (1 - 1 / m)), found)
         return found
 
     @cached_property

@@ -279,7 +279,8 @@ def _recomputed(solver: Solver, best: PricedPlacement, replicas: Sequence[Replic
         for group, share in zip(planned.groups, rows, strict=True)
         for position, name in enumerate(group)
     )
-    without, num_rows = prices[0].part(part, budget=solver.pricing.budget), max(rows)
+    num_rows = max(rows)
+    without = prices[0].part(part, num_rows, budget=solver.pricing.budget)
     in_flight = model.pipeline.in_flight[stage]
     kept, instead = (round(each.activation.at(num_rows) * in_flight + each.working.at(num_rows)) for each in (costs[0].part, without))
     if recompute.num_alive:

@@ -147,7 +147,7 @@ class Chooser:
         def fits(recomputes: Mapping[int, Recompute], cut_for: Mapping[int, Recompute]) -> bool:
             """Whether the devices, or their split groups, can together take the rows of a micro-batch."""
             room = [
-                floor((margin * self.prices.capacity(name, self.budget) - need.fixed) / max(need.per_row, 1e-9))
+                min(floor((margin * self.prices.capacity(name, self.budget) - each.fixed) / max(each.per_row, 1e-9)) for each in need)
                 for name, need in zip(placed[rank], self._needs(placed, assignment, rank, recomputes, cut_for, num_rows), strict=True)
             ]
             rows = [min(room[start : start + width]) for start in range(0, len(room), width)]
@@ -222,13 +222,15 @@ class Chooser:
         recomputes: Mapping[int, Recompute],
         cut_for: Mapping[int, Recompute],
         num_rows: int,
-    ) -> Iterator[Line]:
+    ) -> Iterator[tuple[Line, ...]]:
         """Per device of a rank its bytes, by the rows of its split group."""
         pipeline, count = self.pipeline, len(placed[rank])
         width = max(map(pipeline.width, recomputes))
         if width == 1:
             costs = [
-                (self.prices.part(assignment.parts[stage], own, self.budget), pipeline.alive(stage)) for stage, own in recomputes.items()
+                (self.prices.part(assignment.parts[stage], self._rows(stage, num_rows), own, self.budget, waits=alive.waiting > 0), alive)
+                for stage, own in recomputes.items()
+                for alive in (pipeline.alive(stage),)
             ]
             yield from [rank_memory(costs)] * count
             return
@@ -271,7 +273,21 @@ def expected_bytes(
     return found
 
 
-def rank_memory(costs: Iterable[tuple[PartCost, Alive]]) -> Line:
-    """Bytes on a device of one rank, by its rows: all its stages hold their micro-batches in flight, one of which runs."""
+def rank_memory(costs: Iterable[tuple[PartCost, Alive]]) -> tuple[Line, ...]:
+    """Bytes on a device of one rank, by its rows, at the points of a step that may be its fullest.
+
+    All its stages hold their micro-batches in flight, one of which runs, and all gradients; or, of a single stage, the first of all its
+    micro-batches goes back, and its gradients are coming.
+    """
     given = list(costs)
-    return Line.sum(cost.held(alive) for cost, alive in given) + Line.largest(cost.at_work(alive) for cost, alive in given)
+    held = Line.sum(cost.held(alive) for cost, alive in given)
+    (cost, alive), *others = given
+    if others:
+        return (held + Line.largest(line for cost, alive in given for line in cost.at_work(alive)),)
+    if cost.first is None or not alive.is_all:
+        return tuple(held + line for line in cost.at_work(alive))
+    coming = held + Line(-float(cost.gradient_bytes))
+    found = [coming + cost.working, coming + cost.first]
+    if alive.in_flight > 1:
+        found.append(held + cost.working + cost.activation * -1)
+    return (*found, held + cost.waits) if alive.waiting else tuple(found)

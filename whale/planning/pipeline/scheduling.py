@@ -55,7 +55,7 @@ class PipelineShape(Pipeline):
         return self.splits[stage].width if self.splits else 1
 
     def alive(self, stage: int) -> Alive:
-        return Alive(self.in_flight[stage], self.waiting[stage])
+        return Alive(self.in_flight[stage], self.waiting[stage], self.in_flight[stage] >= self.num_micro_batch)
 
     def num_groups(self, stage: int) -> int:
         """Number of parts that the rows of a micro-batch are divided into."""

@@ -101,7 +101,8 @@ def _device_curve(
     seconds = Line.sum(cost.seconds for cost in own)
     memory = rank_memory((cost.part, pipeline.alive(stage)) for stage, cost in zip(stages, own, strict=True))
     units = np.arange(most + 1, dtype=np.float64)
-    excess = np.maximum(memory.fixed + held_elsewhere + memory.per_row * units - own[0].capacity, 0.0)
+    fullest = np.max([line.fixed + line.per_row * units for line in memory], axis=0)
+    excess = np.maximum.accumulate(np.maximum(fullest + held_elsewhere - own[0].capacity, 0.0))
     waiting = np.sum([cost.waiting(units) for cost in own], axis=0)
     return Curve(seconds.fixed + seconds.per_row * units + waiting, excess, 1, f"{name} (stage {stages[0]})")
 

@@ -121,7 +121,7 @@ class HeldBytes:
         return found
 
     def _working(self, number: int, shares: Floats) -> Floats:
-        """The working set of one member of a node under each label: its result and the gradient of that (`working_line`)."""
+        """The working set of one member of a node under each label: its result and the gradient of that."""
         node = self._classes.nodes[number]
         found = np.zeros((len(node.labels), shares.shape[1]))
         if node.first.kind == "call":

@@ -61,12 +61,18 @@ class StagePricing:
         return replace(self, budget=self.budget.reserving(lacking))
 
     def kept_by(self, pipelines: Sequence[PipelineShape], count: int = 1) -> StagePricing:
-        """The same where `count` replicas of each of these shard the state of each parameter."""
+        """The same where there are `count` replicas of each of these, which may shard the state of each parameter."""
         if not self.prices.costs.zero:
-            return self
+            is_alone = count == len(pipelines) == 1 and all(pipelines[0].num_groups(stage) == 1 for stage in range(pipelines[0].num_stages))
+            return self.alone if is_alone else self
         num_keepers = count * sum(pipeline.num_keepers for pipeline in pipelines)
         sums_at_once = all(pipeline.num_micro_batch == 1 for pipeline in pipelines)
         return replace(self, budget=replace(self.budget, num_keepers=num_keepers, sums_at_once=sums_at_once))
+
+    @property
+    def alone(self) -> StagePricing:
+        """The same where one replica holds each parameter once."""
+        return self if self.prices.costs.zero else replace(self, budget=replace(self.budget, is_alone=True))
 
     def capacity(self, device: str) -> int:
         """Bytes that a plan may fill."""
@@ -93,14 +99,17 @@ class StagePricing:
         groups = groups_of(devices[stage], pipeline.width(stage))
         rows = max(1.0, num_rows / len(groups))
         if pipeline.width(stage) == 1:
-            alone = (cost_alone(self.prices, assignment.parts[stage], name, rows, recompute, self.budget) for name in devices[stage])
+            waits = pipeline.waiting[stage] > 0
+            alone = (
+                cost_alone(self.prices, assignment.parts[stage], name, rows, recompute, self.budget, waits=waits) for name in devices[stage]
+            )
             costs = (replace(own, receive=received_line(self.prices, own.part, devices, stage, index)) for index, own in enumerate(alone))
             return PricedStage(tuple(costs))
         scene = make_scene(self.prices, assignment, stage, pipeline)
         site = StagePlace(unlike_groups(groups, self.prices), rows, pipeline.in_flight[stage], pipeline.num_micro_batch)
         budget = self._budget(pipeline, assignment, stage, num_rows, cut_for or recomputes, site)
         sharding = self.sharder.choose(scene, site, budget, pipeline.splits[stage])
-        known, overlapping = self._parts(assignment.parts[stage], scene, site, sharding, recompute)
+        known, overlapping = self._parts(assignment.parts[stage], scene, site, sharding, recompute, waits=pipeline.waiting[stage] > 0)
         together = []
         for index, name in enumerate(devices[stage]):
             own = known[index % site.width, self.prices.cluster.by_name[name].kind]
@@ -132,43 +141,46 @@ class StagePricing:
         site: StagePlace,
     ) -> MemoryBudget:
         """What a device of a split stage holds; split stages of one device share its memory by what they hold uncut."""
-        kept, working, taken = dict[int, float](), 0.0, 0.0
+        kept, working, taken, waiting = dict[int, float](), 0.0, 0.0, False
         for own in pipeline.stages_of(pipeline.stage_rank[stage]):
-            part = self.prices.part(assignment.parts[own], recomputes[own], self.budget)
             rows = max(1.0, num_rows / pipeline.num_groups(own))
+            part = self.prices.part(assignment.parts[own], rows, recomputes[own], self.budget, waits=pipeline.waiting[own] > 0)
             held, waits = part.held(pipeline.alive(own)).at(rows), part.waits.at(rows) * (pipeline.waiting[own] > 0)
+            waiting |= own == stage and part.waits.per_row > 0
             if pipeline.width(own) == 1:
                 taken += held
             else:
-                at_work = 2 * max(self.prices.outputs[name].at(rows) for name in assignment.parts[own].ops)  # that is cut with the ops
-                kept[own], working = held + waits, max(working, part.working.at(rows) - at_work - waits)
+                kept[own], working = held + waits, max(working, part.beside.at(rows) - waits)  # what an op needs is cut with it
         share = kept[stage] / sum(kept.values())
-        waits = self.prices.part(assignment.parts[stage], recomputes[stage], self.budget).waits.per_row
-        repeated = repeated_of(assignment.parts[stage].ops, recomputes[stage], pipeline.waiting[stage] if waits > 0 else 0)
+        repeated = repeated_of(assignment.parts[stage].ops, recomputes[stage], pipeline.waiting[stage] if waiting else 0)
         capacity = capacity_of(site, self.prices, self.budget)
         return MemoryBudget(kept[stage] + working * share, pipeline.in_flight[stage], capacity, taken, share, repeated, self.budget)
 
     def _parts(
-        self, part: Part, scene: Scene, site: StagePlace, sharding: StageSharding, recompute: Recompute
+        self, part: Part, scene: Scene, site: StagePlace, sharding: StageSharding, recompute: Recompute, *, waits: bool
     ) -> tuple[Mapping[tuple[int, Device], DeviceCost], Overlapping]:
         """Cost of a split stage by position in the group and device type, and whether rows are in halves."""
-        key = part, scene, sharding.shards, recompute, sharding.cut.costs, self.budget.keeping
+        key = part, scene, sharding.shards, recompute, sharding.cut.costs, self.budget.keeping, waits
         if key not in self._known:
-            self._known[key] = self._price_parts(part, scene, site, sharding.shards, recompute)
+            self._known[key] = self._price_parts(part, scene, site, sharding.shards, recompute, waits=waits)
         return self._known[key]
 
     def _price_parts(
-        self, part: Part, scene: Scene, site: StagePlace, shards: tuple[Shard, ...], recompute: Recompute
+        self, part: Part, scene: Scene, site: StagePlace, shards: tuple[Shard, ...], recompute: Recompute, *, waits: bool
     ) -> tuple[Mapping[tuple[int, Device], DeviceCost], Overlapping]:
         prices = self.prices
         parts = [prices.local(scene.ops, shards, position) for position in range(site.width)]
         names = {(place, prices.cluster.by_name[name].kind): name for group in site.groups for place, name in enumerate(group)}
-        alone = {key: cost_alone(parts[key[0]], part, name, site.num_rows, recompute, self.budget) for key, name in names.items()}
         labels = prices.labels(scene.ops, shards)
         bridges = prices.bridges(scene.ops, shards, scene.returned)
+        repeating = RepeatedBridges(prices, labels, bridges, recompute.segments)
+        forms = [repeating.forms(position) for position in range(site.width)]
+        alone = {
+            (place, kind): cost_alone(parts[place], part, name, site.num_rows, recompute, self.budget, waits=waits, forms=forms[place])
+            for (place, kind), name in names.items()
+        }
         collective_costs = CollectiveCosts(prices, site)
         sums = Line.sum(collective_costs.synchronized(prices.graph.by_name[name]) for name in labels.synchronized if prices.training)
-        repeating = RepeatedBridges(prices, labels, bridges, recompute.segments)
         repeated = tuple(bridges if recompute.num_alive else repeating.exchanged())
         copies = [repeating.copies(position) for position in range(site.width)]
         whole = []
