@@ -165,7 +165,7 @@ def test_weights_come_from_the_host_before_ops_read_them() -> None:
         own = settings | {"memory.offload": "optimizer+parameters"}
         engine = whale.parallelize(Language().double(), loss=next_tokens, optimizer=ADAM, batch=batches[0], config=own)
         losses = [held(engine.step(batch)) for batch in batches]
-    assert device.waits and all("to the host" in wait and "host_copies.py" in wait for wait in device.waits[-12:]), "of gradients"
+    assert not [wait for wait in device.waits if "to the host" in wait], "gradients are copied beside other work"
     assert all(value.device.type == "cpu" for value in engine.state.kept.values())
     for found, expected in zip([*losses, *engine.state.lasting.values()], train_on_cpu(Language, next_tokens, **settings), strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)

@@ -25,6 +25,7 @@ from whale.comm import World
 from whale.config import Config
 from whale.planning import make_plan
 from whale.runtime.execute.equal_copies import EqualCopies
+from whale.runtime.execute.finite import LossWatch
 from whale.runtime.execute.roster import Roster
 from whale.runtime.runtime import Runtime
 from whale.runtime.state.engine_state import EngineState
@@ -79,13 +80,17 @@ def ranks_alike(rank: int, backend: str) -> Iterator[World]:
             received.copy_(sent)
         return Done()
 
-    names = ("isend", "irecv", "all_gather", "reduce_scatter")
+    def new_group(ranks: list[int], backend: str | None = None, **keywords: Any) -> Any:
+        return groups_of(ranks, **keywords)
+
+    names, groups_of = ("isend", "irecv", "all_gather", "reduce_scatter"), dist.new_group
     dist.init_process_group("fake", rank=rank, world_size=NUM_RANKS, store=FakeStore())
     try:
-        own = {"all_reduce": multiply, "all_to_all_single": mirror, "get_backend_config": lambda group: backend}
+        own = {"all_reduce": multiply, "all_to_all_single": mirror, "new_group": new_group, "get_backend_config": lambda group: backend}
         alike = mock.patch.object(EqualCopies, "are_equal", return_value=True)  # a product is not a sum of unlike signs
         stand_ins: dict[str, Any] = {**own, **dict.fromkeys(names, leave)}
-        with mock.patch.multiple(dist, **stand_ins), alike:
+        numbers = mock.patch.object(LossWatch, "_check")  # a loss of what was not received need not be one
+        with mock.patch.multiple(dist, **stand_ins), alike, numbers:
             yield World(rank, NUM_RANKS, 0, NUM_RANKS, DEVICE, timedelta(seconds=10))
     finally:
         dist.destroy_process_group()
