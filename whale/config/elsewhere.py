@@ -166,7 +166,7 @@ _KEYS: Mapping[System, tuple[tuple[str, str], ...]] = {
         ("pipeline_model_parallel_layout", "`blocks: [...]`, the number of `t` in each stage: [below](#megatrons-layout)"),
         ("account_for_embedding_in_pipeline_split", f"{_NO_NEED}: without `blocks` stages are cut by the time of their ops"),
         ("account_for_loss_in_pipeline_split", f"{_NO_NEED}: without `blocks` stages are cut by the time of their ops"),
-        ("context_parallel_size", "none: the sequence is cut where ops allow, not inside attention"),
+        ("context_parallel_size", "`split` with `axes: [sequence]`, or `whale.split(axis=\"sequence\")`"),
         ("expert_model_parallel_size", "`whale.split(axis=\"experts:0\")` around the experts ([page](mixture_of_experts.md))"),
         ("micro_batch_size", "`micro_batch_rows: N`"),
         ("global_batch_size", "rows of the batch: `engine.loader(dataset, global_batch_size=N)`; `--rows N` of `whale plan`"),

@@ -139,6 +139,11 @@ class RuntimeSettings:
         None,
         "compile the ops of each stage with torch.compile; null: if the model was given through torch.compile",
     )
+    compile_mode: str = key(
+        "default",
+        "mode of torch.compile; modes with CUDA graphs are none, for their memory does not outlive the next micro-batch",
+        choices=("default", "max-autotune-no-cudagraphs"),
+    )
     progress: bool = key(
         False, "show loss, samples and tokens per second, norm, learning rate and memory on the loader's bar, or every 10 s"
     )

@@ -86,7 +86,8 @@ class Runtime:
         self._borrowers: dict[str, dict[str, tuple[int, ...]]] = {}  # of each mode
         self._kept: dict[str, KeptBuffers] = {}
         self._last_training: Worker | None = None
-        self.compilation = Compilation({op.name: op.where for op in graph.ops}) if config.runtime.compile else None
+        lines = {op.name: op.where for op in graph.ops}
+        self.compilation = Compilation(lines, config.runtime.compile_mode) if config.runtime.compile else None
         self.prepare("train", captured, roster.plan, schedules)
         self.losses = LossWatch(roster.world, state.scaling)
         self.clipping: Clipping | None = None

@@ -19,6 +19,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -48,6 +49,7 @@ class Compilation:
     """What is compiled on a rank, and its cost."""
 
     where: Mapping[str, SourceLine | None] = field(default_factory=dict)  # per op, the user's line
+    mode: str = "default"  # of torch.compile
     note: Callable[[str], None] = lambda _: None  # called with a message before each compilation
     num_graphs: int = 0
     num_cached: int = 0  # of these, found in torch's cache on disk
@@ -103,7 +105,9 @@ class Compilation:
         from torch._dynamo import lookup_backend
         from torch._dynamo.utils import counters
 
-        compile_graph = lookup_backend(BACKEND)
+        compile_graph: Callable[..., Any] = lookup_backend(BACKEND)
+        if self.mode != "default":
+            compile_graph = partial(compile_graph, config_patches=torch._inductor.list_mode_options(self.mode))
 
         def timed(module: fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
             self.note(f"torch.compile has {name}")

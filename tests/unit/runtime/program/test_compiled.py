@@ -130,6 +130,20 @@ def test_the_numbers_of_the_code_that_inductor_makes() -> None:
         compare("recomputed", True)
 
 
+def test_the_mode_reaches_the_compiler() -> None:
+    patches = []
+
+    def compile_graph(module: fx.GraphModule, inputs: list[Tensor], config_patches: dict[str, Any]) -> Any:
+        patches.append(config_patches)
+        return torch._dynamo.lookup_backend(EAGER)(module, inputs)
+
+    with mock.patch.object(compiled, "BACKEND", compile_graph):
+        engine = make_engine(make_model(), runtime__compile=True, runtime__compile_mode="max-autotune-no-cudagraphs")
+        engine.step(make_batch(6))
+        engine.close()
+    assert patches and all(each == {"max_autotune": True, "coordinate_descent_tuning": True} for each in patches)
+
+
 @pytest.mark.slow
 @INDUCTOR
 def test_compiled_bf16_is_about_as_near_to_float32_as_eager_bf16() -> None:
