@@ -285,3 +285,15 @@ def test_a_step_whose_gradients_overflow_is_left_out_and_halves_the_scale() -> N
         for _ in range(20):
             engine.step(batch | {"slope": torch.full((NUM_ROWS,), torch.inf)})
     engine.close()
+
+
+def test_the_settings_of_the_loss_scale_are_followed() -> None:
+    settings = {"precision.loss_scale": 1024, "precision.loss_scale_growth_steps": 1, "precision.loss_scale_hysteresis": 2}
+    model, batch = build(("linear",), False)[0], make_batch(0)
+    engine = whale.parallelize(model, loss=loss, optimizer=OPTIMIZERS["adam"], batch=batch, config={"precision.dtype": "fp16", **settings})
+    found = [engine.loss_scale]
+    for factor in (1.0, torch.inf, torch.inf, 1.0):
+        engine.step({name: value * factor if value.is_floating_point() else value for name, value in batch.items()})
+        found.append(engine.loss_scale)
+    engine.close()
+    assert found == [1024.0, 2048.0, 2048.0, 1024.0, 2048.0]

@@ -34,7 +34,7 @@ from whale.ir.plan import Plan
 from whale.ir.profile import read_profile
 from whale.planning.explain.choices import other_stages
 from whale.progress import progress
-from whale.runtime.state.scaling import LossScaling
+from whale.runtime.state.scaling import LossScaling, ScaleRule
 
 
 @user_call
@@ -112,9 +112,14 @@ def parallelize(
             warn(text)
         with progress("creating weights and process groups", on_first=world.rank == 0):
             state = initial_state(modes, roster, holdings, settings.runtime.seed, initialize, optimizer, scheduler)
-            state.scaling = LossScaling() if precision is not None and precision.dtype == "float16" else None
+            state.scaling = LossScaling(_scale_rule(settings)) if precision is not None and precision.dtype == "float16" else None
             runtime, tracing = opening.open(roster, holdings, state)
         return Engine(modes, state, runtime, opening, decided, tracing=tracing, overhead=decided.seconds + time.perf_counter() - begun)
+
+
+def _scale_rule(settings: Config) -> ScaleRule:
+    own = settings.precision
+    return ScaleRule(own.loss_scale, own.loss_scale_growth_steps, own.loss_scale_hysteresis)
 
 
 def _uncompiled(model: nn.Module, settings: Config, *, tells: bool) -> tuple[nn.Module, Config]:

@@ -28,7 +28,10 @@ _ACCUMULATE = "`pipeline.num_micro_batch`, parts of one batch; or `engine.forwar
 _CLIP = "`gradient.clip_norm`"
 _OPTIMIZER_ON_HOST = "`memory.offload: optimizer`; nothing is kept on NVMe"
 _WEIGHTS_ON_HOST = "`memory.offload: optimizer+parameters`; nothing is kept on NVMe"
-_LOSS_SCALE = "the scale of `precision.dtype: fp16` starts at 65,536 and follows the gradients; it is not set"
+_FIXED_SCALE = "`precision.loss_scale` with `precision.loss_scale_growth_steps: null`; without a value the scale follows the gradients"
+_GROWTH = "`precision.loss_scale_growth_steps`"
+_HYSTERESIS = "`precision.loss_scale_hysteresis`; it is full again when the scale doubles"
+_LEAST_SCALE = "none: a step that is not finite at a scale of 1 is an error"
 _LOG = "`runtime.log_file`, a line of JSON per step"
 _BUCKETS = "`communication.bucket_bytes`, in bytes, for gradients and weights"
 _ONE_AHEAD = "not set: weights are gathered bucket by bucket, one ahead"
@@ -49,7 +52,12 @@ _KEYS: Mapping[System, tuple[tuple[str, str], ...]] = {
         ("data_types.grad_accum_dtype", "`gradient.dtype`"),
         ("seed", "`runtime.seed`"),
         ("fp16.enabled", "`precision.dtype: fp16`"),
-        ("fp16.*", _LOSS_SCALE),
+        ("fp16.loss_scale", _FIXED_SCALE),
+        ("fp16.initial_scale_power", "`precision.loss_scale`, 2 to this power"),
+        ("fp16.loss_scale_window", _GROWTH),
+        ("fp16.hysteresis", _HYSTERESIS),
+        ("fp16.min_loss_scale", _LEAST_SCALE),
+        ("fp16.*", "`precision.dtype: fp16`: parameters and optimizer state keep the types of the model"),
         ("bf16.enabled", "`precision.dtype: bf16`"),
         ("bf16.*", "`precision.dtype: bf16`: parameters and optimizer state keep the types of the model"),
         ("amp.enabled", "`precision.dtype`"),
@@ -181,7 +189,11 @@ _KEYS: Mapping[System, tuple[tuple[str, str], ...]] = {
         ("recompute_num_layers", "a share of a stage's blocks: `recompute: {0: 0.5, 1: 0.25}`; `auto`: no more than memory demands"),
         ("bf16", "`precision.dtype: bf16`; weights stay float32 unless the model says otherwise"),
         ("fp16", "`precision.dtype: fp16`"),
-        ("initial_loss_scale", _LOSS_SCALE),
+        ("loss_scale", _FIXED_SCALE),
+        ("initial_loss_scale", "`precision.loss_scale`"),
+        ("loss_scale_window", _GROWTH),
+        ("hysteresis", _HYSTERESIS),
+        ("min_loss_scale", _LEAST_SCALE),
         ("accumulate_allreduce_grads_in_fp32", "`gradient.dtype: float32`"),
         ("grad_reduce_in_bf16", "`gradient.sum_dtype: bf16`"),
         ("clip_grad", _CLIP),

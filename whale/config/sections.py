@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -84,6 +85,17 @@ class PrecisionSettings:
         rule=ValueRule(
             "one type besides float32", lambda value: isinstance(value, str) or len({own for _, own in value} - {"float32"}) <= 1
         ),
+    )
+    loss_scale: float = key(
+        65536.0,
+        "first loss scale of fp16",
+        rule=ValueRule("at least 1 and a power of two", lambda value: 1 <= value <= 2.0**127 and math.frexp(value)[0] == 0.5),
+    )
+    loss_scale_growth_steps: int | None = key(
+        2000, "consecutive steps with finite gradients after which the loss scale doubles; null: it never changes", rule=at_least(1)
+    )
+    loss_scale_hysteresis: int = key(
+        1, "number of steps without, since the loss scale last doubled, from which on each halves it", rule=at_least(1)
     )
 
 

@@ -17,8 +17,6 @@ from whale.runtime.state.host_copies import NUM_STEPS_AHEAD, LateNumber
 from whale.runtime.state.sparse_sums import dense_part
 from whale.runtime.state.updates import as_real
 
-GROWTH_STEPS = 2000
-"""Consecutive steps with finite gradients after which the scale doubles, as in `torch.amp.GradScaler`."""
 _LARGEST = 2.0**127
 """Largest power of two in float32."""
 
@@ -27,33 +25,49 @@ _GRADIENT, _DEVICE, _DTYPE, _LAYOUT = map(attrgetter, ("grad", "device", "dtype"
 
 
 @dataclass(frozen=True, slots=True)
+class ScaleRule:
+    """How a loss scale begins and changes, as `torch.amp.GradScaler` and DeepSpeed have it."""
+
+    first: float = 2.0**16  # a power of two, so that dividing gradients by it is exact
+    growth_steps: int | None = 2000  # consecutive steps with finite gradients after which it doubles; None: it never changes
+    hysteresis: int = 1  # number of non-finite steps since it last doubled from which on each halves it
+
+
+@dataclass(frozen=True, slots=True)
 class LossScale:
     """The factor on the loss that keeps float16 gradients from underflow."""
 
-    value: float = 2.0**16  # a power of two, so that dividing gradients by it is exact
-    num_finite: int = 0  # steps with finite gradients since it last changed
+    value: float
+    num_finite: int = 0  # steps with finite gradients since it last changed, or since some were not
+    num_tolerated: int = 0  # non-finite steps since it last doubled that have not halved it
 
-    def after(self, *, is_finite: bool) -> LossScale:
-        """The scale of the next step: half after non-finite gradients, double after many finite ones."""
+    def after(self, rule: ScaleRule, *, is_finite: bool) -> LossScale:
+        """The scale of the next step."""
+        if rule.growth_steps is None:
+            return self
+        if not is_finite and self.num_tolerated + 1 < rule.hysteresis:
+            return LossScale(self.value, 0, self.num_tolerated + 1)
         if not is_finite:
-            return LossScale(self.value / 2)
+            return LossScale(self.value / 2, 0, self.num_tolerated)
         done = self.num_finite + 1
-        return LossScale(min(self.value * 2, _LARGEST)) if done == GROWTH_STEPS else LossScale(self.value, done)
+        return LossScale(min(self.value * 2, _LARGEST)) if done == rule.growth_steps else LossScale(self.value, done, self.num_tolerated)
 
 
 class LossScaling:
     """The loss scale from step to step. A device may be ahead of the host: it adapts its own scale, and the host reads verdicts later."""
 
-    def __init__(self) -> None:
+    def __init__(self, rule: ScaleRule = ScaleRule()) -> None:
+        self._rule = rule
         self._verdicts: deque[tuple[int, torch.Tensor, LateNumber]] = deque()  # number of a step, its loss, whether it was left out
-        self.restore(LossScale())
+        self.restore(LossScale(rule.first))
 
     def restore(self, scale: LossScale) -> None:
-        """Goes on with a scale, for weights that have been replaced."""
+        """Goes on with a scale, for weights that have been replaced; one that never changes is that of the rule."""
         self._verdicts.clear()
-        self._scale, self._was_skipped = scale, False
+        self._scale = LossScale(self._rule.first) if self._rule.growth_steps is None else scale
+        self._was_skipped = False
         self._fault: RuntimeFault | None = None
-        self._on_device: tuple[torch.Tensor, torch.Tensor] | None = None  # the scale, and finite steps since it last changed
+        self._on_device: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None  # the fields of `LossScale`
 
     @property
     def scale(self) -> LossScale:
@@ -69,14 +83,14 @@ class LossScaling:
 
     def take(self, *, is_finite: bool) -> None:
         """Goes on after a step of which the host knows the verdict."""
-        self._scale, self._was_skipped, self._on_device = self.scale.after(is_finite=is_finite), not is_finite, None
+        self._scale, self._was_skipped, self._on_device = self.scale.after(self._rule, is_finite=is_finite), not is_finite, None
 
     def on(self, device: torch.device) -> torch.Tensor:
         """The scale of the next step on a device: 0-dim float32, changed in place by `update`."""
         if self._on_device is None:
             now = self.scale
-            value = torch.full((), now.value, dtype=torch.float32, device=device)
-            self._on_device = value, torch.full((), now.num_finite, dtype=torch.int32, device=device)
+            finite, tolerated = (torch.full((), count, dtype=torch.int32, device=device) for count in (now.num_finite, now.num_tolerated))
+            self._on_device = torch.full((), now.value, dtype=torch.float32, device=device), finite, tolerated
         return self._on_device[0]
 
     def update(self, step_number: int, loss: torch.Tensor, found: torch.Tensor) -> None:
@@ -89,9 +103,9 @@ class LossScaling:
         Raises:
             RuntimeFault: an earlier step was not finite at the least scale.
         """
-        value = self.on(found.device)
+        self.on(found.device)
         assert self._on_device is not None
-        torch._amp_update_scale_(value, self._on_device[1], found, 2.0, 0.5, GROWTH_STEPS)
+        _update(self._rule, *self._on_device, found)
         self._verdicts.append((step_number, loss, LateNumber.of(found)))
         self.look(NUM_STEPS_AHEAD)
 
@@ -110,7 +124,21 @@ class LossScaling:
                 self._fault, self._on_device = too_large(step_number, self._scale, f"loss {float(loss):g}"), None
                 self._verdicts.clear()  # the steps since had less than the least scale
                 return
-            self._scale = self._scale.after(is_finite=not self._was_skipped)
+            self._scale = self._scale.after(self._rule, is_finite=not self._was_skipped)
+
+
+def _update(rule: ScaleRule, value: torch.Tensor, num_finite: torch.Tensor, num_tolerated: torch.Tensor, found: torch.Tensor) -> None:
+    """`LossScale.after` on the device, in place."""
+    if rule.growth_steps is None:
+        return
+    if rule.hysteresis == 1:
+        torch._amp_update_scale_(value, num_finite, found, 2.0, 0.5, rule.growth_steps)
+        return
+    is_found, done = found > 0, num_finite + 1
+    halves, doubles = is_found & (num_tolerated + 1 >= rule.hysteresis), ~is_found & (done == rule.growth_steps)
+    value.copy_(torch.where(halves, value / 2, torch.where(doubles, (value * 2).clamp(max=_LARGEST), value)))
+    num_finite.copy_(torch.where(is_found | doubles, 0, done))
+    num_tolerated.copy_(torch.where(doubles, 0, num_tolerated + (is_found & ~halves)))
 
 
 def too_large(step_number: int, scale: LossScale, figures: str) -> RuntimeFault:
