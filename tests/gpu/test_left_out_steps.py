@@ -126,3 +126,31 @@ def test_what_is_not_finite_at_the_least_scale_is_told_in_the_end(gpu: Gpu) -> N
     after = weights_of(trained)
     assert all(torch.equal(value, after[name]) for name, value in before.items())
     trained.close()
+
+
+def test_a_loss_of_one_of_several_batches_is_told_of_the_update_too(gpu: Gpu) -> None:
+    trained = engine(OPTIMIZERS["adamw"])
+    before = weights_of(trained)
+    with pytest.raises(whale.RuntimeFault, match="the loss is nan at step 1"):
+        for number, slope in enumerate((torch.nan, 1.0, 1.0)):
+            trained.forward_backward(batch(number, slope))
+    trained.update()
+    trained.step(batch(4))
+    with pytest.raises(whale.RuntimeFault, match=r"the loss is nan at step 1 .* not applied"):
+        trained.step(batch(5))
+    assert all(
+        torch.equal(value, weights_of(trained)[name]) for name, value in before.items() if "running" not in name and "num" not in name
+    )
+    trained.step(batch(6))
+    assert not torch.equal(weights_of(trained)["0.weight"], before["0.weight"])
+    trained.close()
+
+
+def test_a_scale_that_never_changes_ends_in_an_error(gpu: Gpu) -> None:
+    settings = {"precision.dtype": "fp16", "precision.loss_scale": 128, "precision.loss_scale_growth_steps": None}
+    trained = engine(OPTIMIZERS["adamw"], **settings)
+    with pytest.raises(whale.RuntimeFault, match="not finite at step 20 with a loss scale of 128"):
+        for number in range(24):
+            trained.step(batch(number, torch.inf))
+            assert trained.loss_scale == 128, "who asks changes nothing"
+    trained.close()

@@ -186,6 +186,9 @@ class Engine:
                 f"scale={accumulated.clipped_for:g}",
                 hint=f"give both the same, so that what is applied has the norm: clip_grad_norm_(max_norm, scale={scale:g})",
             )
+        if not self.runtime.leaves_out_steps(self.state):
+            with self.runtime.status.reporting():  # what is applied, also if the loss of one of its batches was raised and caught
+                self.runtime.losses.look(self.state.step_number, accumulated.account, accumulated.loss)
         loss = update(self.runtime, self.state, accumulated, scale)
         self._accumulated = None
         self._stepped(loss, accumulated)

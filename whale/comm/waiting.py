@@ -307,7 +307,7 @@ class Waits:
             self._watched.popleft()
             self._progress = now
         if self._watched:
-            first, said = self._watched[0], failure_reason()
+            first, said = self._watched[0], self._lost or failure_reason()
             if said is not None or max(first.since, self._progress) + self.timeout.total_seconds() < now:
                 self._fault = fault(first.action, first.ranks, self.timeout, TimeoutError("the device still waits"), said)
         return self._fault

@@ -294,7 +294,7 @@ EPL_KEYS = (
     EplKey("offload.level", False, "replaced by `memory.offload: optimizer`, which keeps what the optimizer steps on the host"),
     EplKey("amp.level", False, "replaced by `precision.dtype`: `O1` is `fp16`"),
     EplKey("amp.debug_log", False, "`engine.loss_scale` is the scale of the next step"),
-    EplKey("amp.loss_scale", False, "the scale of `precision.dtype: fp16` is dynamic; `bf16` needs none"),
+    EplKey("amp.loss_scale", False, "replaced by `precision.loss_scale`; `bf16` needs none"),
     EplKey("optimizer.num_apply_group", False, "PyTorch's optimizers group parameters themselves (`foreach`, `fused`)"),
     EplKey("communication.num_communicators", False, "the plan makes one communicator for each set of ranks that needs one"),
     EplKey(

@@ -15,6 +15,7 @@ from whale.runtime.execute.call_check import Call
 from whale.runtime.execute.loss import LossAccount, Scale
 from whale.runtime.runtime import Runtime
 from whale.runtime.state.engine_state import EngineState
+from whale.runtime.state.host_copies import NUM_STEPS_AHEAD
 from whale.runtime.state.scaling import note_non_finite, scale, too_large
 from whale.runtime.state.updates import KeptBuffers
 
@@ -117,12 +118,13 @@ def update(runtime: Runtime, state: EngineState, accumulated: Accumulated, facto
     Raises:
         RuntimeFault: a peer died or a wait timed out; or loss or gradients are not finite at the least loss scale.
     """
-    loss = accumulated.loss
-    if factor != 1.0:
-        loss = loss * factor
-        scale(torch.tensor(factor, dtype=torch.float64), state.kept.values())
+    loss = accumulated.loss if factor == 1.0 else accumulated.loss * factor
     try:
         with runtime.status.reporting():
+            if state.scaling is not None:
+                state.scaling.look(NUM_STEPS_AHEAD - 1)  # before anything of this update is done
+            if factor != 1.0:
+                scale(torch.tensor(factor, dtype=torch.float64), state.kept.values())
             norm = None if runtime.clipping is None else runtime.clipping.clip()
             found, applies = None, True
             if runtime.masks_steps(state):
@@ -183,7 +185,7 @@ def _is_fit(runtime: Runtime, state: EngineState, accumulated: Accumulated, norm
     is_finite = math.isfinite(found) and (size == 0 if norm is None else math.isfinite(size))
     ranks = "" if is_finite or math.isfinite(found) else f" {runtime.losses.ranks_of(accumulated.account)}"
     if scaling is not None:
-        if not is_finite and scaling.scale.value <= 1 and not runtime.config.gradient.skip_nonfinite:
+        if not is_finite and scaling.is_least and not runtime.config.gradient.skip_nonfinite:
             size = size if norm is not None else float(runtime.clip(state, None))
             runtime.forget_lost()
             raise too_large(number, scaling.scale, f"loss {found:g}{ranks}, gradient norm {size:g}")

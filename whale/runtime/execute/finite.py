@@ -40,7 +40,11 @@ class LossWatch:
             self._check(step_number, account, cast(float, loss.tolist()), "the update was not applied")
         else:
             self._copied.append((step_number, account, LateNumber.of(loss)))
-            self.settle(NUM_STEPS_AHEAD)
+            try:
+                self.settle(NUM_STEPS_AHEAD)
+            except RuntimeFault:
+                self._copied.pop()  # its update is not made
+                raise
 
     def stop(self, loss: torch.Tensor) -> torch.Tensor:
         """What an optimizer's step leaves itself out by: 1 on the device from the first loss on that is not finite, until `look` or
@@ -61,10 +65,11 @@ class LossWatch:
             self._scaling.look(num_left)
         while len(self._copied) > num_left:
             step_number, account, loss = self._copied.popleft()
-            if not math.isfinite(loss.read()):
-                self._bad_step = step_number  # peers may be lost while ranks report where it arose
-                self._found = None
             is_free = step_number <= self._last_free
+            if not math.isfinite(loss.read()):
+                self._found = None
+                if is_free:
+                    self._bad_step = step_number  # peers may be lost while ranks report where it arose
             kept = "the weights have been updated with it since: load a checkpoint"
             self._check(step_number, account, loss.read(), kept if is_free else "this update and those since were not applied")
 
@@ -72,12 +77,13 @@ class LossWatch:
         """Whether a loss of the first `num_steps` steps, which is in the weights, is not finite; waits for nothing."""
         if self._bad_step is not None and self._bad_step < num_steps:
             return True
-        return any(number < num_steps and loss.has_arrived and not math.isfinite(loss.read()) for number, _, loss in self._copied)
+        applied = ((number, loss) for number, _, loss in self._copied if number <= self._last_free)
+        return any(number < num_steps and loss.has_arrived and not math.isfinite(loss.read()) for number, loss in applied)
 
     def forget(self) -> None:
         """Drops the losses of weights that have been replaced."""
         self._copied.clear()
-        self._bad_step = self._found = None
+        self._bad_step, self._found, self._last_free = None, None, -1
 
     def ranks_of(self, account: LossAccount) -> str:
         """The ranks whose own part of the loss is not finite, for a message. A collective of the world."""

@@ -43,6 +43,10 @@ class _Replaced(list[dict[str, Any]]):
         )
 
 
+_MASKING = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
+"""Optimizers whose fused kernels take the number by which a step is left out."""
+
+
 @dataclass
 class EngineState:
     """The state of a training."""
@@ -143,12 +147,13 @@ class EngineState:
 
     @property
     def masks(self) -> bool:
-        """Whether kernels of the optimizer leave out a step by a number on their device, as `torch.amp.GradScaler` hands it over: fused
-        ones. Momentum begins as 0 here, which damped momentum does not.
+        """Whether kernels of the optimizer leave out a step by a number on their device, as `torch.amp.GradScaler` hands it over: torch's
+        fused ones. Momentum begins as 0 here, which damped momentum does not. Others have other contracts with a `GradScaler`.
         """
         members = members_of(self.optimizer).values()
-        damps = (group.get("momentum") and group.get("dampening") for each in members for group in each.param_groups)
-        return all(getattr(each, "_step_supports_amp_scaling", False) for each in members) and not any(damps)
+        groups = [group for each in members for group in each.param_groups]
+        damps = any(group.get("momentum") and group.get("dampening") for group in groups)
+        return all(type(each) in _MASKING for each in members) and all(group.get("fused") for group in groups) and not damps
 
     def advance(self, loss: torch.Tensor, *, applies: bool = True, found: torch.Tensor | None = None) -> None:
         """One step: applies the gradients, or skips them.

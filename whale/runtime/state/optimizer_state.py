@@ -115,7 +115,8 @@ def _fitted(optimizer: torch.optim.Optimizer, parameters: Mapping[str, Tensor], 
     state: dict[int, Mapping[str, Any]] = {}
     for number, (group, members) in enumerate(zip(packed["param_groups"], group_members(optimizer, parameters), strict=True)):
         try:
-            groups.append({**group, **_common_options(number, members, saved.options)})
+            own = _common_options(number, members, saved.options)
+            groups.append({**group, **{key: value for key, value in own.items() if key not in _NO_SETTINGS}})
         except CheckpointError as fault:
             faults.append(fault)
         state.update({index: saved.state[name] for index, name in zip(group["params"], members, strict=True) if name in saved.state})

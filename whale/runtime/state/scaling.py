@@ -13,10 +13,12 @@ import torch
 from whale.errors import RuntimeFault
 from whale.runtime.program.shard.pieces import Index, on_device, part
 from whale.runtime.state.holdings import Holdings
-from whale.runtime.state.host_copies import NUM_STEPS_AHEAD, LateNumber
+from whale.runtime.state.host_copies import LateNumber
 from whale.runtime.state.sparse_sums import dense_part
 from whale.runtime.state.updates import as_real
 
+MOST_LEFT_OUT = 20
+"""Steps in turn that may be left out at a scale that never changes: a dynamic one would be at 1 by then."""
 _LARGEST = 2.0**127
 """Largest power of two in float32."""
 
@@ -39,18 +41,23 @@ class LossScale:
 
     value: float
     num_finite: int = 0  # steps with finite gradients since it last changed, or since some were not
-    num_tolerated: int = 0  # non-finite steps since it last doubled that have not halved it
+    num_tolerated: int = 0  # non-finite steps that have not halved it: since it last doubled; in turn, if it never changes
 
     def after(self, rule: ScaleRule, *, is_finite: bool) -> LossScale:
         """The scale of the next step."""
         if rule.growth_steps is None:
-            return self
+            return LossScale(self.value, 0, 0 if is_finite else self.num_tolerated + 1)
         if not is_finite and self.num_tolerated + 1 < rule.hysteresis:
             return LossScale(self.value, 0, self.num_tolerated + 1)
         if not is_finite:
             return LossScale(self.value / 2, 0, self.num_tolerated)
         done = self.num_finite + 1
         return LossScale(min(self.value * 2, _LARGEST)) if done == rule.growth_steps else LossScale(self.value, done, self.num_tolerated)
+
+
+def is_least(scale: LossScale, rule: ScaleRule) -> bool:
+    """Whether a further step that is not finite is an error."""
+    return scale.value <= 1 or (rule.growth_steps is None and scale.num_tolerated + 1 >= MOST_LEFT_OUT)
 
 
 class LossScaling:
@@ -66,24 +73,35 @@ class LossScaling:
         self._verdicts.clear()
         self._scale = LossScale(self._rule.first) if self._rule.growth_steps is None else scale
         self._was_skipped = False
-        self._fault: RuntimeFault | None = None
         self._on_device: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None  # the fields of `LossScale`
 
     @property
     def scale(self) -> LossScale:
         """That of the next step; waits for the device."""
-        self._read(0)
-        return self._scale
+        return self._ahead()[0]
 
     @property
     def was_skipped(self) -> bool:
         """Whether the last update was left out; waits for the device."""
-        self._read(0)
-        return self._was_skipped
+        return self._ahead()[1]
+
+    @property
+    def is_least(self) -> bool:
+        """Whether a further step that is not finite is an error; waits for the device."""
+        return is_least(self.scale, self._rule)
+
+    def _ahead(self) -> tuple[LossScale, bool]:
+        """The scale after all verdicts, and the last of them. One rank may ask for it alone: verdicts stay for `look`."""
+        scale, was_skipped = self._scale, self._was_skipped
+        for *_, verdict in self._verdicts:
+            was_skipped = bool(verdict.read())
+            scale = scale.after(self._rule, is_finite=not was_skipped)
+        return scale, was_skipped
 
     def take(self, *, is_finite: bool) -> None:
-        """Goes on after a step of which the host knows the verdict."""
-        self._scale, self._was_skipped, self._on_device = self.scale.after(self._rule, is_finite=is_finite), not is_finite, None
+        """Goes on after a step of which the host knows the verdict; raises as `look`."""
+        self.look()
+        self._scale, self._was_skipped, self._on_device = self._scale.after(self._rule, is_finite=is_finite), not is_finite, None
 
     def on(self, device: torch.device) -> torch.Tensor:
         """The scale of the next step on a device: 0-dim float32, changed in place by `update`."""
@@ -99,31 +117,25 @@ class LossScaling:
         Args:
             loss: of the step, for a message.
             found: 1 if the step was left out, else 0: 0-dim float32, as `on` is.
-
-        Raises:
-            RuntimeFault: an earlier step was not finite at the least scale.
         """
         self.on(found.device)
         assert self._on_device is not None
         _update(self._rule, *self._on_device, found)
         self._verdicts.append((step_number, loss, LateNumber.of(found)))
-        self.look(NUM_STEPS_AHEAD)
 
     def look(self, num_left: int = 0) -> None:
-        """Reads the verdicts except the last `num_left`; raises as `update`."""
-        self._read(num_left)
-        fault, self._fault = self._fault, None
-        if fault is not None:
-            raise fault
+        """Takes up the verdicts except the last `num_left`; all ranks do so at the same time.
 
-    def _read(self, num_left: int) -> None:
+        Raises:
+            RuntimeFault: a step was not finite at the least scale.
+        """
         while len(self._verdicts) > num_left:
             step_number, loss, verdict = self._verdicts.popleft()
             self._was_skipped = bool(verdict.read())
-            if self._was_skipped and self._scale.value <= 1:
-                self._fault, self._on_device = too_large(step_number, self._scale, f"loss {float(loss):g}"), None
+            if self._was_skipped and is_least(self._scale, self._rule):
+                self._on_device = None
                 self._verdicts.clear()  # the steps since had less than the least scale
-                return
+                raise too_large(step_number, self._scale, f"loss {float(loss):g}")
             self._scale = self._scale.after(self._rule, is_finite=not self._was_skipped)
 
 

@@ -52,6 +52,8 @@ def test_losses_of_replaced_weights_are_forgotten() -> None:
 
 def test_a_loss_that_is_no_number_is_in_the_weights_of_later_steps_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     watch = watch_of(1.0, torch.nan, 1.0)
+    assert not watch.has_bad(3), "updates are left out, or not made yet"
+    watch.let_pass(2)
     assert [watch.has_bad(number) for number in range(4)] == [False, False, True, True]
     monkeypatch.setattr(LossWatch, "ranks_of", lost)
     with pytest.raises(RuntimeFault, match="a peer is lost"):

@@ -53,6 +53,16 @@ def test_a_split_optimizer_goes_on_as_the_whole_one(kind: Any, options: dict[str
             assert torch.equal(parameter, whole[name]), name
 
 
+def test_kernels_are_those_of_the_optimizer_that_takes_over() -> None:
+    own = parameters()
+    optimizer = torch.optim.AdamW(list(own.values()), lr=0.1)
+    step(optimizer, own)
+    fused = torch.optim.AdamW(list(own.values()), lr=5.0, fused=True)
+    write_optimizer(fused, own, read_optimizer(optimizer, own))
+    assert fused.param_groups[0]["fused"] and fused.param_groups[0]["lr"] == 0.1
+    step(fused, own)
+
+
 def test_groups_keep_their_options() -> None:
     own = parameters()
     groups = [{"params": [own["a"], own["b"]], "lr": 0.5}, {"params": [own["c"], own["d"]], "weight_decay": 0.0}]

@@ -298,6 +298,9 @@ def causal_part(query: Tensor, key: Tensor, value: Tensor, runs: Runs, dropout_p
         query: ``[... positions head_dim]``, of the positions in `runs`, in order.
         key, value: of all positions.
     """
+    if enable_gqa and query.is_cuda:  # a mask that ends in a triangle has kernels without groups only
+        repeats = query.shape[-3] // key.shape[-3]
+        key, value, enable_gqa = key.repeat_interleave(repeats, -3), value.repeat_interleave(repeats, -3), False
     found, done = [], 0
     for start, stop in runs:
         own, end = query.narrow(-2, done, stop - start), min(stop, key.shape[-2])
