@@ -43,6 +43,8 @@ MIDDLES: dict[str, Callable[[Tensor], Tensor]] = {
     "centred": lambda h: h - h.mean(0),
     "batch norm": lambda h: F.batch_norm(h, None, None, training=True),
     "attention": lambda h: (h @ h.T).softmax(-1) @ h,
+    "fused attention": lambda h: F.scaled_dot_product_attention(*(h[None, None] * factor for factor in (1.0, 2.0, 3.0)))[0, 0],
+    "fused causal attention": lambda h: F.scaled_dot_product_attention(*(h[None] * f for f in (1.0, 2.0, 3.0)), is_causal=True)[0],
     "places": lambda h: h * (1 + _places(h))[:, None],
     "every other": lambda h: torch.where((_places(h) % 2 == 0)[:, None], h, -h),
     "one hot": lambda h: h * F.one_hot(_places(h) % WIDTH, WIDTH),

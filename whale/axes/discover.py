@@ -75,7 +75,7 @@ def _with_selections(
     plain = selections.plain(unknown) & selected
     rows = {leaf for leaf, name in names.items() if name in found.rows}
     rows |= selections.following(rows) | ((unknown | selected) - plain)
-    checker = Checker(reading.atoms, (unknown | selected) - plain)
+    checker = Checker(reading.atoms, (unknown | selected) - plain, rows)
     ops = {
         op: replace(axes, roles={names[leaf]: role for leaf, role in checker.roles(outcomes[op].letters).items()})
         for op, axes in found.ops.items()
@@ -225,12 +225,14 @@ class Checker:
     4. An axis in only some pieces of a concatenated dimension: the whole pieces' gradient would be summed twice.
     5. An axis of unknown size: it depends on values (``x[mask]``), or on the rows but not in proportion (``cat((x, rows_of_mine))``).
 
-    An axis that is kept and needed whole (attention of a sequence to itself) is kept where the rule says which operands are gathered.
-    An axis that fails a check is whole at this op, with the reason. `unknown`: leaves without a known size.
+    An axis that is kept and needed whole (attention of a sequence to itself) is kept where the rule says which operands are gathered;
+    rows are not, for nobody gathers them.
+    An axis that fails a check is whole at this op, with the reason. `unknown`: leaves without a known size; `rows`: that are rows, beside
+    those of a size that follows the number of rows.
     """
 
-    def __init__(self, atoms: Atoms, unknown: Set[int] = frozenset()) -> None:
-        self._atoms, self._unknown = atoms, unknown
+    def __init__(self, atoms: Atoms, unknown: Set[int] = frozenset(), rows: Set[int] = frozenset()) -> None:
+        self._atoms, self._unknown, self._rows = atoms, unknown, rows
         self._met: dict[Dim, tuple[tuple[int, bool], ...]] = {}
 
     def roles(self, letters: Iterable[Letter]) -> dict[int, Role]:
@@ -241,7 +243,13 @@ class Checker:
                 role = letter.role if everywhere or letter.role.kind == "whole" else SOME_PIECES
                 role = UNKNOWN_SIZE if leaf in self._unknown and role.kind != "whole" else role
                 known = roles.get(leaf)
-                if known is not None and {known.kind, role.kind} == {"kept", "whole"} and known.gathers and role.gathers:
+                if (
+                    known is not None
+                    and {known.kind, role.kind} == {"kept", "whole"}
+                    and known.gathers
+                    and role.gathers
+                    and not self._is_rows(leaf)
+                ):
                     gathers = tuple(dict.fromkeys((*known.gathers, *role.gathers)))
                     roles[leaf] = Role("kept", gathers=gathers, grows=known.grows or role.grows)
                 elif known is None or (role.kind == "whole" and known.kind != "whole"):
@@ -249,6 +257,9 @@ class Checker:
                 elif known.kind != "whole":
                     roles[leaf] = CONTRACTED_AND_KEPT if {known.kind, role.kind} == {"contracted", "kept"} else TWICE
         return roles
+
+    def _is_rows(self, leaf: int) -> bool:
+        return leaf in self._rows or self._atoms.size((leaf,)) % ROWS == 0
 
     def met(self, dim: Dim) -> tuple[tuple[int, bool], ...]:
         """The axes in a dimension, each with whether all pieces of a concatenation have it; one may occur twice."""

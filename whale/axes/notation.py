@@ -145,7 +145,9 @@ class _RuleReader:
             if how not in COMBINES:
                 raise ConfigError(f"{text!r} is not a way to combine parts: {', '.join(COMBINES)}")
             self._marks[letter] = how
-        elif found["mark"] == "&" and operand is not None:
+        elif found["mark"] == "&":
+            if operand is None:
+                raise ConfigError(f"{text!r} in a result of {self.text!r}: only operands are gathered", hint=_HINT)
             self._gathers.setdefault(letter, []).append(operand)
         elif found["mark"]:
             self._marks[letter] = found["mark"]
@@ -197,7 +199,20 @@ def bind(rule: Notation, op: Op, reading: Reading) -> RuleOutcome:
     if len(results) != len(op.outputs):
         raise RuleMisfit(f"it has {len(op.outputs)} results where its rule has {len(results)}")
     made = tuple(binder.result(terms, spec.shape_at(ROWS)) for terms, spec in zip(results, op.outputs, strict=True))
-    return RuleOutcome(made, tuple(binder.letters()))
+    letters = binder.letters()
+    if not _may_gather(letters, op, reading):
+        letters = [replace(letter, role=replace(letter.role, gathers=())) for letter in letters]
+    return RuleOutcome(made, tuple(letters))
+
+
+def _may_gather(letters: Iterable[Letter], op: Op, reading: Reading) -> bool:
+    """Whether operands can be gathered for the parts of others: one tensor cannot be both, and they must be told by their places."""
+    places = {place for letter in letters for _, place in letter.role.gathers}
+    operands = [each for each in flat(op.args) if each is None or isinstance(each, Ref)]
+    if not places or any(isinstance(each, Ref) and reading.tensor(each) is None for each in operands):
+        return not places
+    whole = {each for place, each in enumerate(operands) if place in places and each is not None}
+    return whole.isdisjoint(each for place, each in enumerate(operands) if place not in places)
 
 
 class _Binder:
@@ -260,7 +275,7 @@ class _Binder:
 def _operands(rule: Notation, op: Op, reading: Reading) -> list[Dims | None]:
     """The op's tensors in the rule's order: positional ones (lists in place), then keywords by name; None if absent."""
     found: list[Dims | None] = []
-    for argument in _flat(op.args):
+    for argument in flat(op.args):
         if argument is None:
             found.append(None)
         elif (dims := reading.tensor(argument)) is not None:
@@ -275,7 +290,7 @@ def _operands(rule: Notation, op: Op, reading: Reading) -> list[Dims | None]:
     return found + [named.get(operand.name) for operand in wanted[len(found) :]]
 
 
-def _flat(arguments: tuple[Argument, ...]) -> list[Argument]:
+def flat(arguments: tuple[Argument, ...]) -> list[Argument]:
     """Arguments with lists of tensors flattened; lists of numbers vanish with the numbers."""
     found: list[Argument] = []
     for argument in arguments:

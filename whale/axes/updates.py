@@ -200,9 +200,11 @@ class OverRows:
         return None if outer is None else (*outer, f"{op.target} {op.args[1:]} {op.kwargs}")
 
     def _rounds(self, op: Op) -> bool:
-        """Whether a change of dtype loses precision that sums and means need."""
+        """Whether a change of dtype loses what sums and means need."""
         sources = [spec for name in op.inputs[:1] for spec in self._graph.by_name[name].outputs]
-        return any("float" in a.dtype and "float" not in b.dtype for a, b in zip(sources, op.outputs, strict=False))
+        both = list(zip(sources, op.outputs, strict=False))
+        is_truth = any(b.dtype == "bool" != a.dtype for a, b in both)
+        return is_truth or any("float" in a.dtype and "float" not in b.dtype for a, b in both)
 
 
 _IN_PLACES: frozenset[Rows | None] = frozenset({"same", "multiplied", "divided", "added", "subtracted", "interpolated"})

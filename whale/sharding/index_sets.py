@@ -108,7 +108,14 @@ def count_below(runs: Runs, bound: int) -> int:
 
 def relative(runs: Runs, within: Runs) -> Runs:
     """Positions of a subset, counted within the set: a slice of the whole as places in a part."""
-    return merged((count_below(within, start), count_below(within, stop)) for start, stop in runs)
+    found, done, place = [], 0, 0
+    for start, stop in runs:
+        while within[place][1] < stop:  # each run of the subset is in one of the set
+            done += within[place][1] - within[place][0]
+            place += 1
+        first = done + start - within[place][0]
+        found.append((first, first + stop - start))
+    return merged(found)
 
 
 @dataclass(frozen=True)

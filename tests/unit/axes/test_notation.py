@@ -63,6 +63,7 @@ def test_several_results() -> None:
         ("x[... a ...] -> [a]", "once"),
         ("x[(a)] -> [a]", "contracted"),
         ("x[(a:average)] -> []", "combine"),
+        ("q[s] k[s] -> [s&]", "only operands are gathered"),
     ],
 )
 def test_bad_rules_say_what_is_wrong(text: str, says: str) -> None:

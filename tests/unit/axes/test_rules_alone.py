@@ -153,6 +153,11 @@ ATTENTION = [
         {"kept": [2, 3, 5, 7], "whole": [4, 6]},
         local=causal_rows,
     ),
+    Case(
+        "scaled_dot_product_attention.default",
+        (x(2, 3, 5, 4), x(2, 3, 6, 4), x(2, 3, 6, 7), x(5, 6)),
+        {"kept": [2, 3, 5, 7], "whole": [4, 6]},
+    ),
 ]  # fmt: skip
 
 LOOKUPS = [

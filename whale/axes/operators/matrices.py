@@ -49,11 +49,13 @@ def matmul(op: Op, reading: Reading) -> str:
 
 def attention(op: Op, reading: Reading) -> str:
     """Heads are independent, and so are queries, each of which reads all keys and values, or under a causal mask those up to it."""
-    memory = "memory!" if op.args[0] in op.args[1:3] else "memory&"  # one tensor cannot be both a part and whole
-    sequence = "sequence<" if argument(op, 5, "is_causal", False) is True else "sequence"
+    sequence = "sequence"
+    if argument(op, 5, "is_causal", False) is True:  # by positions that are not known where rows are in the same dimension
+        rows = set(reading.atoms.leaves(reading.batch))
+        sequence += "<" if rows.isdisjoint(reading.atoms.leaves(operand(op, reading)[-2])) else "!"
     return (
-        f"query[... heads*group {sequence} head_dim!] key[... heads {memory} head_dim!] value[... heads {memory} value_dim] "
-        f"attn_mask[... heads*group sequence& {memory}] -> [... heads*group {sequence} value_dim]"
+        f"query[... heads*group {sequence} head_dim!] key[... heads memory& head_dim!] value[... heads memory& value_dim] "
+        f"+attn_mask[... heads*group sequence& memory&] -> [... heads*group {sequence} value_dim]"
     )
 
 

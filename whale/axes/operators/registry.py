@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import cache
 from types import MappingProxyType
 
-from whale.axes.notation import parse
+from whale.axes.notation import flat, parse
 from whale.axes.operators.entry import Family, Operator, Rows
 from whale.axes.operators.lookups import LOOKUPS
 from whale.axes.operators.matrices import ATTENTION, MATRICES, RECURRENCES
@@ -108,16 +108,15 @@ def is_pointwise(op: Op) -> bool:
 
 def added_operand(op: Op) -> str | None:
     """The op that makes the operand added to the product; None if there is none."""
-    added = operator_of(op).added
-    return _maker(op, *added) if added else None
+    name, position = operator_of(op).added or ("", -1)
+    value = argument(op, position, name) if name else None
+    return value.op if isinstance(value, Ref) else None
 
 
 def gathered_operands(op: Op, role: Role) -> frozenset[str]:
-    """The ops that make the operands which every part needs whole along an axis."""
-    return frozenset(name for place in role.gathers if (name := _maker(op, *place)) is not None)
-
-
-def _maker(op: Op, name: str, position: int) -> str | None:
-    """The op that makes an operand."""
-    value = argument(op, position, name)
-    return value.op if isinstance(value, Ref) else None
+    """The ops that make the operands which every part needs whole along an axis, by their places among the tensors that an op reads."""
+    if not role.gathers:
+        return frozenset()
+    given, named = [each for each in flat(op.args) if each is None or isinstance(each, Ref)], dict(op.kwargs)
+    found = (given[place] if place < len(given) else named.get(name) for name, place in role.gathers)
+    return frozenset(each.op for each in found if isinstance(each, Ref))

@@ -141,7 +141,7 @@ class BatchFacts:
         if self.row_dims(node) != ():
             return "rows" if self.has_rows(node) and self.mixed([node]) is None else "other"
         entry = entry_of_node(node)
-        if entry.rows is None or node.kwargs.get("rounding_mode") is not None or (entry.rows in LINEAR and _rounds(node)):
+        if entry.rows is None or node.kwargs.get("rounding_mode") is not None or (entry.rows in LINEAR and rounds(node)):
             return "other"
         operands, options = operands_of(entry, node.args, node.kwargs)
         tensors = [operand for operand in operands if isinstance(operand, Node) and tensor_of(operand) is not None]
@@ -154,6 +154,9 @@ class BatchFacts:
             return self._of_rows(node, entry.rows, tensors)
         may_be_rows = self._rows is None and any(constant_of(operand) is not None for operand in operands[:2])
         found = combined(entry, kinds, may_be_rows=may_be_rows) or "other"
+        made = tensor_of(node)
+        if made is not None and made.dtype == torch.bool and found != "constant":
+            return "other"
         return "sum" if found == "count" else found  # of a tensor
 
     def _of_rows(self, node: Node, how: Rows | None, operands: Sequence[Node]) -> Kind:
@@ -299,8 +302,10 @@ def _example_rows(graph: Graph, rows: Node | None, row_factors: RowFactors) -> i
     return 1
 
 
-def _rounds(node: Node) -> bool:
-    """Whether an op makes integers of its first operand, which are no sums or means."""
+def rounds(node: Node) -> bool:
+    """Whether an op makes integers of floats, or truths of numbers: of sums and means these are none."""
     source = next(iter(node.all_input_nodes), None)
     before, after = None if source is None else tensor_of(source), tensor_of(node)
-    return before is not None and after is not None and before.is_floating_point() and not after.is_floating_point()
+    if before is None or after is None:
+        return False
+    return (before.is_floating_point() and not after.is_floating_point()) or (after.dtype == torch.bool and before.dtype != torch.bool)

@@ -12,7 +12,7 @@ from torch.fx import Node
 
 from whale.axes.operators import Rows
 from whale.capture.flat.aliasing import DETACH
-from whale.capture.loss.facts import BatchFacts, constant_of, is_scalar, rows_of, tensor_of
+from whale.capture.loss.facts import BatchFacts, constant_of, is_scalar, rounds, rows_of, tensor_of
 from whale.capture.loss.leaves import (
     Counted,
     Factor,
@@ -292,7 +292,7 @@ def _peel(divisor: Node) -> tuple[Node, float, float | None]:
                 break
         elif does == "added" and len(core.args) == 2 and not core.kwargs and constant_of(core.args[1]) is not None:
             offset += constant_of(core.args[1]) or 0.0
-        elif does not in ("same", "moved") or not is_scalar(inner) or core.target in DETACH:
+        elif does not in ("same", "moved") or not is_scalar(inner) or core.target in DETACH or rounds(core):
             break
         core = inner
     return core, offset, minimum

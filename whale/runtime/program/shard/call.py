@@ -10,8 +10,7 @@ from typing import Any, NoReturn
 import torch
 from torch import fx
 
-from whale.axes.labels import Use
-from whale.axes.operators import operator_of
+from whale.axes.operators import gathered_operands, operator_of
 from whale.axes.values import Dimension, Role, axes_of
 from whale.errors import PlanError
 from whale.ir.graph import Op, TensorSpec
@@ -77,13 +76,15 @@ class Call:
         """An argument in the new graph, in the layout in which this call needs it."""
         if self.role.kind == "contracted" and (operator_of(self.op).added or ("",))[0] == name:
             return self.added(self.raw[name])
-        if self.gathers(name) and isinstance(self.raw[name], fx.Node):
-            return self.writer.form(self.raw[name], Use(entered=True))
-        return self.writer.mapped(self.raw[name], self.axis)
+        return self._mapped(self.raw[name])
 
-    def gathers(self, name: str) -> bool:
-        """Whether this call needs an operand whole, though it works on a part of an axis that this may have."""
-        return any(name == operand for operand, _ in self.role.gathers)
+    def _mapped(self, argument: Any) -> Any:
+        return self.writer.mapped(argument, self.axis, self._gathered)
+
+    @cached_property
+    def _gathered(self) -> frozenset[str]:
+        """The operands that this call needs whole, though it works on a part of an axis that they may have."""
+        return gathered_operands(self.op, self.role)
 
     def added(self, argument: Any) -> Any:
         """An operand that is added to the sum, in the layout of the sum."""
@@ -96,7 +97,7 @@ class Call:
     def same(self, **changes: Any) -> fx.Node:
         """The same op on the parts, with some arguments replaced; a user's autograd function takes no replacements."""
         if not isinstance(self.node.target, torch._ops.OpOverload):
-            return self.emit(self.node.target, *self.writer.mapped(self.node.args, self.axis))
+            return self.emit(self.node.target, *self._mapped(self.node.args))
         schema = self.node.target._schema.arguments
         values = {item.name: changes[item.name] if item.name in changes else self.value(item.name) for item in schema}
         args = [values[item.name] for item in schema if not item.kwarg_only]

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.attention.bias import causal_lower_right
 
 from whale.runtime.program.shard.call import Call
@@ -278,8 +279,6 @@ def attention(call: Call) -> fx.Node:
     if not call.is_sharded(call.result[-2]):
         return same(call)
     held = call.held(call.result[-2])
-    if held.has_rows:
-        call.refuse("its queries are in one dimension with the batch")
     if call.raw["is_causal"] is True:
         settings = (call.raw[name] for name in ("dropout_p", "scale", "enable_gqa"))
         args = (*map(call.value, ("query", "key", "value")), held.runs, *settings)
@@ -317,7 +316,7 @@ def _causal_mask(query: Tensor, start: int, stop: int, end: int) -> Tensor | Non
     if start == 0:
         return None
     if query.is_cuda and end == stop:  # kernels make a mask that ends in a triangle themselves
-        return causal_lower_right(stop - start, end) if type(query) is Tensor else None  # a dry run's has no values
+        return None if isinstance(query, FakeTensor) else causal_lower_right(stop - start, end)  # a dry run's has no values
     return torch.ones(stop - start, end, dtype=torch.bool, device=query.device).tril(start)
 
 

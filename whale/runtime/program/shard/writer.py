@@ -6,7 +6,7 @@ sharing, since the next user must see the new values.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from typing import Any
 
 from torch import fx
@@ -77,9 +77,9 @@ class Writer:
             )
         self.copies[node] = self.emit(node, gather, (self.copies[node], slots, self.group, f"%{node.name}"), {}, gather.__name__)
 
-    def mapped(self, argument: Any, axis: str | None) -> Any:
-        """An argument for an op that works along an axis: parts of tensors that have it, all of the others."""
-        return fx.node.map_arg(argument, lambda node: self.form(node, self._use(node, axis)))
+    def mapped(self, argument: Any, axis: str | None, gathered: Set[str] = frozenset()) -> Any:
+        """An argument for an op that works along an axis: parts of tensors that have it, except of those gathered; all of the others."""
+        return fx.node.map_arg(argument, lambda node: self.form(node, self._use(node, axis, gathered)))
 
     def raw(self, argument: Any) -> Any:
         """An argument in the layout that it has: numbers, and tensors of which only sizes are read."""
@@ -115,10 +115,10 @@ class Writer:
             self._forms[key] = self.bridge(node, self.copies[node], bridge)
         return self._forms[key]
 
-    def _use(self, node: fx.Node, axis: str | None) -> Use:
+    def _use(self, node: fx.Node, axis: str | None, gathered: Set[str]) -> Use:
         if axis is None:
             return Use()
-        return Use(axis) if axis in self.layout.labels.axes_in(node.name) else Use(entered=True)
+        return Use(axis) if axis in self.layout.labels.axes_in(node.name) and node.name not in gathered else Use(entered=True)
 
     def bridge(self, node: fx.Node, value: fx.Node, bridge: Bridge) -> fx.Node:
         """A value of an old node after a bridge: calls the operation with the bridge's transports forward and backward."""
