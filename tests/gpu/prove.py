@@ -88,6 +88,12 @@ def no_more_kernels(_: str, figures: Path) -> str | None:
     return f"kernels more than torch: {', '.join(many)}" if many else None
 
 
+def _benchmark(name: str, part: int, seconds: int, expected: str, judge: Judge, *options: str) -> Check:
+    """The part of that name of the benchmark of one GPU."""
+    command = (BENCHMARK, "--only", name, *options, "--json", "{json}")
+    return Check(name, part, seconds, command, expected, num_gpus=1, modules=("transformers", "torchvision"), judge=judge)
+
+
 CHECKS = (
     Check("import", 1, 60, ("-m", "tests.gpu.on_gpus", "versions"), "versions are printed; torch has kernels for this GPU"),
     Check(
@@ -99,46 +105,20 @@ CHECKS = (
         modules=("pytest", "hypothesis"),
         judge=nothing_skipped,
     ),
-    Check(
+    _benchmark(
         "eager",
         2,
         600,
-        (BENCHMARK, "--only", "eager", "--pairs", "4", "--json", "{json}"),
         "Whale is at least as fast as the plain loop in each case: ratios of 1.0 and more",
-        num_gpus=1,
-        modules=("transformers", "torchvision"),
-        judge=as_fast_as_torch,
+        as_fast_as_torch,
+        "--pairs",
+        "4",
     ),
-    Check(
-        "compiled",
-        3,
-        280,
-        (BENCHMARK, "--only", "compiled", "--pairs", "3", "--json", "{json}"),
-        "runtime.compile is at least as fast as torch.compile: ratios of 1.0 and more",
-        num_gpus=1,
-        modules=("transformers", "torchvision"),
-        judge=as_fast_as_torch,
+    _benchmark(
+        "compiled", 3, 280, "runtime.compile is at least as fast as torch.compile: ratios of 1.0 and more", as_fast_as_torch, "--pairs", "3"
     ),
-    Check(
-        "offload",
-        3,
-        150,
-        (BENCHMARK, "--only", "offload", "--json", "{json}"),
-        "bytes at the peak are the plan's within 5 %",
-        num_gpus=1,
-        modules=("transformers", "torchvision"),
-        judge=bytes_as_planned,
-    ),
-    Check(
-        "zero",
-        3,
-        170,
-        (BENCHMARK, "--only", "zero", "--json", "{json}"),
-        "bytes at the peak of each rank are the plan's within 5 %, for ZeRO 0 to 3",
-        num_gpus=1,
-        modules=("transformers", "torchvision"),
-        judge=bytes_as_planned,
-    ),
+    _benchmark("offload", 3, 150, "bytes at the peak are the plan's within 5 %", bytes_as_planned),
+    _benchmark("zero", 3, 170, "bytes at the peak of each rank are the plan's within 5 %, for ZeRO 0 to 3", bytes_as_planned),
     Check(
         "nccl",
         4,
@@ -156,16 +136,7 @@ CHECKS = (
         modules=("pytest", "hypothesis"),
         judge=nothing_skipped,
     ),
-    Check(
-        "kernels",
-        4,
-        90,
-        (BENCHMARK, "--only", "kernels", "--json", "{json}"),
-        "a step launches at most 4 kernels more than the plain loop's",
-        num_gpus=1,
-        modules=("transformers", "torchvision"),
-        judge=no_more_kernels,
-    ),
+    _benchmark("kernels", 4, 90, "a step launches at most 4 kernels more than the plain loop's", no_more_kernels),
     Check(
         "contexts",
         4,
