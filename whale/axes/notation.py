@@ -208,9 +208,11 @@ def bind(rule: Notation, op: Op, reading: Reading) -> RuleOutcome:
 def _may_gather(letters: Iterable[Letter], op: Op, reading: Reading) -> bool:
     """Whether operands can be gathered for the parts of others: one tensor cannot be both, and they must be told by their places."""
     places = {place for letter in letters for _, place in letter.role.gathers}
-    operands = [each for each in flat(op.args) if each is None or isinstance(each, Ref)]
-    if not places or any(isinstance(each, Ref) and reading.tensor(each) is None for each in operands):
-        return not places
+    if not places:
+        return True
+    operands = placed_operands(op)
+    if any(each is not None and reading.tensor(each) is None for each in operands):
+        return False
     whole = {each for place, each in enumerate(operands) if place in places and each is not None}
     return whole.isdisjoint(each for place, each in enumerate(operands) if place not in places)
 
@@ -275,7 +277,7 @@ class _Binder:
 def _operands(rule: Notation, op: Op, reading: Reading) -> list[Dims | None]:
     """The op's tensors in the rule's order: positional ones (lists in place), then keywords by name; None if absent."""
     found: list[Dims | None] = []
-    for argument in flat(op.args):
+    for argument in _flat(op.args):
         if argument is None:
             found.append(None)
         elif (dims := reading.tensor(argument)) is not None:
@@ -290,7 +292,12 @@ def _operands(rule: Notation, op: Op, reading: Reading) -> list[Dims | None]:
     return found + [named.get(operand.name) for operand in wanted[len(found) :]]
 
 
-def flat(arguments: tuple[Argument, ...]) -> list[Argument]:
+def placed_operands(op: Op) -> list[Ref | None]:
+    """What an op reads in place, in order of the operands of its rule, where none of it is a number; None if absent."""
+    return [each for each in _flat(op.args) if each is None or isinstance(each, Ref)]
+
+
+def _flat(arguments: tuple[Argument, ...]) -> list[Argument]:
     """Arguments with lists of tensors flattened; lists of numbers vanish with the numbers."""
     found: list[Argument] = []
     for argument in arguments:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import cache
 from types import MappingProxyType
 
-from whale.axes.notation import flat, parse
+from whale.axes.notation import parse, placed_operands
 from whale.axes.operators.entry import Family, Operator, Rows
 from whale.axes.operators.lookups import LOOKUPS
 from whale.axes.operators.matrices import ATTENTION, MATRICES, RECURRENCES
@@ -117,6 +117,6 @@ def gathered_operands(op: Op, role: Role) -> frozenset[str]:
     """The ops that make the operands which every part needs whole along an axis, by their places among the tensors that an op reads."""
     if not role.gathers:
         return frozenset()
-    given, named = [each for each in flat(op.args) if each is None or isinstance(each, Ref)], dict(op.kwargs)
+    given, named = placed_operands(op), dict(op.kwargs)
     found = (given[place] if place < len(given) else named.get(name) for name, place in role.gathers)
     return frozenset(each.op for each in found if isinstance(each, Ref))

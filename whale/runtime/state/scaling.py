@@ -43,6 +43,10 @@ class LossScale:
     num_finite: int = 0  # steps with finite gradients since it last changed, or since some were not
     num_tolerated: int = 0  # non-finite steps that have not halved it: since it last doubled; in turn, if it never changes
 
+    def is_least(self, rule: ScaleRule) -> bool:
+        """Whether a further step that is not finite is an error."""
+        return self.value <= 1 or (rule.growth_steps is None and self.num_tolerated + 1 >= MOST_LEFT_OUT)
+
     def after(self, rule: ScaleRule, *, is_finite: bool) -> LossScale:
         """The scale of the next step."""
         if rule.growth_steps is None:
@@ -53,11 +57,6 @@ class LossScale:
             return LossScale(self.value / 2, 0, self.num_tolerated)
         done = self.num_finite + 1
         return LossScale(min(self.value * 2, _LARGEST)) if done == rule.growth_steps else LossScale(self.value, done, self.num_tolerated)
-
-
-def is_least(scale: LossScale, rule: ScaleRule) -> bool:
-    """Whether a further step that is not finite is an error."""
-    return scale.value <= 1 or (rule.growth_steps is None and scale.num_tolerated + 1 >= MOST_LEFT_OUT)
 
 
 class LossScaling:
@@ -88,7 +87,7 @@ class LossScaling:
     @property
     def is_least(self) -> bool:
         """Whether a further step that is not finite is an error; waits for the device."""
-        return is_least(self.scale, self._rule)
+        return self.scale.is_least(self._rule)
 
     def _ahead(self) -> tuple[LossScale, bool]:
         """The scale after all verdicts, and the last of them. One rank may ask for it alone: verdicts stay for `look`."""
@@ -132,7 +131,7 @@ class LossScaling:
         while len(self._verdicts) > num_left:
             step_number, loss, verdict = self._verdicts.popleft()
             self._was_skipped = bool(verdict.read())
-            if self._was_skipped and is_least(self._scale, self._rule):
+            if self._was_skipped and self._scale.is_least(self._rule):
                 self._on_device = None
                 self._verdicts.clear()  # the steps since had less than the least scale
                 raise too_large(step_number, self._scale, f"loss {float(loss):g}")
