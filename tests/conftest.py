@@ -29,6 +29,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
     Hypothesis draws constants of the modules that are loaded: with a seed all of them are, so that examples do not depend on earlier tests.
     """
+    if config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):  # it runs no test itself, and workers wait for it
+        return
     if counts.VARIABLE in os.environ:
         from tests import captures
 

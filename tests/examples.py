@@ -5,19 +5,26 @@ Where an example is dear the law names its own number, for the thorough tier; th
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, TypeVar
 
 import pytest
 from hypothesis import settings
 
-PROFILES = {"quick": 6, "whale": 16, "thorough": 100}
+T = TypeVar("T")
+PROFILES = {"quick": 6, "whale": 12, "thorough": 100}
 """Examples of a law that names no number: while editing, in `make test` and `.ci/run`, and in `make laws`."""
-FEWEST = 3
+FEWEST = 2
 
 
 def slow(*values: Any, id: str | None = None) -> Any:
     """Values of a parametrized law that the quick tier leaves out, for others stay."""
     return pytest.param(*values, marks=pytest.mark.slow, id=id)
+
+
+def further(values: Iterable[T]) -> tuple[T, ...]:
+    """Values of a parametrized law that only the thorough tier tries, for others say the same in small."""
+    return tuple(values) if settings().max_examples >= PROFILES["thorough"] else ()
 
 
 def at_most(count: int, fewest: int = FEWEST, **more: Any) -> settings:

@@ -195,8 +195,15 @@ def rows(net: Written, x: Tensor) -> Tensor:
     return net.second(net.first(x))
 
 
+def counts_of_pairs(net: Written, x: Tensor) -> Tensor:
+    places = (x[:, 0] > 0).long()
+    net.square.index_put_((places[:, None], places[None]), x.new_ones(()), accumulate=True)
+    return net.second(net.first(x))
+
+
 UNDIVIDED: dict[str, Forward] = {
-    function.__name__: function for function in (variance, decayed_by_a_tensor, divided_early, read_afterwards, random, rows)
+    function.__name__: function
+    for function in (variance, decayed_by_a_tensor, divided_early, read_afterwards, random, rows, counts_of_pairs)
 }
 """What is right for an undivided batch only."""
 

@@ -24,6 +24,7 @@ from whale.config import Config
 from whale.errors import ConfigError, OpFault
 from whale.ir.graph import ModelGraph
 from whale.ir.plan import Plan, Replica
+from whale.ir.precision import HALF
 from whale.ir.schedule import Action, Kind, Schedule
 from whale.runtime.execute.batch import BatchView
 from whale.runtime.execute.roster import Roster
@@ -106,8 +107,9 @@ class DryRank:
         state = EngineState(*in_forms(self.holdings, roster.rank, tensors, world.device))
         if state.kept:
             state.optimizer = self._optimizer(state.kept)
+        own = getattr(torch, self.plan.type_on(world.rank, HALF))
         constants = {name: torch.empty_like(value, device=world.device) for name, value in self.captured.constants.items()}
-        captured = _Empty(self.captured.graph, constants, self.captured.graph_for)
+        captured = _Empty(self.captured.graph, constants, partial(_in_type, self.captured.graph_for, own))
         runtime = Runtime(
             roster=roster,
             schedules=self.schedules,
@@ -133,10 +135,15 @@ class DryRank:
         shape = parameter.spec.shape
         if self.holdings.is_sharded(name):
             shape = self.holdings.shardings.space(name).shape(self.holdings.held(name, rank))
-        value = torch.empty(shape, dtype=getattr(torch, self.plan.state_of(name).compute.dtype))
+        value = torch.empty(shape, dtype=getattr(torch, self.plan.type_on(rank, self.plan.state_of(name).compute.dtype)))
         return nn.Parameter(value, requires_grad=parameter.trainable) if parameter.kind == "parameter" else value
 
     def _optimizer(self, parameters: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer:
+        if self.plan.rounds is not None and not self.plan.rounds.is_average:
+            raise ConfigError(
+                "a dry run does not support an outer optimizer (communication.outer_rate, outer_momentum)",
+                hint="leave it out, or the dry run: it adds two tensors per parameter",
+            )
         kept = max(self.plan.state_of(name).num_optimizer_tensors for name in parameters)
         if kept not in _OPTIMIZERS:
             raise ConfigError(
@@ -168,6 +175,18 @@ class _Empty:
     graph: ModelGraph
     constants: Mapping[str, torch.Tensor]
     graph_for: Callable[[int], fx.Graph]
+
+
+def _in_type(graph_for: Callable[[int], fx.Graph], own: torch.dtype, num_rows: int) -> fx.Graph:
+    """A captured program in the half-precision type of a rank, where each has its own."""
+    captured, stated = graph_for(num_rows), getattr(torch, HALF)
+    if own is stated:
+        return captured
+    made = fx.Graph()
+    made.output(made.graph_copy(captured, {}))
+    for node in made.nodes:
+        node.args, node.kwargs = fx.node.map_aggregate((node.args, node.kwargs), lambda each: own if each is stated else each)
+    return made
 
 
 @dataclass(frozen=True)
@@ -322,8 +341,8 @@ def dry_run(plan: Plan, captured: Captured, config: Config) -> DryRun:
         config: settings.
 
     Raises:
-        ConfigError: this process is a rank among others, no known optimizer keeps as many tensors as the plan says, or gradients
-            are sparse.
+        ConfigError: this process is a rank among others, no known optimizer keeps as many tensors as the plan says, or gradients are
+            sparse.
         OpFault: an op of the model depends on the values of tensors.
     """
     if any(state.gradient is not None and state.gradient.is_sparse for state in plan.parameter_states):
@@ -339,8 +358,9 @@ def dry_run(plan: Plan, captured: Captured, config: Config) -> DryRun:
 def alike_devices(plan: Plan) -> tuple[tuple[str, ...], ...]:
     """The devices of a plan, grouped by equal places in identical replicas (equal pipelines, stages and rows), by their first ranks."""
     found: dict[tuple[Hashable, int, int], list[str]] = {}
-    for replica in plan.replicas:
-        form = _form(plan, replica)
+    for replica, rows in zip(plan.replicas, plan.all_micro_batch_rows(plan.planned_rows), strict=True):
+        groups = (map(plan.rank_of.__getitem__, group) for stage in replica.stages for group in stage.groups)
+        form: Hashable = _form(replica, tuple(stop - start for start, stop in rows)), tuple(map(plan.are_unlike, groups))
         if any(state.kept.sharding == "owners" for state in plan.parameter_states):  # each keeps a different part
             form = form, replica.index
         for rank, stage in enumerate(replica.first_stages):
@@ -349,9 +369,8 @@ def alike_devices(plan: Plan) -> tuple[tuple[str, ...], ...]:
     return tuple(tuple(devices) for devices in found.values())
 
 
-def _form(plan: Plan, replica: Replica) -> Hashable:
-    """All of a replica that its program depends on, without the names of its devices."""
-    rows = tuple(stop - start for start, stop in plan.micro_batch_rows(replica.index, plan.planned_rows))
+def _form(replica: Replica, rows: tuple[int, ...]) -> Hashable:
+    """All of a replica that its program depends on, without the names of its devices; `rows`: of its micro-batches."""
     stages = tuple(
         (stage.ops, len(stage.virtual_device.devices), stage.shares, stage.parameters, stage.split, stage.shards, stage.program)
         for stage in replica.stages

@@ -2,6 +2,8 @@
 
     python examples/benchmarks/gains.py --json gains.json
     python examples/benchmarks/gains.py --states --json states.json
+    python examples/benchmarks/gains.py --copies
+    python examples/benchmarks/gains.py --settings
 
 equal batch    a copy of the model on every device, equal rows
 equal layers   one pipeline over all devices, equally many blocks in each stage; the best number of micro-batches
@@ -12,6 +14,12 @@ them, and compute every block again where they do not fit otherwise. Gain = seco
 
 With --states: a model of width 2,048 so deep that its weights, gradients and optimizer state take a share of all memory, searched with
 all state where it is computed with (`memory.zero: 0`), and with state that may be shared out and kept on hosts (`auto`).
+
+With --copies: a copy of the model on every device with its weights sharded (`memory.zero: 3`), over all of them (`memory.zero_within: all`)
+and within each host (`host`), and the plans that are searched with either and with the choice left open.
+
+With --settings: the searched plan in float32, with a half type per device (`precision.dtype: half`), with hosts that step on their own and
+average every 64 steps (`communication.sync_steps: 64`), and with both. What these compute is not the same training.
 """
 
 from __future__ import annotations
@@ -26,6 +34,7 @@ from pathlib import Path
 from whale.config import Config
 from whale.errors import WhaleError
 from whale.hardware import load_cluster, parse_cluster
+from whale.hardware.precision import compute_type
 from whale.ir.cluster import Cluster
 from whale.ir.graph import ModelGraph
 from whale.planning import even_shares, make_plan
@@ -187,6 +196,66 @@ def state_gain(cluster: Cluster, share: float, rows: int) -> StateGain:
     return StateGain(layers, sum(each.spec.num_elements for each in graph.parameters), without, found, plan_without, plan)
 
 
+@dataclass(frozen=True)
+class CopiesGain:
+    """Sharded weights on one cluster, in seconds per step, by `memory.zero_within`; None where nothing fits."""
+
+    copied: dict[str, float | None]  # a copy of the model on every device, rows by speed
+    searched: dict[str, float | None]
+
+
+def copies_gain(cluster: Cluster, graph: ModelGraph, rows: int) -> CopiesGain:
+    """What a copy of the sharded weights on each host brings."""
+
+    def seconds(within: str, search: str) -> float | None:
+        config = Config({"memory.zero": "3", "memory.zero_within": within, "planning.search": search, "recompute.policy": "auto"})
+        try:
+            return decide(None, graph, cluster, config, rows=rows)[1].step_seconds
+        except WhaleError:
+            return None
+
+    return CopiesGain(*({within: seconds(within, search) for within in ("all", "host", "auto")} for search in ("off", "auto")))
+
+
+def copies_row(name: str, found: CopiesGain) -> str:
+    """A row of the table of copies."""
+    cells = [f"{1e3 * each:.0f} ms" if each else "does not fit" for own in (found.copied, found.searched) for each in own.values()]
+    gains = (f"{own['all'] / own['auto']:.2f}x" if own["all"] and own["auto"] else "" for own in (found.copied, found.searched))
+    return " | ".join((f"| {name}", *cells, *gains)) + " |"
+
+
+@dataclass(frozen=True)
+class SettingsGain:
+    """The searched plan of one cluster by settings that change what is computed: seconds per step, None where it has no such plan."""
+
+    seconds: dict[str, float | None]
+
+
+def settings_gain(cluster: Cluster, rows: int) -> SettingsGain:
+    """What half precision by device and rounds of local steps bring."""
+
+    def searched(precision: str, sync_steps: int) -> float | None:
+        config = Config({"precision.dtype": precision, "communication.sync_steps": sync_steps})
+        try:
+            graph = MODEL.graph(precision=compute_type(config, cluster))
+            return decide(None, graph, cluster, config, rows=rows)[1].step_seconds
+        except WhaleError:
+            return None
+
+    ways = {"float32": ("float32", 1), "half": ("half", 1), "rounds": ("float32", 64), "half, rounds": ("half", 64)}
+    return SettingsGain({name: searched(*each) for name, each in ways.items()})
+
+
+def settings_row(name: str, found: SettingsGain) -> str:
+    """A row of the table of settings."""
+    plain = found.seconds["float32"]
+    cells = (
+        "none" if each is None else f"{1e3 * each:.0f} ms" + ("" if plain is None or own == "float32" else f", {plain / each:.2f}x")
+        for own, each in found.seconds.items()
+    )
+    return " | ".join((f"| {name}", *cells)) + " |"
+
+
 def state_row(name: str, found: StateGain) -> str:
     """A row of the table of states."""
     sides = (
@@ -203,9 +272,11 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=ROWS, help=f"of the global batch (default {ROWS})")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results here")
     parser.add_argument("--states", action="store_true", help="state that is shared out and kept on hosts, beside state that is not")
+    parser.add_argument("--copies", action="store_true", help="sharded weights within each host, beside weights sharded over all devices")
+    parser.add_argument("--settings", action="store_true", help="half precision by device, and rounds of local steps")
     parser.add_argument("--share", type=float, default=0.5, help="with --states: of all memory that the state takes (default 0.5)")
     options = parser.parse_args()
-    graph, results = MODEL.graph(), dict[str, Gains | StateGain]()
+    graph, results = MODEL.graph(), dict[str, Gains | StateGain | CopiesGain | SettingsGain]()
     for name, text in CLUSTERS.items():
         if options.only is not None and not any(each in name for each in options.only):
             continue
@@ -213,6 +284,12 @@ def main() -> None:
         if options.states:
             results[name] = gain = state_gain(cluster, options.share, options.rows)
             print(state_row(name, gain), flush=True)
+        elif options.copies:
+            results[name] = copies = copies_gain(cluster, graph, options.rows)
+            print(copies_row(name, copies), flush=True)
+        elif options.settings:
+            results[name] = by_settings = settings_gain(cluster, options.rows)
+            print(settings_row(name, by_settings), flush=True)
         else:
             results[name] = found = gains(cluster, graph, options.rows)
             print(row(name, found), flush=True)

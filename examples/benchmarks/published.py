@@ -70,21 +70,24 @@ def _cut(held: StateBytes, compute: int, gradient: int, optimizer: int) -> float
 def _nowhere(gradients: str) -> Run:
     """The 22 billion parameter model of the next block, on 8 devices with room for it: bytes do not depend on the device."""
     plan = written(8, 1, 1, 4, recompute="none")
-    return Run(48, 6144, 64, 2048, 51200, "H200", 8, 8, "infiniband-hdr", None, 4, plan, 1.0, gradients)
+    return Run(48, 6144, 64, 2048, 51200, "H200", 8, 8, "infiniband-hdr", None, 8, plan, 1.0, gradients)
 
 
 def activations() -> Iterator[Figure]:
     """Korthikanti et al., arXiv 2205.05198, Figure 1: GiB per device of a model of 22 billion parameters, tensor parallel 8.
 
-    A micro-batch of 4 rows. What enters the model and leaves it (logits, the loss) is in the prediction, and not in the paper's count.
+    Micro-batches of 4 rows, two of them: during the backward pass of a single one gradients appear as activations go, so memory is fullest
+    elsewhere. What enters the model and leaves it (logits, the loss) is in the prediction, and not in the paper's count.
     """
     run = _nowhere("float32")
     found = simulate(run).devices[0]
-    yield Figure("parameters, gradients and optimizer", 45.56, sum(found.stage_bytes) / 2**30)  # gradients come after the peak
+    yield Figure("parameters, gradients and optimizer", 45.56, sum(found.stage_bytes) / 2**30)
     yield Figure("activations, nothing computed again", 59.25, found.peak.activations / 2**30)
     both = {**run.plan, "recompute": "selective", "more_axes": ["tokens:1"]}
     yield Figure(
-        "activations, sequence parallel and selective", 9.5625, simulate(replace(run, plan=both)).devices[0].peak.activations / 2**30
+        "activations, sequence parallel and selective",
+        9.5625,
+        simulate(replace(run, plan=both)).devices[0].peak.activations / 2**30,
     )
 
 

@@ -1,18 +1,20 @@
 """What a search with its usual effort gives away: its plan beside the best of all plans of small clusters, over random cases.
 
-    python examples/benchmarks/regret.py --cases 30 --json regret.json
-    python examples/benchmarks/regret.py --memory --cases 15
-    python examples/benchmarks/regret.py --first 120 --cases 1 --devices 4
+    python examples/benchmarks/regret.py --cases 60 --json regret.json
+    python examples/benchmarks/regret.py --memory --cases 25
+    python examples/benchmarks/regret.py --first 120 --cases 1 --devices 4 --most 20000
 
-A case is drawn by its number, and so drawn again by it: up to 4 devices on any hosts, some rows, and a model. Half of the models are GPTs
-of any size, from a few words to 400,000, on devices and links of the catalogue; half are ops of any cost, wired at random, on devices and
-links of any speed (`tests/unit/search/many.py`). With --memory each device type has 0.6 to 1.2 of the memory that its fullest device needs
-in the plan that is best without limits.
+A case is drawn by its number, and so drawn again by it: 2 or 3 devices, or as many as asked, on any hosts, some rows, and a model. Half of
+the models are GPTs of any size, from a few words to 400,000, on devices and links of the catalogue; half are ops of any cost, wired at
+random, on devices and links of any speed (`tests/unit/search/many.py`). With --memory each device type has 0.6 to 1.2 of the memory that
+its fullest device needs in the plan that is found without limits.
 
 All plans: written down here, without the space of the search, its closed forms and its bounds. Every part of the devices, in every division
 into replicas, every order of each pipeline, every split of neighbours; every schedule with 1 to 4 chunks; powers of two and divisors of the
 rows as numbers of micro-batches, one for all replicas; what memory demands computed again, nothing, or all blocks. Devices that can be
-exchanged are tried once. The regret is how much slower the found plan is than the best one, by the same estimate.
+exchanged are tried once. Where there are more than --most of them, all without pipelines are tried, and so many others, which are drawn;
+then, from the best, all that differ from it in order and micro-batches, or in devices, until none of these is faster. The regret is how
+much slower the found plan is than the best one, by the same estimate.
 """
 
 from __future__ import annotations
@@ -50,8 +52,10 @@ from whale.schedules import BUILDERS
 from whale.search import SearchResult, search
 from whale.workloads import GPT
 
-NUM_DEVICES = (2, 2, 3, 3, 4)
-"""Of the clusters; as often as they stand here."""
+NUM_DEVICES = (2, 3)
+"""Of the clusters, in turn."""
+MOST = 200
+"""Strategies with pipelines that are tried whatever the first ones give: all of two devices."""
 KINDS = ("A100-80GB", "A100-40GB", "V100-32GB", "V100-16GB", "T4", "P100", "3090")
 NETWORKS = ("ethernet-10g", "ethernet-25g", "ethernet-50g", "ethernet-100g", "infiniband-hdr")
 MOST_CHUNKS = 4
@@ -111,10 +115,9 @@ def drawn_hosts(draw: random.Random, num_devices: int) -> str:
     return f"hosts: [{', '.join(hosts)}]\nnetwork: {draw.choice(NETWORKS)}"
 
 
-def drawn_case(number: int, num_devices: int | None = None) -> tuple[str, str, ModelGraph, Cluster, int]:
+def drawn_case(number: int, devices: int) -> tuple[str, str, ModelGraph, Cluster, int]:
     """Model and cluster in short, as values, and the rows."""
     draw = random.Random(number)
-    devices = draw.choice(NUM_DEVICES) if num_devices is None else num_devices
     if number % 2:
         return "ops", f"{devices} devices", drawn_graph(draw, scoped=False), drawn_cluster(draw, devices), draw.randint(1, 9)
     model, text = drawn_gpt(draw), drawn_hosts(draw, devices)
@@ -130,13 +133,12 @@ def with_memory(cluster: Cluster, memory: dict[Device, int]) -> Cluster:
 
 
 def scarce(number: int, graph: ModelGraph, cluster: Cluster, rows: int) -> Cluster:
-    """The cluster with 0.6 to 1.2 of the memory that the best plan without limits needs on its fullest device of each type."""
+    """The cluster with 0.6 to 1.2 of the memory that the plan found without limits needs on its fullest device of each type."""
     kinds = dict.fromkeys(device.kind for device in cluster.devices)
-    ample = with_memory(cluster, dict.fromkeys(kinds, UNLIMITED))
-    best = min((plan for _, plan in every_plan(graph, ample, rows)), key=lambda each: each.plan.step_seconds)
-    draw, fullest = random.Random(number), max(each.peak.total for each in best.step.devices)
+    best = search(graph, with_memory(cluster, dict.fromkeys(kinds, UNLIMITED)), Config(), rows=rows).step
+    draw, fullest = random.Random(number), max(each.peak.total for each in best.devices)
     needed = dict[Device, float]()
-    for each in best.step.devices:
+    for each in best.devices:
         for name in each.devices:
             kind = cluster.by_name[name].kind
             needed[kind] = max(needed.get(kind, 0.0), each.peak.total)
@@ -144,24 +146,71 @@ def scarce(number: int, graph: ModelGraph, cluster: Cluster, rows: int) -> Clust
     return with_memory(cluster, {kind: int(draw.uniform(0.6, 1.2) * needed.get(kind, fullest) / fraction) for kind in kinds})
 
 
-def every_plan(graph: ModelGraph, cluster: Cluster, rows: int) -> Iterator[tuple[Strategy, EstimatedPlan]]:
-    """All plans that fit."""
-    config = Config({"recompute.policy": "auto"})
-    realizer = Realizer(Prices(graph, cluster, Costs.for_model(config, graph, cluster)), config, rows)
-    for placed in every_placement(cluster):
-        most = max(map(len, placed))
-        for (schedule, chunks), count in product(orders() if most > 1 else [("1f1b", 1)], counts(rows, rows // len(placed))):
-            policy = "full" if schedule in ("recompute_early", "last_no_recompute", "shifted_critical_path") else "auto"
-            strategy = Strategy(tuple(_replica(own, cluster, schedule, chunks, count, policy) for own in placed))
+Way = tuple[tuple[Placed, ...], tuple[str, int], int]
+"""The replicas of a plan, their schedule with its chunks, and their micro-batches."""
+
+
+@dataclass(eq=False)
+class Every:
+    """All plans of a case, or many; the best one so far.
+
+    Attributes:
+        num_plans: that were made and fit.
+        best: strategy and seconds of the best.
+    """
+
+    graph: ModelGraph
+    cluster: Cluster
+    rows: int
+    num_plans: int = 0
+    best: tuple[str, float] = ("", math.inf)
+
+    def look(self, number: int, most: int) -> None:
+        """Makes all plans, or those without pipelines, so many others that are drawn, and from the best of these what is near it.
+
+        `number`: of the case, by which they are drawn.
+        """
+        config = Config({"recompute.policy": "auto"})
+        realizer = Realizer(Prices(self.graph, self.cluster, Costs.for_model(config, self.graph, self.cluster)), config, self.rows)
+        ways = list(self.ways())
+        flat, deep = ([way for way in ways if (max(map(len, way[0])) > 1) == is_deep] for is_deep in (False, True))
+        drawn = deep if len(ways) <= most else random.Random(number).sample(deep, min(most, len(deep)))
+        known = {way: self._fastest(realizer, way) for way in (*flat, *drawn)}
+        while len(known) < len(ways) and min(known.values()) < math.inf:
+            placed, *turn = min(known, key=known.__getitem__)
+            near = [way for way in ways if way not in known and (way[0] == placed or list(way[1:]) == turn)]
+            if not near:
+                return
+            known |= {way: self._fastest(realizer, way) for way in near}
+
+    def ways(self) -> Iterator[Way]:
+        """Whatever can be chosen but for what is computed again."""
+        for placed in every_placement(self.cluster):
+            most = max(map(len, placed))
+            for order, count in product(orders() if most > 1 else [("1f1b", 1)], counts(self.rows, self.rows // len(placed))):
+                yield placed, order, count
+
+    def _fastest(self, realizer: Realizer, way: Way) -> float:
+        """Seconds of the fastest plan that fits, by what is computed again; infinite where none does."""
+        placed, (schedule, chunks), count = way
+        policy, least = "full" if schedule in ("recompute_early", "last_no_recompute", "shifted_critical_path") else "auto", math.inf
+        strategy = Strategy(tuple(_replica(own, self.cluster, schedule, chunks, count, policy) for own in placed))
+        is_plain = policy == "full"
+        with suppress(WhaleError):
+            found = realizer.realize(strategy)
+            least, is_plain = self._taken(strategy, found), is_plain or _is_plain(found)
+        for other in () if is_plain else ("none", "blocks"):
+            own = Strategy(tuple(replace(replica, recompute=other) for replica in strategy.replicas))
             with suppress(WhaleError):
-                found = realizer.realize(strategy)
-                yield strategy, found
-                if policy == "full" or _is_plain(found):
-                    continue
-            for other in ("none", "blocks"):
-                own = Strategy(tuple(replace(replica, recompute=other) for replica in strategy.replicas))
-                with suppress(WhaleError):
-                    yield own, realizer.realize(own)
+                least = min(least, self._taken(own, realizer.realize(own)))
+        return least
+
+    def _taken(self, strategy: Strategy, found: EstimatedPlan) -> float:
+        self.num_plans += 1
+        seconds = math.inf if found.not_joined else found.plan.step_seconds
+        if seconds < self.best[1]:
+            self.best = said(strategy), seconds
+        return seconds
 
 
 def _is_plain(found: EstimatedPlan) -> bool:
@@ -241,17 +290,20 @@ def exchanges(cluster: Cluster) -> list[dict[str, str]]:
 
 def searched(graph: ModelGraph, cluster: Cluster, rows: int) -> SearchResult | None:
     try:
-        return search(graph, cluster, Config(), rows=rows)
+        return search(graph, cluster, Config({"memory.zero": "0"}), rows=rows)  # as those that are written down
     except WhaleError:
         return None
 
 
 @without_collecting()
-def outcome(number: int, num_devices: int | None = None, *, is_scarce: bool = False) -> Outcome:
+def outcome(number: int, num_devices: int, *, is_scarce: bool = False, most: int = MOST) -> Outcome:
     """One case.
 
     Args:
+        number: of the case.
+        num_devices: of its cluster.
         is_scarce: whether memory binds.
+        most: strategies that are tried whatever the first ones give.
     """
     model, hosts, graph, cluster, rows = drawn_case(number, num_devices)
     if is_scarce:
@@ -259,23 +311,22 @@ def outcome(number: int, num_devices: int | None = None, *, is_scarce: bool = Fa
     start = time.process_time()
     found = searched(graph, cluster, rows)
     cpu_seconds = time.process_time() - start
-    best, seconds, num_plans = "", math.inf, 0
-    for strategy, plan in every_plan(graph, cluster, rows):
-        num_plans += 1
-        if plan.plan.step_seconds < seconds and not plan.not_joined:
-            best, seconds = said(strategy), plan.plan.step_seconds
-    regret = math.inf if best and found is None else 0.0 if found is None else found.plan.step_seconds / seconds - 1
-    assert found is None or best, "what the search finds is among all plans"
+    every = Every(graph, cluster, rows)
+    every.look(number, most)
+    best, seconds = every.best
+    if found is not None and (own := found.plan.step_seconds) < seconds:
+        assert most < len(list(every.ways())), "what the search finds is among all plans"
+        best, seconds = str(found), own
     return Outcome(
         number,
         model,
         hosts,
         rows,
-        regret,
+        0.0 if not best else math.inf if found is None else found.plan.step_seconds / seconds - 1,
         "" if found is None else str(found),
         best and f"{best}: {1e3 * seconds:.4g} ms",
         0 if found is None else found.num_planned,
-        num_plans,
+        every.num_plans,
         cpu_seconds,
     )
 
@@ -304,13 +355,18 @@ def main() -> None:
     parser.add_argument("--cases", type=int, default=30, help="how many (default: %(default)s)")
     parser.add_argument("--first", type=int, default=0, metavar="NUMBER", help="of the first case (default: %(default)s)")
     parser.add_argument("--step", type=int, default=1, help="from a case to the next: 2 for one half of the models (default: %(default)s)")
-    parser.add_argument("--devices", type=int, choices=sorted(set(NUM_DEVICES)), help="of each cluster (default: drawn)")
-    parser.add_argument("--memory", action="store_true", help="devices with 0.6 to 1.2 of what the best plan without limits needs")
+    parser.add_argument("--devices", type=int, nargs="+", default=NUM_DEVICES, metavar="N", help="of clusters, in turn (default: 2 3)")
+    parser.add_argument(
+        "--most", type=int, default=MOST, metavar="N", help="pipelines that are tried whatever comes (default: %(default)s)"
+    )
+    parser.add_argument("--memory", action="store_true", help="devices with 0.6 to 1.2 of what the plan without limits needs")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the outcomes here")
     options = parser.parse_args()
     outcomes = list[Outcome]()
     for place in range(options.cases):
-        own = outcome(options.first + place * options.step, options.devices, is_scarce=options.memory)
+        number = options.first + place * options.step
+        devices = options.devices[number // 2 % len(options.devices)]  # the models take turns too
+        own = outcome(number, devices, is_scarce=options.memory, most=options.most)
         outcomes.append(own)
         if abs(own.regret) > 0.005:
             print(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from datetime import timedelta
-from itertools import permutations
+from itertools import combinations, permutations
 
 import pytest
 import torch
@@ -15,11 +15,12 @@ from whale.comm import Channel, Channels, World
 NUM_MESSAGES = 3
 
 
-def exchange(rank: int, num_ranks: int, own_groups: bool) -> tuple[list[float], int]:
+def exchange(rank: int, num_ranks: int, own_groups: bool, shares: bool = False) -> tuple[list[float], int]:
     """Every rank sends messages of growing sizes to every other; all receives are posted before the first is waited for."""
     world = World(rank, num_ranks, rank, num_ranks, torch.device("cpu"), timedelta(seconds=PATIENCE_SECONDS))
     pairs = [Channel(source, target) for source, target in permutations(range(num_ranks), 2)]
-    channels = Channels(world, pairs, own_groups=own_groups)
+    ways = [tuple(each for each in pairs if {each.source, each.target} == set(pair)) for pair in combinations(range(num_ranks), 2)]
+    channels = Channels(world, ways if shares else [(pair,) for pair in pairs], own_groups=own_groups)
     works, received, sent = [], [], []
     for number in range(NUM_MESSAGES):
         for channel in pairs:
@@ -42,3 +43,9 @@ def test_messages_meet_in_order(world: Ranks, own_groups: bool) -> None:
         others = [other for other in range(3) if other != rank]
         assert values == [100.0 * other + 10 * rank + number for number in range(NUM_MESSAGES) for other in others]
         assert num_groups == (4 if own_groups else 0), "one for each direction to each of two others"
+
+
+def test_both_directions_of_a_pair_share_a_group(world: Ranks) -> None:
+    alone, shared = (world.run(exchange, True, shares, num_ranks=3) for shares in (False, True))
+    assert [values for values, _ in alone] == [values for values, _ in shared]
+    assert [num_groups for _, num_groups in shared] == [2, 2, 2]

@@ -19,7 +19,8 @@ from tests.distributed import test_law, test_precision, test_schedules, test_spl
 from tests.distributed.split_training import train_rank
 from tests.distributed.training import Case, largest_of, run_case, train_reference
 from tests.distributed.world import World
-from tests.examples import at_most, slow
+from tests.examples import at_most, further, slow
+from tests.models import Block, Description
 from whale.ir.plan import Plan
 from whale.runtime.program import compiled
 
@@ -73,18 +74,20 @@ def check(world: World, case: Case, *, counts: bool = True) -> None:
 
 
 pipeline = test_schedules.pipeline
+SHORT = Description(tokens=True, blocks=(Block("feed_forward"), Block("norm"), Block("linear", skip_from=0)), tied=True, loss="two_terms")
+"""Where sizes are open, of which each op more takes a second."""
 CASES = {
-    "one rank": pipeline("gpipe", 1, 3, (1.0,)),
-    "uneven rows": test_law.FIXED["uneven data parallel"],
+    "uneven rows": replace(test_law.FIXED["uneven data parallel"], description=SHORT),
     "pipeline": test_law.FIXED["pipeline"],
     "zero bubble": pipeline("zb_h1", 2, 4, (1.0, 1.0)),
     "blocks": test_schedules.CASES["blocks, zero bubble"],
-    "stages": test_schedules.CASES["stages, gpipe"],
+    "stages": replace(test_schedules.CASES["stages, gpipe"], description=SHORT),
     "split": test_split_law.FIXED["both stages"],
     "statistics": test_law.WITH_STATISTICS["uneven data parallel"],
     "gathered": pipeline("1f1b", 1, 2, (1.0, 1.0), memory__zero="3"),
     "on hosts": pipeline("1f1b", 1, 2, (1.0,), memory__offload="optimizer+parameters"),
-    "activations on hosts": pipeline("1f1b", 1, 2, (1.0,), memory__offload="activations"),
+    "activations on hosts": replace(pipeline("1f1b", 1, 2, (1.0,), memory__offload="activations"), description=SHORT),
+    **dict(further([("one rank", pipeline("gpipe", 1, 3, (1.0,)))])),
 }
 
 

@@ -11,6 +11,7 @@ from tests.distributed import cutting_models
 from tests.distributed.cutting import chosen, chosen_labels, composed_errors, each, errors, staged_errors
 from tests.distributed.cutting_operators import failures, prepare_cases
 from tests.distributed.world import World
+from tests.examples import further
 from tests.hf_models import BUILDERS
 from whale.ir.plan import Shard
 
@@ -33,21 +34,21 @@ def check(world: World, builder: str, cuts: Sequence[tuple[Shard, ...]], num_par
 @pytest.mark.parametrize("family", BUILDERS)
 def test_a_hugging_face_model_on_parts_is_the_model(world: World, family: str) -> None:
     builder = f"tests.hf_models:{family}"
-    for num_parts, seeds in ((2, (0, 2, 4)), (3, (1, 3))):
+    for num_parts, seeds in ((2, (0, 2, *further([4]))), (3, (1, *further([3])))):
         check(world, builder, [world.prepare(chosen, builder, num_parts, seed, "train", seed == 0) for seed in seeds], num_parts)
 
 
 @pytest.mark.parametrize("family", BUILDERS)
 def test_a_hugging_face_model_with_random_bridges_is_the_model(world: World, family: str) -> None:
     builder = f"tests.hf_models:{family}"
-    for num_parts, seeds in ((2, (0, 2)), (3, (1, 3))):
+    for num_parts, seeds in ((2, (0, *further([2]))), (3, (1, *further([3])))):
         check(world, builder, [world.prepare(chosen_labels, builder, num_parts, seed) for seed in seeds], num_parts)
 
 
 @pytest.mark.parametrize("name", cutting_models.BUILDERS)
 def test_a_small_model_on_parts_is_the_model(world: World, name: str) -> None:
     builder = f"tests.distributed.cutting_models:{name}"
-    for num_parts, seeds in ((2, (0, 2, 4)), (3, (1, 3, 5))):
+    for num_parts, seeds in ((2, (0, 2, *further([4]))), (3, (1, 3, *further([5])))):
         cuts = [world.prepare(chosen, builder, num_parts, seed) for seed in seeds]
         assert all(cuts)
         check(world, builder, cuts, num_parts)
@@ -85,10 +86,10 @@ def test_parts_can_be_recomputed_and_their_weight_gradients_can_wait(world: Worl
     check(world, builder, [world.prepare(chosen, builder, 2, seed) for seed in range(2)], 2, composed_errors)
 
 
-@pytest.mark.parametrize("num_parts", [2, 3])
-@pytest.mark.parametrize(
-    ("module", "name"), [("tests.unit.axes.test_rules_alone", "CASES"), ("tests.distributed.cutting_operators", "MORE")]
-)
+RULES, MORE = ("tests.unit.axes.test_rules_alone", "CASES"), ("tests.distributed.cutting_operators", "MORE")
+
+
+@pytest.mark.parametrize(("module", "name", "num_parts"), [(*RULES, 2), (*MORE, 3), *further([(*RULES, 3), (*MORE, 2)])])
 def test_every_operator_on_parts(world: World, module: str, name: str, num_parts: int) -> None:
     world.prepare(prepare_cases, module, name)
     for tried, *found in world.run(failures, module, name, num_ranks=num_parts):

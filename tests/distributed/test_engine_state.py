@@ -78,6 +78,9 @@ def test_a_state_knows_no_process_group() -> None:
         "scaling",
         "decay",
         "averages",
+        "momenta",
+        "keeps_momenta",
+        "num_local",
         "is_whole",
     }
     assert {name for name in EngineState.__dataclass_fields__ if not name.startswith("_")} == names

@@ -34,6 +34,7 @@ class Case:
         per_host: how many ranks of the run share a folder.
         late: which survivors have done a step more.
         step: the last of which all pieces are there; 0 where they are of none.
+        groups: of ranks that each keep a copy of sharded state.
     """
 
     name: str
@@ -47,6 +48,7 @@ class Case:
     per_host: int = 1
     late: tuple[int, ...] = ()
     step: int = STEPS
+    groups: tuple[int, ...] = ()
 
 
 CASES = (
@@ -56,6 +58,8 @@ CASES = (
     Case("a stage of each copy", tuple(STAGES.items()), 4, (0, 3), 3),
     Case("shares of three keepers", (("memory.zero", "3"),), 3, (0, 1, 2), 2, tuple(STAGES.items()), per_host=2),
     Case("two shares of three", (("memory.zero", "1"),), 3, (0, 2), 2, step=0),
+    Case("two shares of four", (("memory.zero", "3"),), 4, (0, 1), 2, step=0),
+    Case("a host's copy of all shares", (("memory.zero", "3"),), 4, (0, 1), 3, (("memory.zero", "2"),), per_host=2, groups=(0, 0, 1, 1)),
     Case("halves of a cut layer", (), 2, (0, 1), 2, (("memory.zero", "2"),), split=2),
     Case("a copy that is a step ahead", (), 2, (0, 1), late=(1,), step=STEPS + 1, per_host=2),
     Case("a stage that is a step ahead", tuple(STAGES.items()), 2, (0, 1), late=(0,), step=0, per_host=2),
@@ -93,6 +97,8 @@ def train(engine: whale.Engine, loader: Any, num_steps: int) -> list[float]:
 def leave(rank: int, size: int, case: Case, folder: str) -> None:
     engine, loader = open_engine(case, dict(case.config), rank // case.per_host, folder)
     assert engine.resume(Path(folder) / "none") is None
+    if case.groups:
+        engine.replan(replace(engine.plan, keeper_groups=case.groups))
     batches = iter(loader)
     for step in range(STEPS + 1):
         engine.step(next(batches))

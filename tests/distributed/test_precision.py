@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import whale
 from tests.captures import Captured, captured_once
 from tests.distributed.test_state_law import assert_as_planned, held_bytes
-from tests.distributed.training import make_cluster
+from tests.distributed.training import make_cluster, three_steps
 from tests.distributed.world import World
 from tests.examples import at_most
 from tests.unit.capture.test_autocast import LAYERS, Layers
@@ -161,14 +161,8 @@ def train(rank: int, num_ranks: int, case: Case, path: str) -> tuple[list[float]
     engine = whale.parallelize(
         made.model, loss=loss, optimizer=optimizer, batch=made.batch, config=case.config, cluster=make_cluster((1.0,) * num_ranks)
     )
-    losses = [float(engine.step(make_batch(step))) for step in range(2)]
-    engine.save(path)
-    engine.step(make_batch(7))
-    engine.load(path)
-    losses.append(float(engine.step(make_batch(2))))
-    state = engine.state_dict()
-    assert state is not None
-    found = losses, {name: value.clone() for name, value in state.items()}, engine.plan, held_bytes(engine)
+    losses, state = three_steps(engine, make_batch, path)
+    found = losses, state, engine.plan, held_bytes(engine)
     engine.close()
     return found
 

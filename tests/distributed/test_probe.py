@@ -32,7 +32,7 @@ def measure(rank: int, num_ranks: int, on_host: int) -> tuple[Cluster, list[str]
     """What is measured is not looked at. So many ranks make a host."""
     measure_little()
     told: list[str] = []
-    probing.local_profile = lambda *_: DeviceProfile(f"host{rank // on_host}", "cpu", 2**30)  # type: ignore[attr-defined]
+    probing.rank_profiles = lambda _: [DeviceProfile(f"host{number // on_host}", "cpu", 2**30) for number in range(num_ranks)]  # type: ignore[attr-defined]
     world = World(rank, num_ranks, rank % on_host, on_host, torch.device("cpu"), timedelta(seconds=PATIENCE_SECONDS))
     cluster, _ = probe(world, 2, told.append)
     return cluster, told

@@ -106,6 +106,9 @@ def test_every_schedule(world: World, schedule: str) -> None:
     assert [outcome.in_flight for outcome in outcomes] == [outcome.promised for outcome in outcomes]
 
 
+MODULES = {"steps.1.layer": "keep", "steps.[0156]": "recompute", "*": "keep"}
+"""What is recomputed by name: two ops, an attention and what is around another."""
+
 CASES = {
     "one rank": pipeline("zb_h1", 1, 3, (1.0,)),
     "three ranks": pipeline("interleaved", 3, 3, (1.0, 2.0, 1.0)),
@@ -118,6 +121,7 @@ CASES = {
     "blocks, interleaved": pipeline("interleaved", 2, 4, (1.0, 1.0), recompute__policy={0: 1, 3: 1}),
     "blocks, zero bubble": pipeline("zb_h1", 2, 4, (1.0, 1.0), recompute__policy={0: 0.5, 1: 1}),
     "attention": pipeline("1f1b", 2, 2, (1.0, 1.0), recompute__policy="selective"),
+    "modules": pipeline("1f1b", 2, 2, (1.0, 1.0), recompute__policy=MODULES),
     "kinds": pipeline("1f1b", 2, 4, (1.0, 2.0), recompute__policy={0: "full", 1: "blocks"}),
     "kinds, three ranks": pipeline("gpipe", 3, 3, (1.0, 1.0, 1.0), recompute__policy={0: "blocks", 1: "selective", 2: "full"}),
     "kinds, interleaved": pipeline("interleaved", 2, 4, (1.0, 1.0), recompute__policy={0: "full", 1: "blocks", 3: "full"}),
@@ -127,6 +131,8 @@ CASES = {
     "stages, gpipe": pipeline("gpipe", 2, 3, (1.0, 1.0), recompute__policy="full"),
     "stages, aiao": pipeline("aiao", 2, 3, (1.0, 1.0), recompute__policy="full"),
     "stages, zero bubble": pipeline("zb_h1", 2, 4, (1.0, 1.0), recompute__policy="full"),
+    "late receives": pipeline("1f1b", 2, 4, (1.0, 2.0), pipeline__receive_early=False),
+    "late receives, zero bubble": pipeline("zb_h1", 4, 6, (1.0,) * 4, pipeline__receive_early=False),
     "data parallel around, recomputing": pipeline("1f1b", 2, 2, (1.0, 2.0, 1.0, 1.0), recompute__policy={0: 1, 1: 1}),
 }
 
@@ -157,11 +163,11 @@ def cases(draw: st.DrawFn) -> Case:
     description = draw(descriptions(max_devices=1))
     schedule = draw(st.sampled_from(SCHEDULES))
     num_ranks = draw(st.integers(1, 2 if len(description.blocks) >= 4 else 1))
-    policies: list[object] = ["full", "none", {0: "full"}]
+    policies: list[object] = ["full", "none", "auto", {0: "full"}]
     if num_ranks > 1 and description.placement == "none":
         policies += [{0: 0.5, 1: "full"}, {0: "full", 1: "selective"}]
     if schedule not in RECOMPUTING:
-        policies += ["selective", "auto", {0: 1}, {0: 0.5}, {0: "selective"}]
+        policies += ["selective", {0: 1}, {0: 0.5}, {0: "selective"}, {"steps.*": "recompute", "*": "keep"}]
     m = draw(st.integers(1, 3))
     config = {
         "pipeline.schedule": schedule,

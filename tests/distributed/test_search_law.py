@@ -87,6 +87,8 @@ def cases(draw: st.DrawFn) -> Case:
         config["gradient.clip_norm"] = 0.1
     if draw(st.booleans()):
         config["communication.bucket_bytes"] = 200
+    if draw(st.integers(0, 3)) == 3:
+        config |= {"memory.zero": draw(st.sampled_from("123")), "memory.zero_within": draw(st.sampled_from(("host", "auto")))}
     return Case(
         description,
         tuple(draw(st.lists(st.integers(4, 17), min_size=2, max_size=2))),
@@ -142,8 +144,24 @@ SHORT = Case(NORMALISED, (7, 4), UNLIKE, 1.0, (("planning.effort", EFFORT),), "s
 """Replicas that compute again as much as their own memory asks for would each normalise its own rows."""
 
 
+ON_TWO_HOSTS = Cluster(
+    "hosts",
+    tuple(Host(f"host{n}", tuple(_device(f"host{n}/{i}", f"host{n}", 1e5) for i in (0, 1)), Link(1e7, 1e-6)) for n in (0, 1)),
+    Link(1e5, 1e-5),
+)
+COPIES = Case(
+    Description(tokens=False, blocks=(Block("linear"),) * 3, sequence=2, loss="mse"),
+    (16, 15),
+    ON_TWO_HOSTS,
+    None,
+    (("memory.zero", "3"), ("memory.zero_within", "host"), ("planning.effort", EFFORT)),
+    "adam",
+)
+
+
 @at_most(6, suppress_health_check=list(HealthCheck))
 @example(case=SHORT)
+@example(case=COPIES)
 @given(case=cases())
 def test_law(world: World, case: Case) -> None:
     note(f"{case!r}")
@@ -157,6 +175,7 @@ def test_law(world: World, case: Case) -> None:
     expected = reference.train(model, loss, batches, OPTIMIZERS[case.optimizer], dict(case.config).get("gradient.clip_norm"))
     error, where = largest_of([run for run, _ in runs], replace(expected, gradients={}))
     assert error < TOLERANCE, f"{where}\n{plan}"
+    assert case is not COPIES or plan.keeper_groups == (0, 0, 1, 1)
 
 
 def _kind(plan: Plan) -> str:
@@ -167,6 +186,7 @@ def _kind(plan: Plan) -> str:
         "replicas": len(plan.replicas) > 1,
         "unlike": len({(len(replica.stages), replica.stages[0].split) for replica in plan.replicas}) > 1,
         "split": any(stage.split > 1 for stage in stages),
+        "copies on hosts": bool(plan.keeper_groups),
         "recomputes": any(stage.recomputed for stage in stages),
         "micro-batches": any(replica.pipeline.num_micro_batch > 1 for replica in plan.replicas),
     }

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tests.distributed.test_keeping import STEPS, Case, open_engine, resume
 from tests.distributed.world import RankFailure, World
-from tests.examples import slow
+from tests.examples import further
 from whale.api.engine import Engine
 from whale.errors import RuntimeFault
 from whale.runtime.checkpoint.contents import Piece
@@ -184,7 +184,7 @@ TWO = Loss("abc", "ab", "forward", (("memory.redundancy", 1), ("pipeline.num_sta
 
 @pytest.mark.parametrize(
     "loss",
-    [WRITTEN, TWO, *map(draw, range(7)), *(slow(draw(seed)) for seed in range(7, 14))],
+    [WRITTEN, TWO, *map(draw, range(7)), *further(map(draw, range(7, 14)))],
     ids=lambda loss: f"{loss.moment} {loss.hosts} without {loss.lost}",
 )
 def test_no_step_but_that_in_flight_is_lost_with_a_host(world: World, loss: Loss, tmp_path: Path) -> None:

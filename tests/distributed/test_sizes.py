@@ -133,6 +133,8 @@ def predict_with_an_idle_rank(rank: int, num_ranks: int) -> list[Tensor]:
     config = {"planning.search": "off"}
     cluster = make_cluster((1.0, 1.0))
     engine = whale.parallelize(made.model, loss=made.loss, optimizer=optimizer, batch=made.batch, config=config, cluster=cluster)
+    opened = {(0, 1, 2), (0, 1)}  # all, and those that sum gradients
+    assert engine.runtime._connections.groups._groups.keys() == {ranks for ranks in opened if rank in ranks}
     outputs: list[Tensor] = []
     for length, keys in ((5, ("ids",)), (7, ("ids",)), (5, ("ids", "labels"))):
         samples = [dict(zip(keys, row, strict=True)) for row in zip(*(texts(8, length)[key] for key in keys), strict=True)]

@@ -38,7 +38,7 @@ from tests.distributed.training import (
     trained,
 )
 from tests.distributed.world import RankFailure, World
-from tests.examples import at_most
+from tests.examples import at_most, further
 from tests.models import Block, Description, build, descriptions, make_batch
 from whale.comm import Groups, Launched
 from whale.errors import RuntimeFault
@@ -48,6 +48,7 @@ from whale.ir.plan import Form, Plan, Shard, Stage, Zero, brought_back, states_o
 from whale.ir.serialization import from_json, to_json
 from whale.planning import carry_plan, make_plan, retarget_plan
 from whale.runtime.state.publishing import Publishing, RankBucket
+from whale.sharding.keepers import keeper_groups
 
 TOLERANCE = 1e-10
 
@@ -74,10 +75,11 @@ def with_state(
     shares: tuple[int, ...] = (),
     back: Collection[str] = (),
     reads: Collection[str] = (),
+    groups: tuple[int, ...] = (),
 ) -> Plan:
     """The plan with the optimizer's form (1) shared out, or the gradients' too (2), or what ops read (3), of frozen parameters too, of all
     or by their names, on the device or the host, but for parameters that are brought back from there; all in float64. ``weights``: on the
-    host with what ops read, but for some.
+    host with what ops read, but for some. Each of the groups keeps a copy of what is shared out.
     """
     own = {parameter.name for parameter in graph.parameters if parameter.spec.dtype == "float64"}
     others = states_of(each for each in graph.parameters if each.name not in own)
@@ -85,7 +87,7 @@ def with_state(
     form, homes = Form("float64"), {"host": ("optimizer",), "weights": ("optimizer", "compute")}
     states = states_of(real, gradient=form, optimizer=form, zero=zero, on_host=homes.get(home, ()))
     states = brought_back(brought_back(states, reads, compute_only=True), back)
-    plan = replace(plan, parameter_states=(*states, *others), keeper_shares=shares)
+    plan = replace(plan, parameter_states=(*states, *others), keeper_shares=shares, keeper_groups=groups)
     return from_json(Plan, to_json(plan))
 
 
@@ -96,6 +98,8 @@ def come_late() -> AbstractContextManager[object]:
     def give_late(self: RankBucket, flat: torch.Tensor, groups: Groups) -> list[Launched | None]:
         there = flat.clone()
         works = give(self, there, groups)
+        if works[-1] is None:  # there is nothing to wait for
+            flat.copy_(there)
         return [*works[:-1], works[-1] and replace(works[-1], finish=lambda: flat.copy_(there))]
 
     return mock.patch.object(RankBucket, "give", give_late)
@@ -153,7 +157,9 @@ def away(plan: Plan) -> Plan:
 
 @st.composite
 def states(draw: st.DrawFn, plan: Plan, graph: ModelGraph) -> Plan:
-    """The plan with a state: uneven keepers, on devices, on hosts or some here and some there; perhaps with activations on hosts."""
+    """The plan with a state: uneven keepers, on devices, on hosts or some here and some there; perhaps with activations on hosts, or
+    with a copy in each of several groups of ranks.
+    """
     shares = draw(st.lists(st.integers(1, 9), min_size=len(plan.devices), max_size=len(plan.devices)))
     home = draw(st.sampled_from(("device", "device", "host", "weights", "both")))
     zero: Zero = draw(st.integers(0, 3))
@@ -162,9 +168,10 @@ def states(draw: st.DrawFn, plan: Plan, graph: ModelGraph) -> Plan:
     back, reads = draw(some), draw(some)
     if names and draw(st.booleans()):
         zero = (*draw(st.dictionaries(st.sampled_from(names), st.integers(0, 3))).items(), ("*", zero))
+    groups = keeper_groups(plan, draw(st.lists(st.sampled_from("abc"), min_size=len(plan.devices), max_size=len(plan.devices))))
     waits, frozen = draw(st.booleans()), any(each.kind == "parameter" and not each.trainable for each in graph.parameters)
     told = f"{zero if isinstance(zero, int) else 'by name'}{', some frozen' if frozen else ''}"
-    event(f"zero {told}, home {home}{', activations too' if waits else ''}")
+    event(f"zero {told}, home {home}{', activations too' if waits else ''}{', in groups' if groups else ''}")
     return with_state(
         away(plan) if waits else plan,
         graph,
@@ -173,6 +180,7 @@ def states(draw: st.DrawFn, plan: Plan, graph: ModelGraph) -> Plan:
         tuple(shares) if draw(st.booleans()) else (),
         back,
         reads,
+        groups,
     )
 
 
@@ -311,7 +319,7 @@ ZEROS: tuple[Zero, ...] = (0, 1, 2, 3, (("*0*", 0), ("*1*", 3), ("*weight", 2), 
     [
         *((zero, "device", (TWO, SPLIT), ()) for zero in ZEROS),
         *((zero, "weights", (ONE, ONE, ONE | {"num_micro_batch": 2}), ()) for zero in ZEROS),
-        *((zero, home, (ONE, ONE), ()) for zero in (0, 3) for home in ("device", "weights")),
+        *further((zero, home, (ONE, ONE), ()) for zero in (0, 3) for home in ("device", "weights")),
         *((3, home, (TWO, SPLIT), (0, 1)) for home in ("device", "weights")),
     ],
 )

@@ -20,6 +20,8 @@ import whale
 from tests import strict
 from tests.distributed import (
     test_bridges,
+    test_copies_of_state,
+    test_local_steps,
     test_overlap,
     test_precision,
     test_replan,
@@ -341,8 +343,12 @@ def replanning(world: Ranks, path: Path) -> None:
 
 LAWS: dict[str, Callable[[Ranks, Path], object]] = {
     "schedules": lambda world, path: test_schedules.check(world, test_schedules.CASES["data parallel around, zb_v"]),
+    "late receives": lambda world, path: test_schedules.check(world, test_schedules.CASES["late receives, zero bubble"]),
+    "one communicator of both directions": lambda world, path: test_schedules.check(world, test_schedules.CASES["stages, gpipe"]),
     "splits": lambda world, path: test_split.test_a_split_model_trains_as_the_plain_one(world, "both stages", 4, False, path / "saved"),
     "states and checkpoints": states_and_checkpoints,
+    "copies of state on hosts": lambda world, path: test_copies_of_state.test_law(world, "split and whole", test_copies_of_state.BY_NAME),
+    "local steps": lambda world, path: test_local_steps.test_law(world, "split and sharded", saves=False),
     "replanning": replanning,
     "precision": lambda world, path: test_precision.check(
         world, path, test_precision.Case(("linear", "norm"), "fp16", "replicas", "adam", clip=0.5, zero=2)

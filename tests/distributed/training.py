@@ -189,3 +189,15 @@ def largest_of(runs: Sequence[reference.Run], expected: reference.Run, *, all_gr
     missing = set(expected.gradients) - {name for run in runs for name in run.gradients}
     assert not (all_gradients and missing), f"no rank has the gradients of {sorted(missing)}"
     return worst
+
+
+def three_steps(engine: whale.Engine, make_batch: Callable[[int], Any], path: str) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Losses of three steps, the last after a checkpoint was saved, a step was made that does not count, and it was loaded; the weights."""
+    losses = [float(engine.step(make_batch(step))) for step in range(2)]
+    engine.save(path)
+    engine.step(make_batch(7))
+    engine.load(path)
+    losses.append(float(engine.step(make_batch(2))))
+    state = engine.state_dict()
+    assert state is not None
+    return losses, {name: value.clone() for name, value in state.items()}

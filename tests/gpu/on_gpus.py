@@ -13,6 +13,7 @@ from contextlib import suppress
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 import whale
 
@@ -130,7 +131,32 @@ def overlap() -> None:
     assert together < alone, "nothing overlaps"
 
 
-RUNS: dict[str, Callable[[], None]] = {each.__name__: each for each in (versions, backend, contexts, laws, overlap)}
+def receives() -> None:
+    """Times a pipeline over all ranks that receives messages early, and one that receives them late."""
+    width, steps = (2048, 20) if torch.cuda.is_available() else (64, 2)
+    milliseconds = []
+    for early in (True, False):
+        torch.manual_seed(0)
+        engine = whale.parallelize(
+            nn.Sequential(*(nn.Linear(width, width) for _ in range(4 * SIZE))),
+            loss=lambda output, batch: output.square().mean(),
+            optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.01),
+            batch=torch.randn(512, width),
+            config={"pipeline.num_stages": SIZE, "pipeline.num_micro_batch": 8, "pipeline.receive_early": early, "planning.search": "off"},
+        )
+        for step in range(2 * steps):
+            if step == steps:
+                float(engine.step(torch.randn(512, width)))
+                begun = time.perf_counter()
+            loss = engine.step(torch.randn(512, width))
+        float(loss)
+        milliseconds.append((time.perf_counter() - begun) / steps * 1e3)
+        engine.close()
+    if RANK == 0:
+        print(f"a step takes {milliseconds[0]:.2f} ms; {milliseconds[1]:.2f} ms with pipeline.receive_early: false")
+
+
+RUNS: dict[str, Callable[[], None]] = {each.__name__: each for each in (versions, backend, contexts, laws, overlap, receives)}
 
 if __name__ == "__main__":
     RUNS[sys.argv[1]]()

@@ -149,7 +149,7 @@ CHECKS = (
     Check(
         "laws",
         4,
-        100,
+        90,
         (*TORCHRUN, "{ranks}", "-m", "tests.gpu.on_gpus", "laws"),
         "a rank per GPU over NCCL (without GPUs two over Gloo): losses and weights are those of the plain loop",
         modules=("pytest", "hypothesis"),
@@ -157,9 +157,17 @@ CHECKS = (
     Check(
         "overlap",
         4,
-        30,
+        20,
         (*TORCHRUN, "{ranks}", "-m", "tests.gpu.on_gpus", "overlap"),
         "a sum over NCCL beside products takes less than both one after the other",
+        num_gpus=2,
+    ),
+    Check(
+        "receives",
+        4,
+        20,
+        (*TORCHRUN, "{ranks}", "-m", "tests.gpu.on_gpus", "receives"),
+        "a pipeline that receives messages early, and one that receives them late: the times of both are printed",
         num_gpus=2,
     ),
 )

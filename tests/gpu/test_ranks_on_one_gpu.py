@@ -113,6 +113,7 @@ PLANS: dict[str, dict[str, Any]] = {
     "one device": {},
     "replicas": {},
     "1f1b": {"pipeline.num_stages": 2, "pipeline.num_micro_batch": 4},
+    "1f1b, received late": {"pipeline.num_stages": 2, "pipeline.num_micro_batch": 4, "pipeline.receive_early": False},
     "zb_h1": {"pipeline.num_stages": 2, "pipeline.num_micro_batch": 4, "pipeline.schedule": "zb_h1"},
     "split": {},
     **{f"zero {level}": {"memory.zero": str(level), "communication.bucket_bytes": 4096} for level in (1, 2, 3)},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from functools import cache
@@ -66,7 +67,8 @@ print(json.dumps({"parallelize": sorted(at_first), "step": sorted(steps[-1]), "i
 @cache
 def found() -> dict[str, list[str]]:
     package = f"{ROOT / 'whale'}/"
-    done = subprocess.run([sys.executable, "-c", PROGRAM, package], cwd=ROOT, capture_output=True, text=True, check=True)
+    plain = {name: value for name, value in os.environ.items() if not name.startswith("WHALE_")}  # each of these is looked at as a setting
+    done = subprocess.run([sys.executable, "-c", PROGRAM, package], cwd=ROOT, env=plain, capture_output=True, text=True, check=True)
     return {name: [each.removeprefix(package) for each in listed] for name, listed in json.loads(done.stdout.splitlines()[-1]).items()}
 
 

@@ -89,7 +89,8 @@ class ForwardPass:
         roster, plan = self.runtime.roster, self.runtime.plan_of(self.captured.key)
         assert plan is not None, "it has run"
         graph, axes = replace(self.captured.graph, outputs=names), self.captured.batch_axes
-        return bring(graph, axes, plan, roster.world_ranks, roster.world, self.step.outputs, self.view.num_rows)
+        half_type = self.captured.half_type
+        return bring(graph, axes, plan, roster.world_ranks, roster.world, self.step.outputs, self.view.num_rows, half_type)
 
 
 def _rows_of(value: torch.Tensor, axis: BatchAxis, rows: torch.Tensor) -> torch.Tensor:

@@ -198,7 +198,8 @@ class Engine:
     def clip_grad_norm_(self, max_norm: float, *, scale: float = 1.0) -> torch.Tensor:
         """Scales the gradients that wait for `update` so that it applies some whose 2-norm is at most a number.
 
-        The norm is that of ``gradient.clip_norm``: with each element once over all ranks, and of what is applied.
+        The norm is that of ``gradient.clip_norm``: with each element once over all ranks, and of what is applied. Where hosts step on
+        their own (``communication.sync_steps``), each has a norm of its own.
 
         Args:
             max_norm: the largest norm; ``math.inf`` clips nothing.
@@ -249,6 +250,7 @@ class Engine:
         if not number or self._accumulated is not None:
             return
         world, step_number = self.runtime.roster.world, self.state.step_number
+        self._end_round()
         if folder is None:
             self._finish_saving()
             self.runtime.losses.settle()
@@ -294,6 +296,7 @@ class Engine:
         if self._adapting is not None and self._adapting.hear(self.state.step_number, self.runtime.take_busy()):
             move = self._adapting.look(self.opening, self.runtime.roster.plan, self._data, self._checked)
             if move is not None:
+                self._end_round()
                 self._bring(move)
 
     def _waiting(self) -> Accumulated:
@@ -303,6 +306,38 @@ class Engine:
                 hint="call engine.forward_backward(batch) first; engine.step(batch) is forward, backward and update in one",
             )
         return self._accumulated
+
+    @all_ranks
+    def sync_weights(self) -> None:
+        """Ends a round of local steps now (``communication.sync_steps``): weights and optimizer state become averages over all hosts.
+
+        The next step begins another round. Nothing changes where one has just ended, or gradients are summed in each step.
+
+        Raises:
+            ConfigError: gradients wait for `update`.
+            RuntimeFault: a peer died, or a wait timed out.
+        """
+        self.runtime.check_open()
+        if self.runtime.local_steps is None:
+            return
+        self.runtime.call_together("sync_weights")
+        self._check_applied("sync_weights")
+        self._end_round()
+
+    def _end_round(self) -> None:
+        if self.state.num_local and self.runtime.local_steps is not None:
+            with self.runtime.status.reporting():
+                self.runtime.local_steps.end_round()
+            self.runtime.publish()
+
+    def _check_round(self, call: str) -> None:
+        local = self.runtime.local_steps
+        if local is not None and self.state.num_local:
+            raise ConfigError(
+                f"engine.{call}: hosts have other weights, after {self.state.num_local} of {local.num_steps} local steps",
+                hint=f"call it after a multiple of {local.num_steps} steps (communication.sync_steps), or engine.sync_weights() first: it "
+                "ends the round",
+            )
 
     def _check_applied(self, call: str) -> None:
         if self._accumulated is not None:
@@ -452,6 +487,7 @@ class Engine:
         if rank is not None and not 0 <= rank < size:
             raise RuntimeFault(f"engine.state_dict: there is no rank {rank}; ranks are 0 to {size - 1}")
         self.runtime.call_together("state_dict(averaged=True)" if averaged else "state_dict", rank)
+        self._check_round("state_dict")
         if averaged:
             self._check_averages()
         self._guards.exchange()
@@ -477,6 +513,7 @@ class Engine:
                 given different ones. Nothing has changed.
         """
         self.runtime.call_together("load_state_dict")
+        self._check_round("load_state_dict")
         self._guards.exchange()
         graph, roster, names = self.model_graph, self.runtime.roster, state_keys(self.modes.model, self.model_graph)
         state = without_compiled(state, names)
@@ -519,6 +556,7 @@ class Engine:
         """
         self.runtime.call_together("save", int(wait))
         self._check_applied("save")
+        self._check_round("save")
         with progress(f"saving {path}", on_first=self.runtime.roster.world.rank == 0):
             self._finish_saving()
             self.runtime.losses.settle()
@@ -641,6 +679,7 @@ class Engine:
         self.runtime.check_open()
         self.runtime.call_together("replan")
         self._check_applied("replan")
+        self._check_round("replan")
         opening = replace(self.opening.with_settings(config), given=plan)
         self._keeping.check_settings(opening)
         found = on_first_rank(opening.world, lambda: None if cluster is None else opening.on(cluster).attachment.cluster)
@@ -694,6 +733,7 @@ class Engine:
         self.runtime.check_open()
         self.runtime.call_together("rebalance")
         self._check_applied("rebalance")
+        self._check_round("rebalance")
         given = self.health.slowdowns if slowdowns is None else slowdowns
         wanted = on_first_rank(self.opening.world, lambda: self.opening.checked_slowdowns(given))
         if self._adapting is not None:
@@ -744,7 +784,8 @@ class Engine:
     def gradient_norm(self) -> torch.Tensor:
         """The 2-norm of all gradients of the last step, each element once, before clipping: 0-dim float64, equal on all ranks.
 
-        It lies on this rank's device, which is not synchronised.
+        It lies on this rank's device, which is not synchronised. Where hosts step on their own (``communication.sync_steps``), it is that
+        of the gradients of this rank's hosts.
 
         Raises:
             ConfigError: no setting asks for it.

@@ -83,7 +83,7 @@ def with_optimizer(
     """Gives a state the user's optimizer and scheduler; all ranks of the world call it. Raises as `make_optimizer` and `make_scheduler`."""
     shapes = {name: graph.parameter_by_name[name].spec.shape for name in state.kept}
     stepped = {name: own for name, own in state.kept.items() if own.requires_grad}
-    in_parts = {name: holdings.is_cut_by_keepers(name) for name, own in stepped.items() if own.shape != shapes[name]}
+    in_parts = {name: holdings.shardings.is_cut_by_keepers(name) for name, own in stepped.items() if own.shape != shapes[name]}
     state.optimizer = make_optimizer(optimizer, state.kept, in_parts, graph.trained, world)
     state.forbid_outside_steps()
     state.scheduler = make_scheduler(scheduler, state.optimizer, world)

@@ -233,7 +233,7 @@ class FaultKeeper:
         if copies is not None:  # those of the end of a step are not of the state that the script has made of it
             usable = copies.steps[1:] if copies.has(state.step_number) and self._may_be_written(copies) else copies.steps
             ways += [(each.step, partial(self._keep_copies, each)) for each in usable]
-        if state.is_whole and not self.is_changing:
+        if state.is_whole and not state.num_local and not self.is_changing:
             ways.insert(1, (state.step_number, partial(self._keep_state, accumulated)))  # behind the copies of which most are whole
         self.is_done = bool(ways)
         for step, keep in ways:

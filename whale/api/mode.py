@@ -45,6 +45,7 @@ class CapturedMode:
         graph: the captured model as a value.
         program: what runs.
         structure: of the example.
+        half_type: the half-precision dtype of the program, where each device has its own; else None.
         differs: whether the model computed something else when it was last traced again.
         is_untraceable: whether it could not be traced again.
     """
@@ -64,6 +65,7 @@ class CapturedMode:
         self._capture = partial(capture, device=device, precision=precision, read_as=read_as)
         self._model, self._loss, self._name = model, loss, name
         self.key = key or name
+        self.half_type = precision.dtype if precision is not None and precision.by_device else None
         self.then: Snapshot | None = None
         self.structure = batch if isinstance(batch, BatchStructure) else BatchStructure.of(batch, batch_dims=batch_dims)
         self.graph: ModelGraph

@@ -113,6 +113,7 @@ class Modes:
     Attributes:
         model: as given.
         train: the captured training.
+        precision: as given.
         budget: of this rank, for tracing again.
 
     Raises:
@@ -130,7 +131,7 @@ class Modes:
         precision: Precision | None = None,
     ) -> None:
         self.model, self._loss, self._example, self._world, self._num_sizes = model, loss, batch, world, settings.num_sizes
-        self._batch_dims = batch_dims
+        self._batch_dims, self.precision = batch_dims, precision
         self.budget = RetraceBudget(settings)
         self._made = partial(CapturedMode, device=world.device.type, precision=precision)
         self._modes: dict[ModeName, _Mode] = {}
@@ -238,7 +239,7 @@ class Modes:
         structure = together(self._world, lambda: given or structure_for(batch, self._example, self._batch_dims))
         with self.budget.capturing():
             captured = together(self._world, lambda: self._first(name, structure))
-        _compare_captures(None if batch is None else captured.graph, self._world)
+        _compare_captures(None if batch is None else captured, self._world)
         captured.then = self._near.kept(captured.program.reads)
         self._modes[name] = _Mode(captured, self._near.seen(captured.program.reads), captured.program.reads)
         return captured
@@ -313,20 +314,37 @@ def _of_parts(parts: str) -> str:
     return f"the model cannot be captured for a batch {parts}"
 
 
-def _compare_captures(graph: ModelGraph | None, world: World) -> None:
+def _compare_captures(captured: CapturedMode | None, world: World) -> None:
     """Raises, before anything is sent, where ranks captured different models; None for a rank without a batch of its own."""
-    prints = world.gather_objects(None if graph is None else graph.fingerprint)
-    first = next(rank for rank, fingerprint in enumerate(prints) if fingerprint is not None)
-    odd = [rank for rank, fingerprint in enumerate(prints) if fingerprint not in (None, prints[first])]
+    graph = None if captured is None else captured.graph
+    prints = world.gather_objects(None if captured is None else (captured.half_type, captured.graph.fingerprint))
+    known = {rank: cast(tuple[str | None, str], found) for rank, found in enumerate(prints) if found is not None}
+    first = min(known)
+    own_type, own_print = known[first]
+    odd = [rank for rank, (_, fingerprint) in known.items() if fingerprint != own_print]
     if not odd:
         return
-    texts = world.gather_objects(None if graph is None or world.rank not in (first, odd[0]) else [str(op) for op in graph.ops])
-    pairs = zip_longest(cast(list[str], texts[first]), cast(list[str], texts[odd[0]]), fillvalue="nothing")
-    mine, theirs = next((pair for pair in pairs if pair[0] != pair[1]), ("the same ops", "the same ops with other arguments"))
+    other = next((rank for rank in odd if known[rank][0] == own_type), odd[0])  # of one type, the types are not why
+    texts = world.gather_objects(
+        None if graph is None or world.rank not in (first, other) else [graph.comparable(str(op)) for op in graph.ops]
+    )
+    pairs = list(zip_longest(cast(list[str], texts[first]), cast(list[str], texts[other]), fillvalue="nothing"))
+    place = next((place for place, pair in enumerate(pairs) if pair[0] != pair[1]), len(pairs))
+    mine, theirs = [*pairs, ("the same ops", "the same ops with other arguments")][place]
+    hint = (
+        "build the model, its scopes and the example batch's shapes the same on every rank. A set is iterated in another order in "
+        "each process unless PYTHONHASHSEED is set, as whale run does"
+    )
+    if known[other][0] != own_type:
+        hint = (
+            f"with precision.dtype: half rank {first} computes in {own_type} and rank {other} in {known[other][0]}, and the model must not "
+            "depend on which (if y.dtype == torch.float16; torch.finfo(y.dtype).min / 2, though .min itself may be used): set "
+            f"precision.dtype to bf16 or fp16, one type for all devices. If it does not, {hint}"
+        )
     raise CaptureError(
         f"ranks captured different models ({listed('rank', odd)}: {theirs}; rank {first}: {mine})",
-        hint="build the model, its scopes and the example batch's shapes the same on every rank. A set is iterated in another order in "
-        "each process unless PYTHONHASHSEED is set, as whale run does",
+        where=graph.ops[place].where if graph is not None and place < len(graph.ops) else None,
+        hint=hint,
     )
 
 

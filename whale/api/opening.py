@@ -9,6 +9,7 @@ import math
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -20,11 +21,12 @@ from whale.api.tracing import Tracing
 from whale.comm import World, on_first_rank, together
 from whale.config import Config, Source, load_config
 from whale.config.sections import ClusterSettings
-from whale.errors import ClusterError, ConfigError, first_few, warn
-from whale.hardware import DeviceProfile, load_cluster, make_cluster, select
+from whale.errors import ClusterError, ConfigError, PlanError, first_few, warn
+from whale.hardware import DeviceProfile, compute_type, half_type, load_cluster, make_cluster, select
 from whale.ir.cluster import Cluster, Device
 from whale.ir.plan import Plan
-from whale.measure import local_profile
+from whale.ir.precision import Precision
+from whale.measure import rank_profiles
 from whale.planning.whole import whole_plan
 from whale.progress import progress
 from whale.runtime.checkpoint.moving import move_state
@@ -36,6 +38,7 @@ from whale.runtime.state.engine_state import EngineState
 from whale.runtime.state.holdings import Holdings, discover_if_sharded
 from whale.runtime.state.joint import check_elementwise
 from whale.runtime.state.optimizer_state import read_optimizer
+from whale.runtime.state.scaling import LossScaling, ScaleRule
 from whale.schedules import schedules_of
 from whale.search import decide
 from whale.units import counted, listed
@@ -127,11 +130,19 @@ class Opening:
     def _whole_plan(self) -> Plan | None:
         return whole_plan(self.modes.train.graph, self.attachment.cluster, self.settings)
 
+    def scaling(self, plan: Plan) -> LossScaling | None:
+        """The loss scale of a training by a plan: one for all ranks where some device computes in float16, else none."""
+        precision, asked = self.modes.precision, self.settings.precision
+        if precision is None or "float16" not in (plan.half_types if precision.by_device else (precision.dtype,)):
+            return None
+        return LossScaling(ScaleRule(asked.loss_scale, asked.loss_scale_growth_steps, asked.loss_scale_hysteresis))
+
     def prepare(self, plan: Plan) -> tuple[Roster, Holdings]:
         """Roster and holdings of a plan; the model is captured for the rows that this rank takes.
 
         Raises:
             CaptureError: it cannot be.
+            PlanError: this rank's programs are in another half-precision type than the plan gives its device.
         """
         world, train = self.world, self.modes.train
         warn_where_apart(plan, train.graph, world)
@@ -140,8 +151,22 @@ class Opening:
         if idle and world.rank == 0:
             used = f"{len(roster.world_ranks)} of {counted(world.size, 'rank')}"
             print(f"whale: the plan uses {used}; idle: {listed('rank', idle)}", file=sys.stderr, flush=True)
-        together(world, lambda: train.prepare({stop - start for start, stop in rank_pieces(plan, roster.rank, plan.planned_rows)}))
+
+        def prepared() -> None:
+            self._check_half_type(plan, roster)
+            train.prepare({stop - start for start, stop in rank_pieces(plan, roster.rank, plan.planned_rows)})
+
+        together(world, prepared)
         return roster, Holdings.of(plan, train.graph, discover_if_sharded(plan, train.graph))
+
+    def _check_half_type(self, plan: Plan, roster: Roster) -> None:
+        precision, rank = self.modes.precision, roster.rank
+        if precision is not None and precision.by_device and rank is not None and plan.half_types[rank] != precision.dtype:
+            raise PlanError(
+                f"rank {self.world.rank} computes in {precision.dtype} since it started, but the plan makes it {plan.devices[rank]} "
+                f"({plan.device_models[rank]}), in {plan.half_types[rank]}",
+                hint="a process keeps its device's half-precision type: start the run anew with these devices, from a checkpoint",
+            )
 
     def open(self, roster: Roster, holdings: Holdings, state: EngineState) -> tuple[Runtime, Tracing | None]:
         """The runtime of a plan for a state, and what records its steps."""
@@ -200,6 +225,8 @@ class CheckedMove:
         """The state under the plan; the old one, with its roster and holdings, is used up. All ranks of the world call it."""
         opening, graph = self.opening, self.opening.modes.train.graph
         found, kept = move_state(state, roster, holdings, self.roster, self.holdings, graph)
+        scaling = opening.scaling(self.decided.plan)  # device types may have come or gone
+        found.scaling = scaling if scaling is None or state.scaling is None else state.scaling
         with_optimizer(found, graph, self.holdings, opening.optimizer, opening.scheduler, opening.world)
         together(opening.world, lambda: kept.give(found))
         return found
@@ -211,6 +238,19 @@ class Attachment:
 
     cluster: Cluster
     rank_of: dict[str, int]  # world rank by device name
+    profiles: Sequence[DeviceProfile] = ()  # per rank, its own device, be it of the cluster or not
+
+    def precision(self, settings: Config, rank: int) -> Precision | None:
+        """The dtype to which autocast casts on a rank; None for the dtypes of the model. Raises ConfigError as `compute_type`."""
+        found = compute_type(settings, self.cluster)
+        if found is None or not found.by_device:
+            return found
+        names = (name for name, own in self.rank_of.items() if own == rank)
+        device = next((self.cluster.by_name[name] for name in names if name in self.cluster.by_name), None)
+        with suppress(ClusterError):  # an idle rank may have any device
+            device = device or self.profiles[rank].device("idle")
+        own = None if device is None else half_type(device)
+        return found if own is None else replace(found, dtype=own)
 
     def roster(self, plan: Plan, world: World) -> Roster:
         return Roster(plan, world, tuple(self.rank_of[device] for device in plan.devices))
@@ -231,12 +271,11 @@ def attach(settings: ClusterSettings, world: World, cluster: Cluster | str | Pat
         ClusterError: the cluster has more devices than the world has ranks, or lacks named ones.
     """
     described = together(world, lambda: _described(settings.file if cluster is None else cluster, settings.devices))
-    own = local_profile(world.local_rank, world.local_size)
-    profiles = [profile for profile in world.gather_objects(own) if isinstance(profile, DeviceProfile)]
+    profiles = rank_profiles(world)
     if described is None:
         found, names = make_cluster(profiles)
         part = found if settings.devices is None else together(world, lambda: select(found, str(settings.devices)))
-        return Attachment(part, {name: rank for rank, name in enumerate(names)})
+        return Attachment(part, {name: rank for rank, name in enumerate(names)}, profiles)
     for warning in described.warnings if world.rank == 0 else ():
         warn(warning)
     num_devices = len(described.devices)
@@ -252,7 +291,7 @@ def attach(settings: ClusterSettings, world: World, cluster: Cluster | str | Pat
             text = f"{world.size} of {num_devices} devices of cluster {described.name} have a rank; missing: {first_few(away)}"
             print(f"whale: {text}", file=sys.stderr, flush=True)
         described = described.only(rank_of)
-    return Attachment(described, rank_of)
+    return Attachment(described, rank_of, profiles)
 
 
 def _described(cluster: Cluster | str | Path | None, devices: str | None) -> Cluster | None:

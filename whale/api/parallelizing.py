@@ -28,13 +28,11 @@ from whale.capture.exporting.wrapper import call_arguments
 from whale.comm import World, connect, on_first_rank, together
 from whale.config import Config, Source, load_config
 from whale.errors import CaptureError, ConfigError, WhaleError, warn
-from whale.hardware import compute_type
 from whale.ir.cluster import Cluster
 from whale.ir.plan import Plan
 from whale.ir.profile import read_profile
 from whale.planning.explain.choices import other_stages
 from whale.progress import progress
-from whale.runtime.state.scaling import LossScaling, ScaleRule
 
 
 @user_call
@@ -102,7 +100,7 @@ def parallelize(
             loss_of = together(world, lambda: _as_loss(loss, model, batch))
             if settings.precision.dtype == "tf32":
                 torch.set_float32_matmul_precision("high")
-            precision = together(world, lambda: compute_type(settings, attachment.cluster))
+            precision = together(world, lambda: attachment.precision(settings, world.rank))
             modes = Modes(model, loss_of, batch, world, settings.runtime, batch_dims, precision)
         opening = Opening(world, modes, attachment, settings, optimizer, scheduler, plan)
         decided, begun = opening.decide(), time.perf_counter()
@@ -112,14 +110,9 @@ def parallelize(
             warn(text)
         with progress("creating weights and process groups", on_first=world.rank == 0):
             state = initial_state(modes, roster, holdings, settings.runtime.seed, initialize, optimizer, scheduler)
-            state.scaling = LossScaling(_scale_rule(settings)) if precision is not None and precision.dtype == "float16" else None
+            state.scaling = opening.scaling(decided.plan)
             runtime, tracing = opening.open(roster, holdings, state)
         return Engine(modes, state, runtime, opening, decided, tracing=tracing, overhead=decided.seconds + time.perf_counter() - begun)
-
-
-def _scale_rule(settings: Config) -> ScaleRule:
-    own = settings.precision
-    return ScaleRule(own.loss_scale, own.loss_scale_growth_steps, own.loss_scale_hysteresis)
 
 
 def _uncompiled(model: nn.Module, settings: Config, *, tells: bool) -> tuple[nn.Module, Config]:

@@ -148,7 +148,7 @@ def read(graph: ModelGraph) -> tuple[Reading, dict[str, RuleOutcome]]:
         if not op.outputs:
             reading.selections.read_number(op, reading.dims)
             continue
-        outcome = _read_call(op, reading) if op.kind == "call" else _read_source(op, reading, parameters)
+        outcome = read_call(op, reading) if op.kind == "call" else _read_source(op, reading, parameters)
         outcomes[op.name] = outcome
         reading.dims[op.name] = outcome.results
         if outcome.is_position:
@@ -172,7 +172,8 @@ def _read_source(op: Op, reading: Reading, parameters: dict[str, Dims]) -> RuleO
     return RuleOutcome((dims,), tuple(Letter(f"dimension {index}", KEPT, dim) for index, dim in enumerate(dims)))
 
 
-def _read_call(op: Op, reading: Reading) -> RuleOutcome:
+def read_call(op: Op, reading: Reading) -> RuleOutcome:
+    """What the rule of an op's operator says of its letters."""
     if op.target == "operator.getitem":
         return _item(op, reading)
     rule = operator_of(op).axes

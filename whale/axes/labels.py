@@ -10,7 +10,7 @@ norm      nothing         whole
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -118,12 +118,14 @@ class Labels:
         axis = self.work.get(op)
         if axis is not None and self.is_summed(op) and added_operand(self.graph.by_name[op]) == operand:
             axis = self.scattered.get(op)
+        role = None if axis is None else self.axes.ops[op].roles.get(axis)
+        return self.use_along(axis, operand, frozenset() if role is None else gathered_operands(self.graph.by_name[op], role))
+
+    def use_along(self, axis: str | None, operand: str, gathered: Set[str] = frozenset()) -> Use:
+        """How an operand is needed for work along an axis, or for whole work, if some are gathered for it."""
         if axis is None:
             return Use()
-        return Use(axis) if axis in self.axes_in(operand) and operand not in self._gathered(op, axis) else Use(entered=True)
-
-    def _gathered(self, op: str, axis: str) -> frozenset[str]:
-        return gathered_operands(self.graph.by_name[op], role) if (role := self.axes.ops[op].roles.get(axis)) else frozenset()
+        return Use(axis) if axis in self.axes_in(operand) and operand not in gathered else Use(entered=True)
 
     def returned(self, op: str) -> Use:
         """How the stage hands on a value: whole, unless the plan leaves it in parts."""

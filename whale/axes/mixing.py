@@ -17,7 +17,7 @@ Parts can decide a condition on the greatest, or least, of something per row: if
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Set
+from collections.abc import Callable, Collection, Iterable, Iterator, Set
 from typing import Literal
 
 from whale.axes.atoms import ROWS
@@ -92,14 +92,13 @@ class RowRoles:
         made = self._ops[name].outputs if name in self._ops else ()
         return any(sum(axis in self._rows for dim in dims for axis in axes_of(dim)) > 1 for dims in made)
 
-    def combination(self, name: str) -> str | None:
-        """How an op combines rows to something that has none; None if it does not, or not all alike."""
+    def combination(self, name: str) -> str:
+        """How an op combines rows to something that has none, or "" for not at all, or a mean over rows that are not counted."""
         if name not in self._ops or self.has_rows(name) or self.reads_positions(self._graph.by_name[name]):
-            return None
+            return ""
         roles = {axis: role for axis, role in self._ops[name].roles.items() if axis in self._rows}
-        found = {role.combine if role.kind == "contracted" else "" for role in roles.values()}
-        how = found.pop() if len(found) == 1 else ""
-        return None if not how or (how == "mean" and not self._uncounted.isdisjoint(roles)) else how
+        how = combination(roles.values())
+        return "" if how == "mean" and not self._uncounted.isdisjoint(roles) else how
 
     def reason(self, op: Op) -> str:
         """Why an op mixes samples; "" if it does not."""
@@ -135,13 +134,13 @@ class RowRoles:
 
     def _indexed(self, op: Op) -> Iterator[tuple[str, tuple[Dimension, ...]]]:
         """The tensors that index others in an op, each with the dimensions that it indexes."""
-        source, index = op.args[0] if op.args else None, argument(op, 2, "index")
-        if not isinstance(source, Ref) or (op.operator not in _INDEXING and not _selects(op)):
+        source, index, indexed = op.args[0] if op.args else None, argument(op, 2, "index"), entry_of_call(op.target).indexed
+        if not isinstance(source, Ref) or (indexed is None and not _selects(op)):
             return
         dims = self._ops[source.op].outputs[0]
         if _selects(op):
             yield source.op, dims
-        elif op.operator in ("index", "index_put"):
+        elif indexed == "per dimension":
             for place, item in enumerate(op.args[1] if isinstance(op.args[1], tuple) else ()):
                 if isinstance(item, Ref):
                     yield item.op, dims[place : place + (len(self._ops[item.op].outputs[0]) if self._is_mask(item.op) else 1)]
@@ -179,8 +178,13 @@ class RowRoles:
         return counting.name if factors[:1] and factors[0] in self._rows and self._rows.isdisjoint(axes_of(factors[1:])) else None
 
 
+def combination(roles: Iterable[Role]) -> str:
+    """How an op combines rows, by what it does with each axis of these; "" if it does not, or meets rows twice: parts lack the pairs."""
+    found = [role.combine if role.kind == "contracted" else "" for role in roles]
+    return found[0] if len(found) == 1 else ""
+
+
 _CANNOT_TELL = ", cannot tell"
-_INDEXING = frozenset({"index", "index_put", "index_select", "index_add", "index_copy", "index_fill"})
 _LOOKUPS = (READS, MAKES, Role("contracted", "lookup"))
 
 
@@ -190,18 +194,18 @@ def _selects(op: Op) -> bool:
 
 Extreme = Literal["greatest", "least"]
 
-_EXTREMES: dict[str | None, Extreme] = {"any": "greatest", "max": "greatest", "all": "least", "min": "least"}
+_EXTREMES: dict[str, Extreme] = {"any": "greatest", "max": "greatest", "all": "least", "min": "least"}
 _OPPOSITE: dict[Extreme, Extreme] = {"greatest": "least", "least": "greatest"}
 _MOVES: tuple[Rows, ...] = ("same", "moved")
 
 
-def decided_by_parts(graph: ModelGraph, condition: str, combined: Callable[[str], str | None]) -> set[str]:
+def decided_by_parts(graph: ModelGraph, condition: str, combined: Callable[[str], str]) -> set[str]:
     """The ops from rows to a condition; none if parts of a batch cannot decide it.
 
     Args:
         graph: the model.
         condition: an op.
-        combined: how an op combines samples to something without rows; None if it does not.
+        combined: how an op combines samples to something without rows; "" if it does not.
     """
     written = {name for op in graph.ops for name in written_storages(graph, op)}
     varying = _varying(graph)

@@ -13,13 +13,7 @@
 Every part of a batch (a micro-batch of a replica) starts from the buffer's value before the step. Only running statistics follow one
 micro-batch after another, as in the plain model that is given them so.
 
-How each value combines over rows (`Kind`) is found in one pass. What an op does with rows follows from its axes: it keeps them, or sums, or
-averages over them. What it makes of values that have none any more is the field ``rows`` of its operator's entry:
-
-    x [b d] -> sum(0) [d] -> mean []       a sum
-    x [b d] -> mean(0) [d] -> sum []       a mean
-    x [b d] -> sum(0) [d] -> square        other
-    x [b d] -> softmax(0) [b d] -> sum(0)  other: the softmax needs the rows whole
+How each value combines over rows (`whale.axes.over_rows`) is found in one pass over the graph.
 """
 
 from __future__ import annotations
@@ -30,9 +24,10 @@ from typing import Literal
 
 from whale.axes.discover import discover
 from whale.axes.mixing import RowRoles
-from whale.axes.operators import Operator, Rows, added_operand, entry_of_call
-from whale.axes.operators.entry import ADDITIVE, CONSTANT, LINEAR, PER_ROW, SHAPED, Kind, combined, joint, operands_of
+from whale.axes.operators import Operator, Rows, entry_of_call
+from whale.axes.operators.entry import SHAPED
 from whale.axes.outcome import argument
+from whale.axes.over_rows import ADDITIVE, CONSTANT, PER_ROW, Combining, Kind, joint, operands_of
 from whale.axes.values import Axes
 from whale.ir.graph import ModelGraph, Op, Ref
 from whale.ir.plan import Replica
@@ -120,24 +115,9 @@ class OverRows:
         if has_rows:
             sizes: set[Kind] = {"count"} if entry.rows in ("moved", "filled") else set()
             found = Of("rows") if kinds <= PER_ROW | sizes and not self._roles.reason(op) else None
-        elif "rows" in kinds:
-            found = self._of_rows(op, entry, read)
         else:
-            found = self._of_constants(op, entry, read) if kinds <= CONSTANT else self._of_sums(op, entry)
+            found = self._of_constants(op, entry, read) if kinds <= CONSTANT else self._combined(op, entry)
         return found or Of("other", op.name)
-
-    def _of_rows(self, op: Op, entry: Operator, read: Sequence[Of]) -> Of | None:
-        """What an op that has no rows makes of values per row."""
-        if self._roles.reads_positions(op):
-            return None
-        if entry.rows == "scattered" and PER_ROW.issuperset(of.kind for of in read[1:]):
-            adds = op.operator != "index_put" or argument(op, 3, "accumulate") is True
-            return self._added(op, read[0], Of("sum")) if adds else None
-        added = added_operand(op)  # once, so parts would add it again
-        if not PER_ROW.issuperset(of.kind for of in read) or (added is not None and self._now(added).kind != "zero"):
-            return None
-        how = "sum" if entry.rows == "counted" else self._roles.combination(op.name)
-        return Of("sum") if how == "sum" else Of("mean") if how == "mean" else None
 
     def _of_constants(self, op: Op, entry: Operator, read: Sequence[Of]) -> Of:
         if entry.rows == "copied":
@@ -146,16 +126,26 @@ class OverRows:
             return replace(read[0], scale=read[0].scale * factor)
         return read[0] if read and (entry.rows == "same" or "view" in op.tags) else Of("constant")
 
-    def _of_sums(self, op: Op, entry: Operator) -> Of | None:
-        """What an op makes of sums, means, counts and constants."""
-        operands, options = (list(map(self._of, each)) for each in operands_of(entry, op.args, dict(op.kwargs)))
-        if (
-            not operands
-            or not CONSTANT.issuperset(of.kind for of in options)
-            or "rounding_mode" in dict(op.kwargs)
-            or (entry.rows in LINEAR and self._rounds(op))
-        ):
+    def _combined(self, op: Op, entry: Operator) -> Of | None:
+        """What an op that has no rows makes of values per row, sums, means, counts and constants."""
+        if self._roles.reads_positions(op) or "rounding_mode" in dict(op.kwargs):
             return None
+        given, named = operands_of(entry, op.args, dict(op.kwargs), self._is_tensor)
+        operands, options = list(map(self._of, given)), list(map(self._of, named))
+        call = Combining(
+            entry,
+            [of.kind for of in operands],
+            [self._graph.by_name[each.op].outputs[0].shape if isinstance(each, Ref) and self._is_tensor(each) else None for each in given],
+            [of.kind for of in options],
+            self._roles.combination(op.name),
+            argument(op, 3, "accumulate") is True,
+            self._rounds(op),
+            self._may_be_rows,
+        )
+        if call.adds_rows:
+            return self._added(op, operands[0], Of("sum"))
+        if call.reads_rows or not CONSTANT.issuperset(call.options):
+            return None if call.kind is None else Of(call.kind)
         if entry.rows == "copied":
             return self._copied(op, operands[1])
         share = argument(op, 2, "weight") if entry.rows == "interpolated" else 0
@@ -164,8 +154,11 @@ class OverRows:
             return self._added(op, left, operands[1] if len(operands) > 1 else Of("constant"))
         if operands[0].kind == "grown" and (entry.rows == "same" or "view" in op.tags):
             return operands[0]
-        kind = combined(entry, [of.kind for of in operands], may_be_rows=self._may_be_rows)
+        kind = call.kind
         return None if kind in (None, "grown") else Of("sum" if op.outputs and kind == "count" else kind)
+
+    def _is_tensor(self, argument: object) -> bool:
+        return isinstance(argument, Ref) and bool(self._graph.by_name[argument.op].outputs)
 
     def _of(self, argument: object) -> Of:
         return self._now(argument.op) if isinstance(argument, Ref) else Of("constant")

@@ -44,7 +44,7 @@ from whale.capture.source import line_of
 from whale.capture.tagging import tag_of
 from whale.errors import CaptureError, WhaleError, first_few, raise_faults
 from whale.ir.graph import LossTerm, ModelGraph, Op, Parameter
-from whale.ir.precision import Precision
+from whale.ir.precision import HALF, Precision
 from whale.ir.scope import Scope, SourceLine
 from whale.ir.writes import with_reached_gradients, written_buffers
 from whale.progress import without_collecting
@@ -93,6 +93,8 @@ def capture(
     check_loss(loss)
     near = NearValues(model, loss)
     effects, lines = SideEffects(near), tuple[str, ...]()
+    if read_as is not None and precision is not None and precision.by_device:
+        read_as = {name: precision.dtype if dtype == HALF else dtype for name, dtype in read_as.items()}
     kind = _Kind(device, None if precision is None else Autocast.of(precision, device or "cuda"), read_as)
     captured = partial(_captured, model, loss, structure, mode, static, kind, near)
     graph, program = captured(effects)
@@ -135,9 +137,19 @@ def _captured(
     effects: SideEffects,
 ) -> tuple[ModelGraph, CapturedProgram]:
     default, access = default_scope(), AttributeAccess(near)
-    with torch.random.fork_rng(devices=[]), kind.in_force():
+    precision = None if kind.autocast is None else kind.autocast.precision
+    with torch.random.fork_rng(devices=[]), kind.in_force(), ExitStack() as stack:
+        limits = set[str]()
+        if precision is not None and precision.by_device:
+            from whale.capture.half_types import limits_noted  # few models need it
+
+            limits = stack.enter_context(limits_noted(precision.dtype))
         first, double = trace(model, loss, structure, mode, static, access, effects)
     graph, program = _build(model, structure, first, double, mode, default, kind, effects)
+    if precision is not None and precision.by_device:
+        from whale.capture.half_types import for_any_device
+
+        graph = for_any_device(graph, precision.dtype, limits)
     return graph, replace(program, reads=access.read)
 
 
@@ -188,7 +200,7 @@ def _build(
     drop_needless_detaches(flat.graph)
     drop_whole_slices(flat.graph)
     if first.dynamic:  # else a length may be the number of rows
-        settle_masks(flat.graph, first.rows)
+        settle_masks(flat.graph, flat.sizes)
     kept = frozenset(name for name, kind in flat.kinds.items() if kind in ("buffer", "parameter"))
     remove_dead_code(flat.graph, kept)
     read_as = _lift_casts(flat, held, kind.read_as)

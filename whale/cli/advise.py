@@ -69,11 +69,11 @@ def _tell(what: str) -> None:
 
 
 def _as_data(found: Advised) -> dict[str, object]:
-    plan = None if found.best is None else {"arrangement": found.best.arrangement, "value": found.best.value, "state": found.best.state}
+    plan = None if found.best is None else {"arrangement": str(found.best.strategy), "value": found.best.value, "state": found.best.state}
     facts = [_fact(each) for each in found.facts]
     return {"plan": plan, "fault": found.fault, "advice": [asdict(each) for each in found.advice], "facts": facts}
 
 
 def _fact(answer: Answer) -> dict[str, object]:
-    own = {"setting": answer.setting, "value": answer.value, "rows": answer.plan.planned_rows, "arrangement": answer.arrangement}
+    own = {"setting": answer.setting, "value": answer.value, "rows": answer.plan.planned_rows, "arrangement": str(answer.strategy)}
     return own | {"devices": answer.plan.devices}

@@ -62,7 +62,7 @@ def _in_place(paths: Sequence[str]) -> dict[str, str]:
 def differences(a: Planned, b: Planned) -> Iterator[tuple[str, str, str, str]]:
     """Replica, what differs there, and its value in both plans; replicas with the same differences, except in devices, once."""
     found: dict[tuple[Row, ...], list[tuple[int, list[Row]]]] = {}
-    facts = ([dict(_facts(own, *each)) for each in zip(own.plan.replicas, _written(own), strict=True)] for own in (a, b))
+    facts = ([dict(each) for each in _all_facts(own)] for own in (a, b))
     for index, (one, other) in enumerate(zip_longest(*facts, fillvalue=dict[str, str]())):
         differing = [(what, one.get(what, NONE), other.get(what, NONE)) for what in one | other if one.get(what) != other.get(what)]
         found.setdefault(tuple(row for row in differing if not row[0].endswith("devices")), []).append((index, differing))
@@ -72,10 +72,17 @@ def differences(a: Planned, b: Planned) -> Iterator[tuple[str, str, str, str]]:
         yield from ((name, *row) for row in rows)
 
 
-def _facts(found: Planned, replica: Replica, block: ReplicaBlock) -> Iterator[tuple[str, str]]:
-    """Facts of a replica, by name; ``block`` is its part of a written plan."""
-    sizes = [stop - start for start, stop in found.plan.micro_batch_rows(replica.index, found.plan.planned_rows)]
+def _all_facts(found: Planned) -> Iterator[Iterator[tuple[str, str]]]:
+    """`_facts` of every replica."""
+    rows = found.plan.all_micro_batch_rows(found.plan.planned_rows)
+    for replica, block, own in zip(found.plan.replicas, _written(found), rows, strict=True):
+        yield _facts(found, replica, block, [stop - start for start, stop in own])
+
+
+def _facts(found: Planned, replica: Replica, block: ReplicaBlock, sizes: Sequence[int]) -> Iterator[tuple[str, str]]:
+    """Facts of a replica, by name; ``block`` is its part of a written plan, ``sizes`` the rows of its micro-batches."""
     yield "schedule", replica.pipeline.order
+    yield "rounds", NONE if found.plan.rounds is None else str(found.plan.rounds)
     if replica.pipeline.num_chunks > 1:
         size = replica.pipeline.group_size
         yield "chunks", f"{replica.pipeline.num_chunks} per device" + ("" if size is None else f", group size {size}")

@@ -28,6 +28,7 @@ from whale.ir.schedule import Kind
 from whale.ir.serialization import encode, to_json
 from whale.planning import write_plan
 from whale.planning.explain.mixing import terms_apart
+from whale.schedules import schedules_of
 from whale.search.largest import Largest
 from whale.search.objective import format_cost
 from whale.sharding.communicators import communicators_of
@@ -83,7 +84,8 @@ def run(arguments: argparse.Namespace) -> int:
         print(line)
     if arguments.tree:
         print_tree(found)
-    communicators = communicators_of(plan, graph, parameter_shardings(plan, graph, discover(graph) if plan.is_sharded else None))
+    shardings = parameter_shardings(plan, graph, discover(graph) if plan.is_sharded else None)
+    communicators = communicators_of(plan, graph, shardings, schedules_of(plan), len(found.cluster.devices))
     print(communicators)
     for warning in (*warnings, *filter(None, [communicators.warning])):
         print(f"warning: {warning}")
@@ -120,13 +122,18 @@ def _print_sizes(sizes: Sequence[Largest]) -> None:
 def print_plan(found: Planned) -> None:
     plan, cost = found.plan, found.cost_per_sample
     columns = ("rank", "device", "replica", "stage", "TaskGraphs", "rows", "forward", "backward", "memory")
-    rows = [row for replica in plan.replicas for stage in replica.stages for row in _stage_rows(plan, replica, stage)]
+    divided = zip(plan.replicas, plan.all_micro_batch_rows(plan.planned_rows), strict=True)
+    rows = [row for replica, own in divided for stage in replica.stages for row in _stage_rows(plan, replica, stage, own)]
     print_table("\n".join(headline(plan)), columns, rows, ("rank", "replica", "stage", "rows", "forward", "backward", "memory"))
     print("forward, backward: per micro-batch; rows, memory: of the step")
+    if plan.half_types:
+        print("\n".join(paragraph("half precision: ", plan.describe_half_types())))
     for start, text in (*_shards(plan), *_edges(plan)):
         print("\n".join(paragraph(start, text)))
     rate = f", {format_rate(plan.planned_rows / plan.step_seconds)} samples/s" if plan.step_seconds else ""
     print(f"predicted: {format_seconds(plan.step_seconds)} per step{rate}" + ("" if cost is None else f", {format_cost(cost)}"))
+    if plan.sync_groups:
+        print("\n".join(paragraph("hosts: ", plan.describe_sync())))
     if found.step.redundancy is not None:
         print("\n".join(paragraph("redundancy: ", str(found.step.redundancy))))
     if plan.idle_devices:
@@ -173,9 +180,9 @@ def _copies(plan: Plan, members: Sequence[int]) -> str:
     return f" of replica {', '.join(map(str, members))}" if len(members) < len(plan.replicas) else ""
 
 
-def _stage_rows(plan: Plan, replica: Replica, stage: Stage) -> Iterable[tuple[str, ...]]:
+def _stage_rows(plan: Plan, replica: Replica, stage: Stage, micro_batches: Sequence[tuple[int, int]]) -> Iterable[tuple[str, ...]]:
     # Rows of a whole step: those of each micro-batch, divided over the stage's devices.
-    pieces = [stage.rows(stop - start) for start, stop in plan.micro_batch_rows(replica.index, plan.planned_rows)]
+    pieces = [stage.rows(stop - start) for start, stop in micro_batches]
     for position, device in enumerate(stage.virtual_device.devices):
         times: tuple[str, ...] = ("", "", "")
         if stage.estimates:

@@ -13,7 +13,8 @@ from rich.text import Text
 
 from whale.cli.tables import make_console
 from whale.errors import ConfigError, ScheduleError, WhaleError, raise_faults
-from whale.estimate import ActionTimes, bubble, bubble_rate, draw, simulate
+from whale.estimate import ActionTimes, bubble, bubble_rate, simulate
+from whale.estimate.events.drawing import draw
 from whale.ir.schedule import Schedule
 from whale.ir.timeline import Timeline
 from whale.schedules import BUILDERS, build, insert_communication, insert_recompute, recomputes, verify

@@ -88,6 +88,7 @@ def run(arguments: argparse.Namespace) -> int:
     faults = faults_of(made.step, made.cluster, arguments.faults, arguments.restart) if arguments.faults else None
     if arguments.json:
         data = found.as_data() | {"cost_per_sample": made.cost_per_sample}
+        data |= {} if made.plan.rounds is None else {"averaging_seconds": made.step.averaging}
         data |= {} if made.step.redundancy is None else {"redundancy": asdict(made.step.redundancy)}
         data |= {} if faults is None else {"faults": _fault_data(faults, made.step)}
         print(json.dumps(data if dry is None else dry_run_data(data, dry), indent=1))
@@ -112,6 +113,9 @@ def print_simulation(found: Simulation, made: Planned) -> None:
     print(f"bubble rate            {step.bubble_rate:.3f}")
     print(f"exposed communication  {format_seconds(slow.exposed)}")
     idle = format_seconds(step.idle(slow))
+    if plan.rounds is not None:
+        averages = f"{plan.describe_sync()}; averages take {format_seconds(step.averaging)} of a step"
+        print("\n".join(paragraph("rounds                 ", averages)))
     if step.redundancy is not None:
         print("\n".join(paragraph("redundancy             ", str(step.redundancy))))
     print("\n".join(paragraph("straggler              ", f"{slow.name}: computes longest, waits {idle} for other devices")))
@@ -184,7 +188,8 @@ def _print_faults(faults: Faults, found: Simulation) -> None:
     copied, redundancy = with_copies(faults, found.step), found.step.redundancy
     if copied is not None and redundancy is not None:
         intervals.append((f"copies (one {redundancy.survives} lost at once)", copied))
-    rate = found.samples_per_second * step_seconds / found.step.training_seconds  # of steps without copies
+    copying = 0.0 if redundancy is None else redundancy.step_seconds
+    rate = found.samples_per_second * step_seconds / (step_seconds - copying)  # of steps without copies
     rows = [
         (
             interval,
@@ -253,7 +258,8 @@ def print_dry_run(found: DryRun, plan: Plan, step: StepEstimate) -> None:
     title = f"dry run: {found.num_run} of {counted(len(plan.devices), 'rank')}{others}"
     rows = []
     for devices, peak in found.peaks:
-        predicted = step.of(devices[0]).peak.total
+        use = step.of(devices[0]).peak
+        predicted = use.total - use.communicators  # a dry run opens none
         rows.append((
             first_few(devices, 2),
             format_bytes(round(predicted)),

@@ -1,7 +1,7 @@
 """Process groups and collectives over `torch.distributed`: all communication between ranks goes through here."""
 
 from whale.comm.clocks import Clock, compare_clocks
-from whale.comm.groups import Channel, Channels, Groups, RankSet, as_moved, flat_bytes, start_sum, start_sum_into
+from whale.comm.groups import Channel, Channels, Groups, RankSet, as_moved, flat_bytes, rounded, start_sum, start_sum_into
 from whale.comm.waiting import Launched, Waits, backend_of, blocks_host
 from whale.comm.world import World, close_at_exit, connect, on_first_rank, together
 
@@ -22,6 +22,7 @@ __all__ = [
     "connect",
     "flat_bytes",
     "on_first_rank",
+    "rounded",
     "start_sum",
     "start_sum_into",
     "together",

@@ -4,10 +4,10 @@ Equal rank sets share a group; all groups are made in one order on every rank.
 
 The schedule puts all launches in one order on all ranks, so a channel needs no tags: sends and receives between two ranks match
 in order. On Gloo operations do not wait for each other, and all channels use the world's group. On NCCL the operations of one
-communicator run one after another, so each ordered pair of ranks has its own: a receive that waits for a gradient then blocks
-neither activations in the other direction nor messages of other ranks. (One for both directions would be free of deadlock, by the
-same order.) A pair that the plan's own batch does not use, such as at uneven rows of a batch of another size, goes through the
-world's communicator: correct, but not concurrent with others.
+communicator run one after another, so each ordered pair of ranks has its own, or each pair where both directions take turns: a receive
+that waits for a gradient then blocks neither activations in the other direction nor messages of other ranks. (One for both directions
+is always free of deadlock, by the same order.) A pair that the plan's own batch does not use, such as at uneven rows of a batch of
+another size, goes through the world's communicator: correct, but not concurrent with others.
 
 Two Gloo ranks exchange whole tensors where that needs little memory; all other sums are all-reduces:
 
@@ -114,23 +114,23 @@ class Channels:
     """The channels of one engine, shared by all its modes.
 
     Args:
-        channels: those that the plan's batch uses, the same on every rank; not read where channels need no group.
-        own_groups: whether each channel gets its own group; by default if NCCL carries the messages.
+        shared: those that the plan's batch uses, by the group that they share, the same on every rank; not read where channels need none.
+        own_groups: whether they get groups of their own; by default if NCCL carries the messages.
 
     Attributes:
         wire_device: where tensors must be to be sent.
     """
 
-    def __init__(self, world: World, channels: Iterable[Channel], *, own_groups: bool | None = None) -> None:
+    def __init__(self, world: World, shared: Iterable[tuple[Channel, ...]], *, own_groups: bool | None = None) -> None:
         self._groups: dict[Channel, dist.ProcessGroup] = {}
         self._lines = world.waits.lines
         self.wire_device = world.wire_device
         self._blocks_host = not world.has_nccl
         if world.has_nccl if own_groups is None else own_groups:
-            for channel in sorted({channel for channel in channels if channel.source != channel.target}):
-                group = world.new_group(sorted((channel.source, channel.target)))
+            for channels in sorted(shared):
+                group = world.new_group(sorted((channels[0].source, channels[0].target)))
                 if group is not None:
-                    self._groups[channel] = group
+                    self._groups |= dict.fromkeys(channels, group)
             self._warm_up(world)
 
     def _warm_up(self, world: World) -> None:
@@ -141,7 +141,7 @@ class Channels:
 
     def __len__(self) -> int:
         """Groups of this rank."""
-        return len(self._groups)
+        return len(set(self._groups.values()))
 
     def send(self, tensor: torch.Tensor, channel: Channel) -> Launched:
         """Starts a send; the tensor must not change until the work is done."""
@@ -157,7 +157,7 @@ class Channels:
 
     def close(self) -> None:
         """Destroys the groups made here."""
-        for group in self._groups.values():
+        for group in dict.fromkeys(self._groups.values()):
             self._lines.remove(group)
             with suppress(ValueError):  # the world may have ended, and all groups with it
                 dist.destroy_process_group(group)
@@ -219,3 +219,15 @@ def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
 def as_moved(tensor: torch.Tensor) -> torch.Tensor:
     """A contiguous tensor as it is moved: itself, or a view as bytes if it has another type than `MOVED`."""
     return tensor if tensor.dtype in MOVED else flat_bytes(tensor)
+
+
+def rounded(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A received value, no gradient, in its reader's type.
+
+    float16 has no number for the limits of bfloat16, with which models mask: they become its own, so that a row of them has a softmax.
+    """
+    made = value.to(dtype)
+    if dtype != torch.float16 or value.dtype == dtype:
+        return made
+    theirs, own = torch.finfo(torch.bfloat16).max, torch.finfo(dtype).max
+    return made.masked_fill_(value == theirs, own).masked_fill_(value == -theirs, -own)

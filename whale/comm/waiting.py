@@ -18,6 +18,7 @@ import atexit
 import sys
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -185,6 +186,16 @@ class _DeviceWait:
     ranks: tuple[int, ...]
 
 
+_aborted: tuple[dist.ProcessGroup, RuntimeFault] | None = None
+"""The group of all ranks when this process aborted its communicators, which all engines share, and why."""
+
+
+def _world_now() -> Callable[[], dist.ProcessGroup | None]:
+    """The group of all ranks, without keeping it: it joins its threads when nothing refers to it any more."""
+    world = dist.group.WORLD if dist.is_initialized() else None
+    return weakref.ref(world) if world is not None else lambda: None
+
+
 @dataclass
 class Waits:
     """How this process waits for its peers."""
@@ -193,6 +204,8 @@ class Waits:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))  # of this process
     lines: Lines = field(default_factory=Lines)  # closed if a wait fails
     linger_seconds: float = LINGER_SECONDS  # how long this process, if it fails, waits for the errors of others
+    # of all ranks, when this was made: another may have come by the time that a device fails
+    group: Callable[[], dist.ProcessGroup | None] = field(default_factory=_world_now)
     _lost: str | None = None
     _watched: deque[_DeviceWait] = field(default_factory=deque)
     _monitor: threading.Thread | None = None
@@ -211,8 +224,8 @@ class Waits:
         Raises:
             RuntimeFault: a peer died, or the limit passed, in this wait or in an earlier one of the device.
         """
-        if self._fault is not None:
-            raise self._fault
+        if self._fault is not None or _aborted is not None:
+            self._raise_fault()
         if launched is None:
             return
         try:
@@ -244,8 +257,7 @@ class Waits:
         """
         until: float | None = None
         while not is_done():
-            if self._fault is not None:
-                raise self._fault
+            self._raise_fault()
             if until is None and is_to_end():
                 until = time.monotonic() + END_SECONDS
             said = self._lost
@@ -255,13 +267,21 @@ class Waits:
                 self.lines.close_all()
                 raise fault(action, ranks, self.timeout, TimeoutError("the device still waits"), said)
             time.sleep(DEVICE_LOOK_SECONDS)
-        if self._fault is not None:  # it may be done because its communicators were aborted
-            raise self._fault
+        self._raise_fault()  # it may be done because its communicators were aborted
 
     @property
     def has_lost_device(self) -> bool:
-        """Whether communicators were aborted, so that what lies on the device is not to be used."""
-        return self._fault is not None
+        """Whether communicators were aborted, by any engine, so that what lies on the device is not to be used."""
+        return self._device_fault() is not None
+
+    def _device_fault(self) -> RuntimeFault | None:
+        if self._fault is None and _aborted is not None and self.group() is _aborted[0]:
+            self._fault = _aborted[1]
+        return self._fault
+
+    def _raise_fault(self) -> None:
+        if (fault := self._device_fault()) is not None:
+            raise fault
 
     @contextmanager
     def speaking(self, action: str, ranks: Sequence[int]) -> Iterator[None]:
@@ -306,7 +326,7 @@ class Waits:
         while self._watched and self._watched[0].is_past():
             self._watched.popleft()
             self._progress = now
-        if self._watched:
+        if self._watched and self._device_fault() is None:
             first, said = self._watched[0], self._lost or failure_reason()
             if said is not None or max(first.since, self._progress) + self.timeout.total_seconds() < now:
                 self._fault = fault(first.action, first.ranks, self.timeout, TimeoutError("the device still waits"), said)
@@ -323,8 +343,16 @@ class Waits:
                     self._monitor = None
                     return
             pause.wait(LOOK_SECONDS)
-        print(f"RuntimeFault: {self._fault}", file=sys.stderr, flush=True)  # the host may be blocked by the device
+        if _aborted is None or _aborted[1] is not self._fault:
+            print(f"RuntimeFault: {self._fault}", file=sys.stderr, flush=True)  # the host may be blocked by the device
+        _note_abort(self.group(), self._fault)
         self.lines.abort()
+
+
+def _note_abort(group: dist.ProcessGroup | None, fault: RuntimeFault | None) -> None:
+    global _aborted
+    if fault is not None and group is not None:
+        _aborted = group, fault
 
 
 def _past(work: dist.Work) -> Callable[[], bool]:

@@ -79,8 +79,8 @@ _KEYS: Mapping[System, tuple[tuple[str, str], ...]] = {
             "zero_optimization.stage3_gather_16bit_weights_on_model_save",
             "`engine.state_dict(rank=0)`, or `whale checkpoint export` of a checkpoint",
         ),
-        ("zero_optimization.zero_hpz_partition_size", "none: weights are sharded over all replicas, not within a host"),
-        ("zero_optimization.mics_shard_size", "none: state is sharded over all replicas, not within groups of them"),
+        ("zero_optimization.zero_hpz_partition_size", "`memory.zero_within: host`, which keeps the optimizer state on each host too"),
+        ("zero_optimization.mics_shard_size", "`memory.zero_within: host`: the groups are the hosts"),
         ("zero_optimization.zero_quantized_weights", "none"),
         ("zero_optimization.zero_quantized_gradients", "none; `gradient.sum_dtype` halves the bytes"),
         ("zero_optimization.*", f"{_NO_NEED} with `memory.zero`"),
@@ -128,8 +128,8 @@ _KEYS: Mapping[System, tuple[tuple[str, str], ...]] = {
         ("dynamo_config.*", "`runtime.compile`"),
         (
             "fsdp_config.fsdp_sharding_strategy",
-            "`memory.zero`: `FULL_SHARD` is 3, `SHARD_GRAD_OP` 2, `NO_SHARD` 0; `HYBRID_SHARD` and `HYBRID_SHARD_ZERO2`: none, state is "
-            "sharded over all replicas",
+            "`memory.zero`: `FULL_SHARD` is 3, `SHARD_GRAD_OP` 2, `NO_SHARD` 0; `HYBRID_SHARD` and `HYBRID_SHARD_ZERO2` are 3 and 2 with "
+            "`memory.zero_within: host`",
         ),
         ("fsdp_config.fsdp_reshard_after_forward", "`memory.zero`: `true` is 3, `false` is 2; as text as `fsdp_sharding_strategy`"),
         ("fsdp_config.fsdp_offload_params", "`memory.offload: optimizer+parameters`"),
@@ -186,6 +186,7 @@ _KEYS: Mapping[System, tuple[tuple[str, str], ...]] = {
         ("tp_comm_overlap", "`communication.overlap`"),
         ("recompute_granularity", "`recompute: selective` (attention), or `full` (`recompute.policy`)"),
         ("recompute_method", "`recompute: blocks` keeps the inputs of blocks, as `uniform` with one layer does"),
+        ("recompute_modules", "`recompute: {\"*.mlp\": recompute, \"*\": keep}`, by pattern of module names"),
         ("recompute_num_layers", "a share of a stage's blocks: `recompute: {0: 0.5, 1: 0.25}`; `auto`: no more than memory demands"),
         ("bf16", "`precision.dtype: bf16`; weights stay float32 unless the model says otherwise"),
         ("fp16", "`precision.dtype: fp16`"),

@@ -13,8 +13,10 @@ from whale.ir.graph import MOST_ROWS
 
 KeyType = Literal["bool", "int", "float", "str"]
 Shares = tuple[tuple[int, float | str], ...]  # stage numbers, ascending, with a share from 0 to 1 each, or a word
+ByName = tuple[tuple[str, str], ...]  # patterns of names, the last ``*``, with a word each; the first match counts
 
-Choice = str | tuple[tuple[str, str], ...]  # one of some words, or one by patterns of parameter names; the first match counts
+Choice = str | ByName  # one of some words, or one by patterns of parameter names
+Recomputation = str | Shares | ByName  # a value of ``recompute.policy``
 
 
 def choice_text(value: Choice) -> str:
@@ -48,6 +50,11 @@ def between(low: float, high: float) -> ValueRule:
     return ValueRule(f"above {low:g} and at most {high:g}", lambda value: bool(low < value <= high))
 
 
+def from_up_to(low: float, high: float) -> ValueRule:
+    """The value is at least `low` and below `high`."""
+    return ValueRule(f"at least {low:g} and below {high:g}", lambda value: bool(low <= value < high))
+
+
 def range_of(text: str) -> tuple[int, int] | None:
     """The ends of a range such as ``64..256``; None unless they are whole numbers from 1 to `MOST_ROWS`, the smaller first."""
     ends = [end.strip() for end in text.split("..")]
@@ -75,16 +82,17 @@ class Key:
     choices: tuple[str, ...]  # the only values, if listed
     # choices of a single stage, if a mapping of stage numbers to these, and to shares from 0 to 1, is a value too; as sorted pairs
     by_stage: tuple[str, ...]
-    # choices by patterns of parameter names, the last ``*``, if a mapping of these is a value too; as pairs, in order
+    # choices by patterns of names, the last ``*``, if a mapping of these is a value too; as pairs, in order
     by_name: tuple[str, ...]
     unit: str | None  # of a quantity that may be text (``B``: ``25 MiB``)
+    named: str = "parameter"  # what has the names of `by_name`
 
     @property
     def takes(self) -> str:
         """What it accepts, in words."""
         if self.choices:
             by_stage = f", or by stage a share from 0 to 1 or one of {', '.join(self.by_stage)}" if self.by_stage else ""
-            by_name = f", or by pattern of parameter names, the last *, one of {', '.join(self.by_name)}" if self.by_name else ""
+            by_name = f", or by pattern of {self.named} names, the last *, one of {', '.join(self.by_name)}" if self.by_name else ""
             return f"one of {', '.join(self.choices)}{by_stage}{by_name}"
         words = TYPE_WORDS[self.type] + (f" {self.rule.words}" if self.rule else "")
         return words + (" or null" if self.optional else "")
@@ -98,10 +106,11 @@ def key(
     choices: tuple[str, ...] = (),
     by_stage: tuple[str, ...] = (),
     by_name: tuple[str, ...] = (),
+    named: str = "parameter",
     unit: str | None = None,
 ) -> Any:
     """Declares a field of a section; the arguments are those of `Key`."""
-    metadata = {"doc": doc, "rule": rule, "choices": choices, "by_stage": by_stage, "by_name": by_name, "unit": unit}
+    metadata = {"doc": doc, "rule": rule, "choices": choices, "by_stage": by_stage, "by_name": by_name, "named": named, "unit": unit}
     return dataclasses.field(default=default, metadata=metadata)
 
 
@@ -137,7 +146,7 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 # other spellings of the types that settings name; by letters alone ``bfloat16`` is nearest to ``float32``
-_SPELLINGS = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "fp32": "float32", "float": "float32"}
+_SPELLINGS = {"bfloat16": "bf16", "float16": "fp16", "fp32": "float32", "float": "float32"}
 
 
 def guess(name: str, known: Iterable[str]) -> str | None:

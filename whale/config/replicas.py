@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from whale.config.keys import Key, at_least, nearest
+from whale.config.keys import Key, Recomputation, at_least, nearest
 from whale.config.stages import STAGES, StageBlock, read_stages
 from whale.errors import ConfigError, WhaleError
 
@@ -32,7 +32,7 @@ Place = Callable[..., object]  # the line of a value, by its path: number of the
 ALL, EVEN = "all", "even"
 
 # the keys of a replica whose stages are written in full
-_WITH_STAGES = (STAGES, MODEL, "rows", "recompute", "schedule", "num_micro_batch", "num_chunks", "group_size")
+_WITH_STAGES = (STAGES, MODEL, "rows", "recompute", "schedule", "num_micro_batch", "num_chunks", "group_size", "receive_early")
 
 RECOMPUTE = "recompute"
 
@@ -51,7 +51,7 @@ class ReplicaBlock:
     blocks: tuple[int, ...] | str | None = None  # number of the model's repeated blocks in each stage, or ``even``; None: the planner cuts
     axes: tuple[str, ...] | None = None  # cut in split stages, wherever ops may work along them; None: the planner chooses
     more_axes: tuple[str, ...] = ()  # that the planner may cut in addition to `axes`
-    recompute: str | tuple[tuple[int, Any], ...] | None = None  # as ``recompute.policy``; None: as that says
+    recompute: Recomputation | None = None  # as ``recompute.policy``; None: as that says
     stages: tuple[StageBlock, ...] = ()  # of a replica that is written in full; empty if the planner makes them
     model: str | None = None  # fingerprint of the model of `stages`; None: for any whose ops have the names
     place: Place | None = field(default=None, compare=False, repr=False)  # gives the line of each key, by name

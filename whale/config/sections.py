@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from whale.config.keys import Key, ValueRule, a_range, above, at_least, between, key, keys_of
+from whale.config.keys import Key, ValueRule, a_range, above, at_least, between, from_up_to, key, keys_of
 
 SCHEDULES = (
     "gpipe", "1f1b", "eager_1f1b", "interleaved", "aiao", "aiao_early_loss", "zb_h1", "zb_h2", "zb_v",
@@ -22,6 +22,9 @@ class PipelineSettings:
     num_chunks: int = key(1, "model chunks per virtual device, for interleaved schedules", rule=at_least(1))
     group_size: int | None = key(
         None, "micro-batches that an interleaved schedule runs per chunk in turn; null: the planner decides", rule=at_least(1)
+    )
+    receive_early: bool = key(
+        True, "start to receive a message one pass before the one that needs it; false: right before, for networks that stall other kernels"
     )
 
 
@@ -57,6 +60,12 @@ class MemorySettings:
         choices=("0", "1", "2", "3", "auto"),
         by_name=("0", "1", "2", "3"),
     )
+    zero_within: str = key(
+        "auto",
+        "with `memory.zero`, which devices keep one copy of the sharded state: all: all of them; host: those of each host, so that"
+        " only sums of gradients go from host to host; auto: host where that fits and is faster",
+        choices=("all", "host", "auto"),
+    )
     offload: str = key(
         "none",
         "what is kept in host memory: optimizer: state and the weights that it steps, on the CPU; optimizer+parameters:"
@@ -79,9 +88,9 @@ class PrecisionSettings:
         "float32",
         "compute type, as under torch.autocast, over parameters and optimizer state in the model's own types; float32: "
         "the model's types; tf32: the same with TensorFloat-32 products; auto: bf16 where all devices have it, else "
-        "fp16; float32 on CPUs",
-        choices=("float32", "tf32", "bf16", "fp16", "auto"),
-        by_name=("float32", "bf16", "fp16", "auto"),
+        "fp16; float32 on CPUs; half: bf16 on each device that has it, fp16 on the others",
+        choices=("float32", "tf32", "bf16", "fp16", "auto", "half"),
+        by_name=("float32", "bf16", "fp16", "auto", "half"),
         rule=ValueRule(
             "one type besides float32", lambda value: isinstance(value, str) or len({own for _, own in value} - {"float32"}) <= 1
         ),
@@ -130,6 +139,18 @@ class CommunicationSettings:
     defer_weights: bool = key(
         True,
         "with `memory.zero` 1 or 2, send updated weights during the next forward passes; false: before the step ends",
+    )
+    sync_steps: int = key(
+        1,
+        "steps that the replicas of each host take on their own before weights and optimizer state are averaged over all hosts; 1: "
+        "gradients are summed over all of them in each step",
+        rule=at_least(1),
+    )
+    outer_rate: float = key(
+        1.0, "with `communication.sync_steps`, learning rate of the outer optimizer; 1: weights become the average", rule=above(0)
+    )
+    outer_momentum: float = key(
+        0.0, "with `communication.sync_steps`, Nesterov momentum of the outer optimizer (DiLoCo: 0.9 at rate 0.7)", rule=from_up_to(0, 1)
     )
     gather_rows: bool = key(True, "replicas gather the rows for ops that mix samples; false: each uses its own rows, with a warning")
 
@@ -188,12 +209,14 @@ class TraceSettings:
 
 @dataclass(frozen=True, slots=True)
 class RecomputeSettings:
-    policy: str | tuple[tuple[int, float | str], ...] = key(
+    policy: str | tuple[tuple[int, float | str], ...] | tuple[tuple[str, str], ...] = key(
         "none",
         "which activations are recomputed: full: all, stage by stage; blocks: all, block by block; selective: those of "
-        "attention; auto: as many as memory demands; a share is of a stage's blocks",
+        "attention; auto: as many as memory demands; a share is of a stage's blocks; by name, those of modules",
         choices=("none", "auto", "full", "blocks", "selective"),
         by_stage=("none", "full", "blocks", "selective"),
+        by_name=("recompute", "keep"),
+        named="module",
     )
 
 
@@ -225,10 +248,15 @@ class PlanningSettings:
 class EstimateSettings:
     """Assumptions of predictions about what was not measured."""
 
-    fuses_pointwise: bool = key(False, "pointwise ops are fused with the only op that reads them, as by a compiler")
+    fuses_pointwise: bool = key(
+        False, "pointwise ops run in one kernel with the only op that reads them, as kernels fused by hand; `runtime.compile` fuses more"
+    )
     allows_tf32: bool = key(False, "float32 matrix products use TensorFloat-32 where the device has it")
     message_seconds: float = key(
         0.0, "cost of starting a message or collective besides the latency of its link", rule=at_least(0), unit="s"
+    )
+    communicator_bytes: int | None = key(
+        None, "NCCL's buffers on each device of a communicator; null: by links, 14 MiB and more", rule=at_least(0), unit="B"
     )
 
 
@@ -295,7 +323,11 @@ EPL_KEYS = (
     EplKey("amp.level", False, "replaced by `precision.dtype`: `O1` is `fp16`"),
     EplKey("amp.debug_log", False, "`engine.loss_scale` is the scale of the next step"),
     EplKey("amp.loss_scale", False, "replaced by `precision.loss_scale`; `bf16` needs none"),
-    EplKey("optimizer.num_apply_group", False, "PyTorch's optimizers group parameters themselves (`foreach`, `fused`)"),
+    EplKey(
+        "optimizer.num_apply_group",
+        False,
+        "torch's elementwise optimizers step 256 MiB of parameters at a time where a call needs memory for all (`foreach`)",
+    ),
     EplKey("communication.num_communicators", False, "the plan makes one communicator for each set of ranks that needs one"),
     EplKey(
         "communication.sparse_as_dense",

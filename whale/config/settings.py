@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from numbers import Integral, Real
 
 from whale.config.elsewhere import foreign_key, is_foreign_section, plain
-from whale.config.keys import TYPE_WORDS, Key, Shares, guess, nearest
+from whale.config.keys import TYPE_WORDS, ByName, Key, Shares, guess, nearest
 from whale.config.replicas import PLAN, RECOMPUTE, REPLICAS, Place, Reader
 from whale.config.sections import (
     AUTO,
@@ -62,7 +62,7 @@ def expand(setting: Setting) -> list[Setting]:
         return [Setting(OF_THE_PAPER[name], content, setting.where)]
     if not is_section(name):
         return [setting]
-    if name in _SHORT and (isinstance(content, str) or _is_by_stage(_SHORT[name], content)):
+    if name in _SHORT and (isinstance(content, str) or _is_own_mapping(KEYS[_SHORT[name]], content)):
         return [Setting(_SHORT[name], content, setting.where)]
     if content is None:
         return []
@@ -72,9 +72,16 @@ def expand(setting: Setting) -> list[Setting]:
     return [Setting(f"{name}.{key}", value, place(key)) for key, value in content.items()]
 
 
-def _is_by_stage(name: str, content: object) -> bool:
-    """Whether the content of a section is itself a mapping by stage."""
-    return bool(KEYS[name].by_stage) and isinstance(content, Mapping) and any(str(key).lstrip("-").isdigit() for key in content)
+def _is_own_mapping(key: Key, content: object) -> bool:
+    """Whether the content of a section is itself a value of a key, by stage or by name."""
+    if not isinstance(content, Mapping):
+        return False
+    return _has_patterns(key, content.items()) or any(key.by_stage and str(name).lstrip("-").isdigit() for name in content)
+
+
+def _has_patterns(key: Key, pairs: Iterable[tuple[object, object]]) -> bool:
+    """Whether some of these pairs of a name and a value are a choice by names."""
+    return bool(key.by_name) and any("*" in str(name) or ("." in str(name) and value in key.by_name) for name, value in pairs)
 
 
 def check(settings: Iterable[Setting]) -> tuple[dict[str, object], list[WhaleError]]:
@@ -161,11 +168,12 @@ def hint_for_key(name: str) -> str:
 
 
 def _checked(key: Key, given: object, where: object) -> object:
-    is_mapping = isinstance(given, Mapping) or _is_pairs(given)
-    if key.by_stage and is_mapping:
-        return _shares(key, given, where)
-    if key.by_name and is_mapping:
-        return _by_name(key, given, where)
+    if isinstance(given, Mapping) or _is_pairs(given):
+        pairs: Iterable[tuple[object, object]] = given.items() if isinstance(given, Mapping) else given  # type: ignore[assignment]
+        if key.by_stage and not _has_patterns(key, pairs):
+            return _shares(key, given, where)
+        if key.by_name:
+            return _by_name(key, given, where)
     value = _typed(key, given)
     if value is None and not (key.optional and given is None):
         hint = guess(str(given), key.choices) if key.choices else None
@@ -208,13 +216,13 @@ def _shares(key: Key, value: object, where: object) -> Shares:
     return tuple(sorted(found.items()))
 
 
-def _by_name(key: Key, value: object, where: object) -> tuple[tuple[str, str], ...]:
+def _by_name(key: Key, value: object, where: object) -> ByName:
     """A mapping of patterns of names to choices (or an earlier result of this), in order."""
     pairs: Iterable[tuple[object, object]] = value.items() if isinstance(value, Mapping) else value  # type: ignore[assignment]
     found: dict[str, str] = {}
     for pattern, choice in pairs:
         if not isinstance(pattern, str) or not pattern:
-            raise ConfigError(f"{key.name}: {pattern!r} is not a pattern of parameter names", where=where)
+            raise ConfigError(f"{key.name}: {pattern!r} is not a pattern of {key.named} names", where=where)
         choice = str(choice)  # YAML reads the choice 2 as a number
         if choice not in key.by_name:
             words = f"{pattern}: {choice!r} is not one of {', '.join(key.by_name)}"

@@ -12,7 +12,6 @@ from whale.estimate.costs.compute import op_seconds, optimizer_seconds
 from whale.estimate.costs.costs import Costs
 from whale.estimate.costs.line import Line
 from whale.estimate.costs.op_table import OpTable, op_table, output_lines, spec_line
-from whale.estimate.events.drawing import draw
 from whale.estimate.events.simulate import ActionTimes, bubble, bubble_rate, simulate
 from whale.estimate.memory.memory import StateBytes, kept_names, kept_tensors, size_line, state_bytes
 from whale.estimate.step.estimate import estimate, estimate_with
@@ -35,7 +34,6 @@ __all__ = [
     "all_to_all_line",
     "bubble",
     "bubble_rate",
-    "draw",
     "edge_line",
     "estimate",
     "estimate_with",

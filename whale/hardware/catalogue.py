@@ -18,6 +18,8 @@ CPU = "cpu"
 DTYPES = ("float64", "float32", "tf32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int8")
 SPEEDS = ("half_width", "traffic", "host_seconds", "host_link")  # properties of a device besides its data sheet and efficiency
 FILE = "devices.yaml"
+UNKNOWN_HOST_LINK = 12e9
+"""`Device.host_link` of a GPU that the catalogue lacks: PCI Express 3."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +79,12 @@ class Catalogue:
 
 def _words(name: str) -> tuple[str, ...]:
     return tuple(name.upper().replace("-", " ").replace("_", " ").split())
+
+
+def usual_host_link(model: str) -> float:
+    """`Device.host_link` of a model, by the catalogue; what it lacks is a GPU."""
+    known = catalogue().devices.get(model)
+    return UNKNOWN_HOST_LINK if known is None else known.host_link
 
 
 @cache

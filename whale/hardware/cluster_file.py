@@ -14,7 +14,17 @@ from pathlib import Path
 
 from whale.config import Document, begun_by, did_you_mean, nearest, parse_yaml, read_yaml
 from whale.errors import ClusterError, raise_faults
-from whale.hardware.catalogue import CPU, SPEEDS, KnownDevice, catalogue, read_efficiency, read_flops, read_link, read_speeds
+from whale.hardware.catalogue import (
+    CPU,
+    SPEEDS,
+    KnownDevice,
+    catalogue,
+    read_efficiency,
+    read_flops,
+    read_link,
+    read_speeds,
+    usual_host_link,
+)
 from whale.hardware.fields import EXAMPLES, Entry
 from whale.ir.cluster import NO_HANDLING, Cluster, Device, Handling, Host, Link
 from whale.ir.figure import Figure
@@ -165,7 +175,7 @@ MOST = 100_000  # devices of one entry, hosts of one entry: more is a typo
 
 _REPEATED = re.compile(r"(\d+)\s*[x*]\s*(\S.*)")
 _FULL = ("memory", "bandwidth", "flops", "efficiency")
-_KEYS = ("model", "count", *_FULL, "num_cores", "kernel_start", "price_per_hour", "handling", "slowdown", *SPEEDS)
+_KEYS = ("model", "count", *_FULL, "num_cores", "kernel_start", "price_per_hour", "handling", "slowdown", "sharers", *SPEEDS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,7 +238,7 @@ def _read_mapping(entry: Entry) -> DeviceKind | None:
     cores = entry.number("num_cores") if entry.has("num_cores") else 1.0
     if entry.has("num_cores") and model != CPU:
         entry.fault(f"{entry.name}: num_cores is given for model {model!r}; only model {CPU!r} takes it", "num_cores")
-    base = known or KnownDevice(model, 1, 1.0, (), 1.0, "", ())
+    base = known or KnownDevice(model, 1, 1.0, (), 1.0, "", (), host_link=usual_host_link(model))
     return DeviceKind(model, count, _with_overrides(base, entry, cores or 1.0))
 
 
@@ -254,6 +264,7 @@ def _with_overrides(base: KnownDevice, entry: Entry, cores: float) -> Callable[[
         efficiencies=efficiencies,
         handling=_read_handling(entry),
         slowdown=entry.number("slowdown") or 1.0,
+        sharers=entry.count("sharers", 1, MOST),
         **speeds,
     )
     return lambda name, host: replace(changed, name=name, host=host)
@@ -344,7 +355,7 @@ def _device(kind: Device, count: int) -> str:
         "traffic": f"{kind.traffic:.4g}",
         "host_seconds": format_quantity(kind.host_seconds, "s"),
     }
-    if kind.host_link:
+    if kind.host_link or kind.model != CPU:
         fields["host_link"] = format_quantity(kind.host_link, "B/s")
     fields["half_width"] = f"{kind.half_width:.4g}"
     if kind.kernel_start is not None:
@@ -355,6 +366,8 @@ def _device(kind: Device, count: int) -> str:
         fields["handling"] = _handling(kind.handling)
     if kind.slowdown != 1:
         fields["slowdown"] = f"{kind.slowdown:.4g}"
+    if kind.sharers != 1:
+        fields["sharers"] = str(kind.sharers)
     return _mapping(fields)
 
 

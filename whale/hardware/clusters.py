@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
 from whale.config import did_you_mean
 from whale.errors import ClusterError, WhaleError, raise_faults
-from whale.hardware.catalogue import catalogue
+from whale.hardware.catalogue import catalogue, usual_host_link
 from whale.ir.cluster import Cluster, Device, Host, Link
 
 NAME = "this machine"
@@ -29,18 +29,20 @@ class DeviceProfile:
     bandwidth: float = 0.0  # bytes per second of the device's memory; 0 for the catalogue's
     efficiency: float = 0.0  # share of the peak that large matrix products reach; 0 for the catalogue's
     link: Link | None = None  # to the host's other devices; None for the catalogue's
+    sharers: int = 1  # ranks of which each has a part of the GPU
 
     def device(self, name: str) -> Device:
         """The device under a name. Raises ClusterError: neither the catalogue nor the profile describes the model."""
         known = catalogue().devices.get(self.model)
         if known is not None:
-            return known.device(name, self.host, memory=self.memory, num_cores=self.num_cores)
+            return replace(known.device(name, self.host, memory=self.memory, num_cores=self.num_cores), sharers=self.sharers)
         if "float32" not in dict(self.flops) or self.bandwidth <= 0 or self.efficiency <= 0:
             raise ClusterError(
                 f"unknown device model {self.model!r} on {self.host}",
                 hint=_HINT,
             )
-        return Device(name, self.host, self.model, self.flops, self.memory, self.bandwidth, self.efficiency)
+        reached, link = (self.bandwidth, self.efficiency), usual_host_link(self.model)
+        return Device(name, self.host, self.model, self.flops, self.memory, *reached, host_link=link, sharers=self.sharers)
 
     @property
     def inner_link(self) -> Link:

@@ -210,6 +210,7 @@ class WhaleStrategy(Strategy):  # type: ignore[misc]
     def lightning_module_state_dict(self) -> dict[str, Any]:
         if self.engine is None:
             return dict(super().lightning_module_state_dict())
+        self.engine.sync_weights()
         state = self.engine.state_dict()
         assert state is not None, "gathered on every rank"
         return {name.removeprefix(_PREFIX): value for name, value in state.items()}
@@ -217,11 +218,13 @@ class WhaleStrategy(Strategy):  # type: ignore[misc]
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         super().load_model_state_dict(checkpoint, strict=strict)
         if self.engine is not None:
+            self.engine.sync_weights()
             self.engine.load_state_dict({f"{_PREFIX}{name}": value for name, value in checkpoint["state_dict"].items()})
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         super().save_checkpoint(checkpoint, filepath, storage_options)
         if self.engine is not None:
+            self.engine.sync_weights()
             self.engine.save(_beside(filepath))
 
     def remove_checkpoint(self, filepath: Any) -> None:

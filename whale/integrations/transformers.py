@@ -193,12 +193,18 @@ class WhaleTrainer(Trainer):  # type: ignore[misc]
     def training_step(self, model: nn.Module, inputs: Mapping[str, Any], num_items_in_batch: Any = None) -> Tensor:
         model.train()
         self._counts_items = num_items_in_batch is not None
-        loss = self._at_work.forward_backward(self._batch(inputs, num_items_in_batch))
-        return self._plain(loss) / self._num_means
+        loss = self._plain(self._at_work.forward_backward(self._batch(inputs, num_items_in_batch))) / self._num_means
+        if not self.args.logging_nan_inf_filter or type(self).training_step is not WhaleTrainer.training_step:
+            return loss  # a step of the script's may look at it
+        mean = self._tr_loss / (1 + self.state.global_step - self._globalstep_last_logged)  # as the trainer has it in place of others
+        return torch.where(loss.isfinite(), loss, mean).as_subclass(FiniteLoss)
+
+    def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> Any:
+        return super().get_batch_samples(epoch_iterator, num_batches, torch.device("cpu"))  # from where the engine takes batches
 
     def _plain(self, loss: Tensor) -> Tensor:
         """A loss of the engine's, as the trainer adds it up."""
-        return loss.as_subclass(Tensor).to(self.args.device)
+        return loss.detach().to(self.args.device)
 
     def _clip_grad_norm(self, model: nn.Module) -> Tensor:
         return self._norm(self.args.max_grad_norm)
@@ -215,6 +221,7 @@ class WhaleTrainer(Trainer):  # type: ignore[misc]
 
     def _bring_back(self) -> None:
         """Gives the trained weights to the model of the script."""
+        self._at_work.sync_weights()
         state = self._at_work.state_dict()
         assert state is not None, "gathered on every rank"
         self.model.load_state_dict(state)
@@ -263,13 +270,18 @@ class WhaleTrainer(Trainer):  # type: ignore[misc]
             super().save_model(output_dir, _internal_call)
             return
         # once the model has the weights on every rank, one alone may save it
-        state = self.model.state_dict() if self._brought == self._version() else self.engine.state_dict(0)
+        if self._brought == self._version():
+            state = self.model.state_dict()
+        else:
+            self.engine.sync_weights()
+            state = self.engine.state_dict(0)
         if self.args.should_save:
             self._save(output_dir, state_dict=state)
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        self._at_work.sync_weights()
         self._at_work.save(Path(output_dir) / _FOLDER)
         if self.args.should_save:
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / _SCHEDULER)
@@ -277,6 +289,7 @@ class WhaleTrainer(Trainer):  # type: ignore[misc]
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         super()._load_from_checkpoint(resume_from_checkpoint, model)
         if self.engine is not None:
+            self.engine.sync_weights()
             self.engine.load_state_dict(self.model.state_dict())
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
@@ -295,6 +308,7 @@ class WhaleTrainer(Trainer):  # type: ignore[misc]
 
     def _load_best_model(self) -> None:
         super()._load_best_model()
+        self._at_work.sync_weights()
         self._at_work.load_state_dict(self.model.state_dict())
 
     # ---- what cannot be --------------------------------------------------------------------------------------
@@ -359,6 +373,17 @@ class EngineOptimizer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """The engine's gradients go with the update."""
+
+
+class FiniteLoss(Tensor):
+    """A loss that is finite, so that who asks whether it is does not wait for the device."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.isnan, torch.isinf):
+            return False
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs or {})
 
 
 class Computed:

@@ -73,6 +73,7 @@ class Device:
     handling: Handling = NO_HANDLING  # of messages; none if it was not measured
     host_link: float = 0.0  # bytes per second, one way, between its memory and its host's; 0 on a CPU
     slowdown: float = 1.0  # factor on the seconds that these figures give, of a device that is throttled, or shared
+    sharers: int = 1  # devices of the cluster that are parts of one GPU, this one among them
 
     @cached_property
     def _hash(self) -> int:
@@ -147,6 +148,11 @@ class Cluster:
     @property
     def warnings(self) -> tuple[str, ...]:
         return tuple(filter(None, [noise(self.measured)]))
+
+    @cached_property
+    def has_nccl(self) -> bool:
+        """Whether every device is a GPU of its own, and NCCL so carries all messages; else Gloo does."""
+        return all(device.host_link > 0 and device.sharers == 1 for device in self.devices)
 
     @cached_property
     def devices(self) -> tuple[Device, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -33,6 +34,10 @@ class Ref:
 
 
 NUM_ROWS = "num_rows"  # the input that is the number of rows of a piece
+
+# of float16, and of bfloat16, limits as Python writes them, by their names in ``torch.finfo``
+_LIMITS = {"max": ("65504.0", "3.3895313892515355e+38"), "tiny": ("6.103515625e-05", "1.1754943508222875e-38")}
+_LIMITS |= {"min": _LIMITS["max"], "smallest_normal": _LIMITS["tiny"], "eps": ("0.0009765625", "0.0078125")}
 
 REGION = "region "  # prefix of the tag of an op in a block that the model recomputes, before its number
 
@@ -209,6 +214,8 @@ class ModelGraph:
     mode: Literal["train", "eval", "predict", "eval_predict"] = "train"
     dynamic: bool = True  # whether one capture serves any number of rows
     warnings: tuple[str, ...] = ()  # about the model, whatever the plan (it is captured anew for other numbers of rows, ...)
+    half_by_device: bool = False  # whether `HALF` stands for the half-precision type that each device has
+    half_limits: tuple[str, ...] = ()  # names of the limits of that type (of ``torch.finfo``) that the model reads
 
     @cached_property
     def by_name(self) -> dict[str, Op]:
@@ -286,10 +293,19 @@ class ModelGraph:
     @cached_property
     def fingerprint(self) -> str:
         """Equal for equal graphs; ranks compare it before they communicate."""
-        return hashlib.sha256(str(self).encode()).hexdigest()[:16]
+        return hashlib.sha256(self.comparable(str(self)).encode()).hexdigest()[:16]
+
+    def comparable(self, text: str) -> str:
+        """Text of ops, equal whichever device captured them: limits of half-precision types that devices choose are one number. So are
+        literals that equal a limit that the model reads too.
+        """
+        for own, other in (_LIMITS[name] for name in self.half_limits if name in _LIMITS):
+            text = re.sub(rf"(?<![\w.]){re.escape(own)}(?!\d)", other, text)  # whole numbers
+        return text
 
     def __str__(self) -> str:
-        lines = [f"model graph ({self.mode}, {counted(self.num_rows, 'row')}{'' if self.dynamic else ', fixed'}):"]
+        kind = ("" if self.dynamic else ", fixed") + (", half types by device" if self.half_by_device else "")
+        lines = [f"model graph ({self.mode}, {counted(self.num_rows, 'row')}{kind}):"]
         for parameter in self.parameters:
             ties = f" = {' = '.join(parameter.ties)}" if parameter.ties else ""
             frozen = "" if parameter.trainable or parameter.kind == "buffer" else " frozen"

@@ -7,6 +7,14 @@ from dataclasses import dataclass
 
 from whale.ir.patterns import first_match, idle_patterns
 
+HALVES = ("bfloat16", "float16")
+
+HALF = "bfloat16"
+"""Stands in a graph for the half-precision dtype of each device, where devices have their own (`ModelGraph.half_by_device`)."""
+
+OWN_HALF = "half"
+"""Its name in tables of costs: each device has a speed of its own for it."""
+
 
 @dataclass(frozen=True, slots=True)
 class Precision:
@@ -15,6 +23,7 @@ class Precision:
     dtype: str  # name (``bfloat16``)
     # patterns of parameter names, each with whether the readers of such a parameter compute in float32; the first match counts
     by_name: tuple[tuple[str, bool], ...] = ()
+    by_device: bool = False  # whether each device has a half-precision type of its own, and `dtype` is that of the one at hand
 
     def keeps(self, name: str) -> bool:
         """Whether ops that read a parameter compute in float32."""

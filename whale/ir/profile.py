@@ -18,7 +18,7 @@ def signature(op: Op, graph: ModelGraph) -> str:
     """What determines the time of an op: its operator, its arguments with tensors as their shapes, and which of those have a gradient."""
     arguments = [_described(argument, graph) for argument in op.args] + [f"{key}={_described(value, graph)}" for key, value in op.kwargs]
     made = ", ".join(map(str, op.outputs)) or "int"
-    return f"{op.target}({', '.join(arguments)}) -> {made}{' with gradient' if op.requires_grad else ''}"
+    return graph.comparable(f"{op.target}({', '.join(arguments)}) -> {made}{' with gradient' if op.requires_grad else ''}")
 
 
 def _described(argument: Argument, graph: ModelGraph) -> str:

@@ -7,16 +7,19 @@ import socket
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations
 from os import environ
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 from whale.errors import ClusterError
 from whale.hardware import CPU, DeviceProfile, catalogue, make_cluster
 from whale.ir.cluster import Cluster
 from whale.units import counted, format_bytes
+
+if TYPE_CHECKING:
+    from whale.comm import World
 
 UNKNOWN_EFFICIENCY = 0.7  # for a GPU outside of the catalogue: about what plain float32 reaches on those inside
 
@@ -45,26 +48,32 @@ def devices_at_hand(num_ranks: int | None = None) -> Cluster:
     return make_cluster([_profile(found, rank, count) for rank in range(count)])[0]
 
 
-def local_profile(local_rank: int, ranks_on_host: int) -> DeviceProfile:
-    """This rank's own device.
+def rank_profiles(world: World) -> list[DeviceProfile]:
+    """Per rank, its own device. A collective.
 
-    GPU number ``local_rank`` as CUDA counts them (modulo their number, if there are fewer than ranks), or an equal share of the host's
-    cores
-    and memory. For a GPU that neither catalogue nor NVML describes, the profile has name and memory alone; `make_cluster` then asks for a
-    cluster file.
-
-    Args:
-        local_rank: from 0, on this host.
-        ranks_on_host: that share this host.
+    The GPU that the rank uses, else number ``local_rank`` as CUDA counts them (modulo their number, if there are fewer than ranks), of
+    which ranks that have the same one get equal parts; or an equal share of the host's cores and memory. Which ranks have one GPU is told
+    by its identifier: each rank may see a GPU, or a slice of one, of its own alone. For a GPU that neither catalogue nor NVML describes,
+    the profile has name and memory alone; `make_cluster` then asks for a cluster file.
 
     Raises:
         ClusterError: a GPU does not answer NVML; or the installed torch has no kernels for this one.
     """
+    index = world.device.index if world.device.type == "cuda" else None
+    gpu = _own_gpu(world.local_rank if index is None else index)
+    own = _cpu_profile(world.local_size) if gpu is None else gpu_profile(socket.gethostname(), gpu)
+    found = cast(list[tuple[DeviceProfile, str]], world.gather_objects((own, "" if gpu is None else gpu.uuid)))
+    sharers = Counter(uuid for _, uuid in found)
+    return [_part(profile, sharers[uuid]) if uuid else profile for profile, uuid in found]
+
+
+def _own_gpu(number: int) -> Gpu | None:
     found = _usable_gpus()
-    found = in_cuda_order(found) if found else ()
-    if found:
-        check_kernels(found[local_rank % len(found)])
-    return _profile(found, local_rank, ranks_on_host)
+    if not found:
+        return None
+    found = in_cuda_order(found)
+    check_kernels(found[number % len(found)])
+    return found[number % len(found)]
 
 
 def check_kernels(gpu: Gpu) -> None:
@@ -101,25 +110,31 @@ def _usable_gpus() -> tuple[Gpu, ...]:
 
 
 def _profile(found: tuple[Gpu, ...], local_rank: int, ranks_on_host: int) -> DeviceProfile:
-    host = socket.gethostname()
     if not found:
-        return DeviceProfile(host, CPU, host_memory() // ranks_on_host, host_cores() / ranks_on_host)
+        return _cpu_profile(ranks_on_host)
     position = local_rank % len(found)
-    sharers = len(range(position, ranks_on_host, len(found)))
-    return gpu_profile(host, found[position], sharers)
+    return _part(gpu_profile(socket.gethostname(), found[position]), len(range(position, ranks_on_host, len(found))))
 
 
-def gpu_profile(host: str, gpu: Gpu, sharers: int = 1) -> DeviceProfile:
-    """The profile of a GPU that `sharers` ranks share equally."""
-    memory, share = gpu.memory // sharers, 1 / sharers
+def _cpu_profile(ranks_on_host: int) -> DeviceProfile:
+    return DeviceProfile(socket.gethostname(), CPU, host_memory() // ranks_on_host, host_cores() / ranks_on_host)
+
+
+def gpu_profile(host: str, gpu: Gpu) -> DeviceProfile:
     known = catalogue().match_nvml(gpu.name)
     if known is not None:
-        return DeviceProfile(host, known.name, memory, num_cores=share)
+        return DeviceProfile(host, known.name, gpu.memory)
     if not gpu.flops or not gpu.bandwidth:
-        return DeviceProfile(host, gpu.name, memory, num_cores=share)
-    flops = (("float32", gpu.flops * share),)
+        return DeviceProfile(host, gpu.name, gpu.memory)
     link = catalogue().links["pcie3"]  # NVLink is not guessed
-    return DeviceProfile(host, gpu.name, memory, share, flops, gpu.bandwidth * share, UNKNOWN_EFFICIENCY, link)
+    return DeviceProfile(host, gpu.name, gpu.memory, 1.0, (("float32", gpu.flops),), gpu.bandwidth, UNKNOWN_EFFICIENCY, link)
+
+
+def _part(profile: DeviceProfile, sharers: int) -> DeviceProfile:
+    """The profile of a GPU that so many ranks share equally, for one of them."""
+    flops = tuple((dtype, speed / sharers) for dtype, speed in profile.flops)
+    memory, bandwidth, cores = profile.memory // sharers, profile.bandwidth / sharers, profile.num_cores / sharers
+    return replace(profile, memory=memory, num_cores=cores, flops=flops, bandwidth=bandwidth, sharers=sharers)
 
 
 MEGAHERTZ = 1e6

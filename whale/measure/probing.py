@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from whale.comm import World
-from whale.hardware import CPU, DeviceProfile, catalogue
+from whale.hardware import CPU, DeviceProfile, catalogue, usual_host_link
 from whale.ir.cluster import NO_HANDLING, Cluster, Device, Handling, Host, Link
 from whale.ir.figure import Figure
-from whale.measure.devices import gpu_notes, local_profile
+from whale.measure.devices import gpu_notes, rank_profiles
 from whale.measure.link_speed import ALONE, AT_ONCE, BANDWIDTH, HANDLED_BYTES, HANDLING, LATENCY, handling_samples, link_samples, phases
 from whale.measure.samples import RoundTimer, Samples, pooled
 from whale.units import counted
@@ -38,7 +38,7 @@ def probe(world: World, num_rounds: int, tell: Callable[[str], None]) -> tuple[C
     Raises:
         RuntimeFault: a rank has left, or a wait timed out.
     """
-    clock, profile = RoundTimer(world, num_rounds), local_profile(world.local_rank, world.local_size)
+    clock, profile = RoundTimer(world, num_rounds), rank_profiles(world)[world.rank]
     ranks = cast(list[tuple[str, int]], world.gather_objects((profile.host, os.getpid())))
     hosts, own = [host for host, _ in ranks], [process for host, process in ranks if host == profile.host]
     tell(f"the speed of {counted(world.size, 'rank')}, all at once")
@@ -212,6 +212,8 @@ def _device(report: Report, name: str, figures: Sequence[Figure]) -> Device:
         kernel_start=start if is_cpu else None,
         half_width=known.half_width if known is not None else 0.0,
         host_seconds=0.0 if is_cpu else start,
+        host_link=usual_host_link(profile.model),
+        sharers=profile.sharers,
         handling=_handling(figures),
     )
 

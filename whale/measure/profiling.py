@@ -18,7 +18,7 @@ from whale.ir.cluster import Cluster, Device
 from whale.ir.figure import Figure
 from whale.ir.graph import ModelGraph, Op
 from whale.ir.profile import KindProfile, OpTimes, Profile, model_fingerprint, signature
-from whale.measure.devices import local_profile
+from whale.measure.devices import rank_profiles
 from whale.measure.op_times import Inputs, OpRounds, PassRounds, time_op, time_passes
 from whale.measure.samples import RoundTimer, own_time
 from whale.units import counted
@@ -109,7 +109,7 @@ def profile_model(
     rows, ops, model = rows_to_measure(graph), distinct_ops(graph), model_fingerprint(graph)
     if known.profile is not None and known.profile.model != model:
         tell(f"the profile in the file is of another model ({known.profile.model}); it is replaced by that of this model ({model})")
-    kind = own_kind(cluster, local_profile(world.local_rank, world.local_size), world.local_rank)
+    kind = own_kind(cluster, rank_profiles(world)[world.rank], world.local_rank)
     kinds = [each for each in world.gather_objects(kind) if isinstance(each, Device)]
     before = {each: known.of(each, rows) for each in kinds}
     wanted = {name: op for name, op in ops.items() if not all(name in each.by_signature for each in before.values())}

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from functools import partial
+from typing import Protocol
 
 from whale.config import Config, ReplicaBlock
+from whale.config.keys import Recomputation
 from whale.errors import PlanError, WhaleError, raise_faults
 from whale.estimate import Costs, StepEstimate
 from whale.estimate.prices.prices import Prices
@@ -15,13 +17,12 @@ from whale.ir.cluster import Cluster, Device
 from whale.ir.graph import ModelGraph
 from whale.ir.plan import Choice, Plan, Replica
 from whale.planning.annotations.taskgraphs import Annotations, assign_by_scopes, check_enough_devices, read_scopes, task_graphs
-from whale.planning.cutting.pieces import Pieces
-from whale.planning.explain.choices import explain_choices, explain_step
+from whale.planning.cutting.cuts import Cuts
+from whale.planning.explain.choices import explain_choices, explain_half_types, explain_step
 from whale.planning.explain.mixing import explain_joining, explain_mixing, explain_not_joined, keeps_apart, mixed_apart
 from whale.planning.pipeline.balance import MemoryShortage
-from whale.planning.pipeline.cut_points import find_cut_points
 from whale.planning.pipeline.placement import DevicePool, Placement
-from whale.planning.pipeline.recompute import KEEP_ALL, OPEN_DEPTHS, kept_under, read_policy
+from whale.planning.pipeline.recompute import KEEP_ALL, at_depth, open_depths, read_policy
 from whale.planning.pipeline.scheduling import PipelineShape, shape_pipeline
 from whale.planning.pricing import bare_plan, with_estimate
 from whale.planning.replicas.blocks import Block, assign_by_blocks, check_written_axes, count_by_rows, read_replicas
@@ -33,7 +34,6 @@ from whale.planning.shard.scattering import scatter_all
 from whale.planning.shard.space import check_axes
 from whale.planning.shard.stage_price import StagePricing, make_scene
 from whale.planning.structure.stages import crossing_faults
-from whale.planning.structure.structure import analyse
 from whale.planning.verify.refused import decide_in_memory, refuse_overfull
 from whale.planning.verify.verify import needs_axes, verify
 from whale.planning.written import state_plan
@@ -65,45 +65,68 @@ def plan_and_estimate(graph: ModelGraph, cluster: Cluster, config: Config, *, ro
         BatchError: fewer rows than devices and micro-batches need.
         PlanError: no plan fits, or a tensor cannot be sent between stages.
     """
+    return planned_as_set(graph, cluster, config, rows).finished()
+
+
+def planned_as_set(graph: ModelGraph, cluster: Cluster, config: Config, rows: int | None) -> EstimatedPlan | StatedPlan:
+    """The plan of `plan_and_estimate` before it is finished; arguments and errors as there."""
     if any(block.stages for block in config.replicas):
-        return state_plan(graph, cluster, config, rows)
+        return StatedPlan(*state_plan(graph, cluster, config, rows))
     num_rows = graph.num_rows if rows is None else rows
     prices = Prices(graph, cluster, Costs.for_model(config, graph, cluster))
-    return plan_as_set(StagePricing.of(prices, config.communication.overlap), config, num_rows).finished()
+    return plan_as_set(StagePricing.of(prices, config.communication.overlap), config, Cuts(prices, num_rows))
 
 
-def plan_as_set(pricing: StagePricing, config: Config, num_rows: int, pool: DevicePool | None = None) -> EstimatedPlan:
+def plan_as_set(pricing: StagePricing, config: Config, cuts: Cuts, pool: DevicePool | None = None) -> EstimatedPlan:
     """The plan that scopes and settings describe, estimated but not explained; errors as of `plan_and_estimate`.
 
-    `pool`: where to place a model with scopes; None for all devices. Written replicas have devices of their own.
+    Args:
+        pricing: prices of stages.
+        config: the settings.
+        cuts: of the model, where nothing says what its stages are; with the rows of the batch.
+        pool: where to place a model with scopes; None for all devices. Written replicas have devices of their own.
     """
     cluster = pricing.prices.cluster
     own = DevicePool(cluster, cluster) if pool is None else pool
 
     def planned(lacking: Mapping[Device, int], depth: str | None = None) -> EstimatedPlan:
-        return _planned(pricing.reserving(lacking), config, num_rows, own, depth)
+        return _planned(pricing.reserving(lacking), config, cuts, own, depth)
 
     policies = [config.recompute.policy if block.recompute is None else block.recompute for block in config.replicas]
-    is_open = "auto" in (policies or [config.recompute.policy])  # memory decides what some replica computes again
-    others = [partial(planned, depth=depth) for depth in OPEN_DEPTHS] if is_open else []
-    return decide_in_memory(pricing.rooms, planned, *others)
+    schedules = [dict(block.pipeline).get("schedule", config.pipeline.schedule) for block in config.replicas] or [config.pipeline.schedule]
+    return decided_in_memory(pricing, policies or [config.recompute.policy], list(map(str, schedules)), planned)
 
 
-def _planned(pricing: StagePricing, config: Config, num_rows: int, pool: DevicePool, depth: str | None) -> EstimatedPlan:
-    """One run of the passes.
+class PlannedAt(Protocol):
+    """Makes a plan, estimated."""
 
-    `depth`: the recomputation policy where that is left to memory; None recomputes as much as memory demands.
-    """
+    def __call__(self, lacking: Mapping[Device, int], depth: str | None = None) -> EstimatedPlan:
+        """The plan with so many bytes left free on each device type.
+
+        `depth`: the recomputation policy where that is left to memory; None recomputes as much as memory demands.
+        """
+
+
+def decided_in_memory(
+    pricing: StagePricing, policies: Collection[Recomputation], schedules: Sequence[str], planned: PlannedAt
+) -> EstimatedPlan:
+    """The plan that fits; `policies` and `schedules` are those of the replicas. Raises MemoryShortage where nothing fits."""
+    depths = open_depths(schedules) if "auto" in policies else ()  # memory decides what some replica computes again
+    return decide_in_memory(pricing.rooms, planned, *([partial(planned, depth=depth) for depth in each] for each in depths))
+
+
+def _planned(pricing: StagePricing, config: Config, cuts: Cuts, pool: DevicePool, depth: str | None) -> EstimatedPlan:
+    """One run of the passes; `depth` as of `PlannedAt`."""
     graph, num_devices = pricing.prices.graph, len(pool.taken.devices)
     gather_rows = config.communication.gather_rows
     if config.replicas:
-        return estimated_plan(*_plan_blocks(pricing, config, num_rows, depth=depth), gather_rows=gather_rows)
+        return estimated_plan(*_plan_blocks(pricing, config, cuts, depth=depth), gather_rows=gather_rows)
     annotations = read_scopes(graph, config, num_devices)
     pipeline = shape_pipeline(config, annotations, num_devices)
     if annotations is not None:
         check_enough_devices(annotations, pipeline.num_devices, num_devices)
     pricing = pricing.kept_by([pipeline], num_devices // pipeline.num_devices)
-    solver = _solver(pricing, config, pipeline, annotations, num_rows)
+    solver = _solver(pricing, config, pipeline, annotations, cuts)
     prefers_intra_node = config.cluster.device_place_prefer_intra_node
     chosen = choose_group(
         pipeline,
@@ -123,21 +146,20 @@ def _solver(
     config: Config,
     pipeline: PipelineShape,
     annotations: Annotations | None,
-    num_rows: int,
+    cuts: Cuts,
     asked: ReplicaBlock | None = None,
 ) -> Solver:
     """The solver of replicas of one shape; `asked` is the block that describes them."""
-    prices, graph = pricing.prices, pricing.prices.graph
+    prices, graph, num_rows = pricing.prices, pricing.prices.graph, cuts.num_rows
     with contextlib.nullcontext() if asked is None else asked.placed_here():
-        policy = read_policy(config.recompute.policy, pipeline)
+        policy = read_policy(config.recompute.policy, pipeline, graph)
     if asked is not None:
         check_written_axes(asked, prices)
     if asked is not None and asked.blocks is not None:
         assignment = assign_by_blocks(graph, asked, pipeline.num_stages, annotations)
         return Solver(pricing, pipeline, num_rows, fixed=assignment, policy=policy)
     if annotations is None:
-        points = find_cut_points(analyse(graph), prices, kept_under(prices, policy), pricing.budget)
-        pieces = Pieces(prices, points, num_rows, pricing.budget)
+        points, pieces = cuts.points(policy, pricing.budget), cuts.pieces(pricing.budget)
         return Solver(pricing, pipeline, num_rows, points=points, pieces=pieces, policy=policy)
     assignment = assign_by_scopes(graph, annotations)
     for index, (scope, stage) in enumerate(zip(annotations.scopes, annotations.stages, strict=True)):
@@ -147,42 +169,40 @@ def _solver(
     return Solver(pricing, pipeline, num_rows, fixed=assignment, policy=policy)
 
 
-def _plan_blocks(
-    pricing: StagePricing, config: Config, num_rows: int, depth: str | None
-) -> tuple[list[Annotations | None], ChosenPlacement]:
-    """Replicas as configured in blocks; `depth` as for `_planned`."""
-    graph = pricing.prices.graph
+def _plan_blocks(pricing: StagePricing, config: Config, cuts: Cuts, depth: str | None) -> tuple[list[Annotations | None], ChosenPlacement]:
+    """Replicas as configured in blocks; `depth` as of `PlannedAt`."""
+    graph, num_rows = pricing.prices.graph, cuts.num_rows
     blocks, idle = read_replicas(graph, pricing.prices.cluster, config, num_rows)
     pricing = pricing.kept_by([block.shape.pipeline for block in blocks])
     weights = [block.asked.rows for block in blocks if block.asked.rows is not None]
-    found = _solve_blocks(pricing, blocks, idle, num_rows, weights, depth=depth)
+    found = _solve_blocks(pricing, blocks, idle, cuts, weights, depth=depth)
     if not weights and any(block.asked.micro_batch_rows for block in blocks):
         shapes = [block.shape for block in blocks]
         counted, rows = count_by_rows(graph, config, [block.asked for block in blocks], shapes, found.best.rows)
         if rows != found.best.rows or any(new.pipeline != old.pipeline for new, old in zip(counted, shapes, strict=True)):
             blocks = tuple(dataclasses.replace(block, shape=shape) for block, shape in zip(blocks, counted, strict=True))
-            found = _solve_blocks(pricing, blocks, idle, num_rows, rows, depth=depth)
+            found = _solve_blocks(pricing, blocks, idle, cuts, rows, depth=depth)
     return [block.shape.annotations for block in blocks], found
 
 
 def _solve_blocks(
-    pricing: StagePricing, blocks: Sequence[Block], idle: tuple[str, ...], num_rows: int, weights: Sequence[int], depth: str | None
+    pricing: StagePricing, blocks: Sequence[Block], idle: tuple[str, ...], cuts: Cuts, weights: Sequence[int], depth: str | None
 ) -> ChosenPlacement:
-    """The best placement of blocks; equal ones share a solver. `weights` of the rows, empty to balance them; `depth` as for `_planned`."""
+    """The best placement of blocks; equal ones share a solver. `weights` of the rows, empty to balance them; `depth` as of `PlannedAt`."""
     made: dict[Hashable, Solver] = {}
     solvers = []
     for block in blocks:
         shape = block.shape
         key = shape.config.pipeline, shape.config.recompute, shape.pipeline.devices, shape.pipeline.splits, block.asked.blocks
         if key not in made:
-            made[key] = _solver(pricing, shape.config, shape.pipeline, shape.annotations, num_rows, block.asked)
+            made[key] = _solver(pricing, shape.config, shape.pipeline, shape.annotations, cuts, block.asked)
         solvers.append(made[key])
     found = [block.placements(*_demand(solver.pipeline, solver)) for block, solver in zip(blocks, solvers, strict=True)]
     candidates = [_together([own[min(index, len(own) - 1)] for own in found], idle) for index in range(max(map(len, found)))]
 
     own = {solver: _at_depth(solver, depth) for solver in made.values()}
     asked = [own[solver] for solver in solvers]
-    best = _best(lambda placement, start: solve_together(placement, asked, num_rows, weights or None, start), candidates)
+    best = _best(lambda placement, start: solve_together(placement, asked, cuts.num_rows, weights or None, start), candidates)
     return ChosenPlacement(solvers[0], *best)
 
 
@@ -190,7 +210,8 @@ def _at_depth(solver: Solver, depth: str | None) -> Solver:
     """The solver with this policy, where memory decides about recomputation."""
     if depth is None or solver.policy.kind != "auto":
         return solver
-    return dataclasses.replace(solver, policy=read_policy(depth, solver.pipeline))
+    pipeline, policy = at_depth(depth, solver.pipeline, solver.prices.graph)
+    return dataclasses.replace(solver, pipeline=pipeline, policy=policy)
 
 
 def _together(placed: Sequence[Placement], idle: tuple[str, ...]) -> Placement:
@@ -216,9 +237,10 @@ def _demand(pipeline: PipelineShape, solver: Solver) -> tuple[list[float], list[
 
 
 def _choose_as_needed(solver: Solver, pool: DevicePool, *, prefers_intra_node: bool, depth: str | None) -> ChosenPlacement:
-    """The best placement; `depth` as for `_planned`."""
+    """The best placement; `depth` as of `PlannedAt`."""
     own = _at_depth(solver, depth)
-    solve = own.solve_if_it_may_fit if own.policy is KEEP_ALL and own is not solver else own.solve
+    keeps_all = own.policy is KEEP_ALL and own is not solver and not any(own.pipeline.recomputed)
+    solve = own.solve_if_it_may_fit if keeps_all else own.solve
     best, others = _choose(own, solve, pool, prefers_intra_node=prefers_intra_node)
     return ChosenPlacement(solver, best, others)
 
@@ -338,7 +360,20 @@ class EstimatedPlan:
         choices = explain_choices(self.annotations, self.chosen, self.joined or plan.replicas)
         joining = explain_joining(self.joined, plan, prices) if self.joined else ()
         mixed = mixed_apart(plan, prices.graph, prices.axes) if keeps_apart(plan) else ()
-        rows = (*joining, *self.not_joined, *self.borders, *explain_mixing(mixed))
-        plan = dataclasses.replace(plan, choices=(*choices, *rows, *explain_step(self.step)))
+        types = (explain_half_types(plan),) if plan.half_types else ()
+        rows = (*types, *joining, *self.not_joined, *self.borders, *explain_mixing(mixed))
+        plan = dataclasses.replace(plan, choices=(*choices, *rows, *plan.choices, *explain_step(self.step)))
         verify(plan, prices.graph, prices.cluster, prices.axes if needs_axes(plan) else None, step=self.step)
         return plan, self.step
+
+
+@dataclasses.dataclass(frozen=True)
+class StatedPlan:
+    """A plan that is written down in full, verified, with its estimate."""
+
+    plan: Plan
+    step: StepEstimate
+    not_joined: tuple[Choice, ...] = ()  # as of `EstimatedPlan`
+
+    def finished(self) -> tuple[Plan, StepEstimate]:
+        return self.plan, self.step

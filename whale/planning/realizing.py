@@ -5,27 +5,24 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 
 from whale.config import Config
-from whale.config.keys import Shares
-from whale.estimate.prices.budget import ALL, Budget
+from whale.config.keys import Recomputation
 from whale.estimate.prices.prices import Prices
 from whale.ir.cluster import Cluster, Device
 from whale.ir.graph import ModelGraph
+from whale.planning.cutting.cuts import Cuts
 from whale.planning.cutting.pieces import Pieces
-from whale.planning.pipeline.cut_points import CutPoints, find_cut_points
+from whale.planning.pipeline.cut_points import CutPoints
 from whale.planning.pipeline.placement import SEARCHED, Placement
-from whale.planning.pipeline.recompute import KEEP_ALL, OPEN_DEPTHS, kept_under, read_policy
+from whale.planning.pipeline.recompute import KEEP_ALL, at_depth
 from whale.planning.pipeline.scheduling import PipelineShape, Split, shape_pipeline
-from whale.planning.plan import EstimatedPlan, estimated_plan
+from whale.planning.plan import EstimatedPlan, decided_in_memory, estimated_plan
 from whale.planning.replicas.group_size import ChosenPlacement
 from whale.planning.replicas.solve import Solver, check_room, solve_together
-from whale.planning.shard.sharding import Sharder
 from whale.planning.shard.stage_price import StagePricing
 from whale.planning.strategy import ReplicaSpec, Strategy
-from whale.planning.structure.structure import Structure, analyse
-from whale.planning.verify.refused import decide_in_memory
 
 
 @dataclass(eq=False)
@@ -37,8 +34,6 @@ class Realizer:
     num_rows: int
     _solvers: dict[Hashable, Solver] = field(default_factory=dict, init=False)
     _shapes: dict[Hashable, PipelineShape] = field(default_factory=dict, init=False)
-    _points: dict[tuple[str, Budget], CutPoints] = field(default_factory=dict, init=False)
-    _pieces: dict[Budget, Pieces] = field(default_factory=dict, init=False)
 
     @property
     def graph(self) -> ModelGraph:
@@ -49,23 +44,18 @@ class Realizer:
         return self.prices.cluster
 
     @cached_property
-    def structure(self) -> Structure:
-        """What stays together in any cut."""
-        return analyse(self.graph)
+    def cuts(self) -> Cuts:
+        return Cuts(self.prices, self.num_rows)
 
     @cached_property
     def points(self) -> CutPoints:
         """Where the model can be cut, without recomputation."""
-        return self._cut_points(KEEP_ALL.kind, ALL)
+        return self.cuts.points()
 
     @cached_property
     def pieces(self) -> Pieces:
         """The same, with times and bytes."""
-        return self._pieces_within(ALL)
-
-    @cached_property
-    def _sharder(self) -> Sharder:
-        return Sharder(self.prices)
+        return self.cuts.pieces()
 
     def realize(self, strategy: Strategy) -> EstimatedPlan:
         """The plan, estimated; made again with less memory if the estimate finds too little.
@@ -76,17 +66,16 @@ class Realizer:
         """
         replicas = strategy.replicas
 
-        def planned(lacking: Mapping[Device, int], policy: str | Shares) -> EstimatedPlan:
-            return self._planned(replicas, policy, kept.reserving(lacking), keeps=is_open and policy == KEEP_ALL.kind)
-
         asked = replicas[0].recompute or self.config.recompute.policy
         first = KEEP_ALL.kind if asked == "auto" else asked
         pipelines, kept = [self.solver(replica, first).pipeline for replica in replicas], self.pricing_for(replicas, first)
-        is_open = asked == "auto" and not any(any(pipeline.recomputed) for pipeline in pipelines)
-        others = [partial(planned, policy=policy) for policy in OPEN_DEPTHS] if is_open else []
-        return decide_in_memory(self.pricing.rooms, partial(planned, policy=asked), *others)
 
-    def _planned(self, replicas: Sequence[ReplicaSpec], policy: str | Shares, pricing: StagePricing, *, keeps: bool) -> EstimatedPlan:
+        def planned(lacking: Mapping[Device, int], depth: str | None = None) -> EstimatedPlan:
+            return self._planned(replicas, asked if depth is None else depth, kept.reserving(lacking), keeps=depth == KEEP_ALL.kind)
+
+        return decided_in_memory(self.pricing, [asked], [pipeline.schedule for pipeline in pipelines], planned)
+
+    def _planned(self, replicas: Sequence[ReplicaSpec], policy: Recomputation, pricing: StagePricing, *, keeps: bool) -> EstimatedPlan:
         placed = [replica.names or () for replica in replicas]
         used = {name for each in placed for names in each for name in names}
         idle = tuple(device.name for device in self.cluster.devices if device.name not in used)
@@ -97,13 +86,13 @@ class Realizer:
         chosen = ChosenPlacement(solvers[0], solve_together(placement, solvers, self.num_rows), {})
         return estimated_plan([None] * len(replicas), chosen, gather_rows=self.config.communication.gather_rows)
 
-    def pricing_for(self, replicas: Sequence[ReplicaSpec], policy: str | Shares) -> StagePricing:
+    def pricing_for(self, replicas: Sequence[ReplicaSpec], policy: Recomputation) -> StagePricing:
         """The prices where these replicas hold all parameters, and keep sharded state."""
         if not self.prices.costs.zero and sum(replica.count for replica in replicas) > 1:
             return self.pricing
         return self.pricing.kept_by([self.solver(replica, policy).pipeline for replica in replicas for _ in range(replica.count)])
 
-    def solver(self, replica: ReplicaSpec, policy: str | Shares, pricing: StagePricing | None = None) -> Solver:
+    def solver(self, replica: ReplicaSpec, policy: Recomputation, pricing: StagePricing | None = None) -> Solver:
         """The solver of a pipeline of this shape, on any devices; `pricing`: None for all memory."""
         pricing = self.pricing if pricing is None else pricing
         ranks = replica.ranks or ()
@@ -113,10 +102,8 @@ class Realizer:
         if key not in self._solvers:
             if shape not in self._shapes:
                 self._shapes[shape] = self._shape(replica, widths)
-            pipeline = self._shapes[shape]
-            read = read_policy(policy, pipeline)
-            kept_by = dataclasses.replace(pricing.budget, reserved=frozenset(), is_alone=False)  # pieces are shared by all
-            points, pieces = self._cut_points(read.kind, kept_by), self._pieces_within(kept_by)
+            pipeline, read = at_depth(policy, self._shapes[shape], pricing.prices.graph)
+            points, pieces = self.cuts.points(read, pricing.budget), self.cuts.pieces(pricing.budget)
             self._solvers[key] = Solver(pricing, pipeline, self.num_rows, points=points, pieces=pieces, policy=read)
         return self._solvers[key]
 
@@ -130,17 +117,6 @@ class Realizer:
             return pipeline
         splits = tuple(Split(widths[rank]) for rank in pipeline.stage_rank)
         return dataclasses.replace(pipeline, devices=widths, splits=splits)
-
-    def _cut_points(self, policy: str, budget: Budget) -> CutPoints:
-        if (policy, budget) not in self._points:
-            kept = kept_under(self.prices, dataclasses.replace(KEEP_ALL, kind=policy))
-            self._points[policy, budget] = find_cut_points(self.structure, self.prices, kept, budget)
-        return self._points[policy, budget]
-
-    def _pieces_within(self, budget: Budget) -> Pieces:
-        if budget not in self._pieces:
-            self._pieces[budget] = Pieces(self.prices, self._cut_points(KEEP_ALL.kind, budget), self.num_rows, budget, self._sharder)
-        return self._pieces[budget]
 
     @cached_property
     def pricing(self) -> StagePricing:

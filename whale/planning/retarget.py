@@ -60,12 +60,12 @@ def retarget_plan(plan: Plan, train_graph: ModelGraph, other: ModelGraph) -> Pla
     names = same_axes(ours, axes) if ours and axes else {}
     assignments: dict[tuple[tuple[str, ...], ...], Assignment] = {}
     replicas = []
-    for replica in plan.replicas:
+    for replica, micro_batches in zip(plan.replicas, plan.all_micro_batch_rows(plan.planned_rows), strict=True):
         held = tuple(stage.parameters for stage in replica.stages)
         if held not in assignments:
             assignments[held] = _assign_by_holders(other, structure, held)
-        rows = plan.micro_batch_rows(replica.index, plan.planned_rows)[0]
-        carried_replica = _carry_replica(replica, other, assignments[held], rows[1] - rows[0], ours, axes, names)
+        start, stop = micro_batches[0]
+        carried_replica = _carry_replica(replica, other, assignments[held], stop - start, ours, axes, names)
         replicas.append(_with_rows_cut(carried_replica, replica, other, axes) if axes else carried_replica)
     batch_axes = find_batch_axes(other, replicas)
     raise_faults([*crossing_faults(other, replicas, dict(batch_axes)), *update_faults(other, replicas)])
@@ -264,7 +264,8 @@ def _as_it_is(plan: Plan, graph: ModelGraph, other: ModelGraph) -> Plan:
     axes = discover(other) if plan.is_sharded else None
     ours = discover(graph) if axes else None
     names = same_axes(ours, axes) if ours and axes else {}
-    replicas = tuple(_resize_replica(plan, replica, other, ours, axes, names) for replica in plan.replicas)
+    divided = zip(plan.replicas, plan.all_micro_batch_rows(plan.planned_rows), strict=True)
+    replicas = tuple(_resize_replica(replica, stop - start, other, ours, axes, names) for replica, ((start, stop), *_) in divided)
     batch_axes = find_batch_axes(other, replicas)
     carried = dataclasses.replace(plan, model=other.fingerprint, replicas=replicas, batch_axes=batch_axes, choices=())
     if axes is not None:
@@ -284,10 +285,9 @@ def _loss_of(graph: ModelGraph) -> list[tuple[bool, bool, bool]]:
 
 
 def _resize_replica(
-    plan: Plan, replica: Replica, graph: ModelGraph, ours: Axes | None, axes: Axes | None, names: Mapping[str, str]
+    replica: Replica, num_rows: int, graph: ModelGraph, ours: Axes | None, axes: Axes | None, names: Mapping[str, str]
 ) -> Replica:
-    first, last = plan.micro_batch_rows(replica.index, plan.planned_rows)[0]
-    edges = tuple(_edge(edge.source, edge.target, edge.tensors, graph, last - first) for edge in replica.edges)
+    edges = tuple(_edge(edge.source, edge.target, edge.tensors, graph, num_rows) for edge in replica.edges)
     stages = replica.stages
     if ours and axes:
         stages = tuple(_carry_stage(stage, ours, axes, names) for stage in stages)

@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
 
-from whale.config import ReplicaBlock
-from whale.config.keys import Shares
+from whale.config import Config, ReplicaBlock
+from whale.config.keys import Choice, Recomputation, choice_text
 from whale.ir.cluster import Cluster, Device
 from whale.ir.plan import Plan, Replica
 from whale.units import counted
@@ -54,7 +54,7 @@ class ReplicaSpec:
     schedule: str | None = None  # as in `BUILDERS`
     num_chunks: int | None = None  # stages per rank
     num_micro_batch: int | None = None  # of a step
-    recompute: str | Shares | None = None  # as ``recompute.policy``
+    recompute: Recomputation | None = None  # as ``recompute.policy``
 
     @cached_property
     def _hash(self) -> int:
@@ -114,12 +114,29 @@ def _counted_model(kind: Device, number: int) -> str:
 
 
 @dataclass(frozen=True)
+class StateSpec:
+    """What of parameter state is sharded, and what is kept on hosts."""
+
+    zero: Choice  # as ``memory.zero``
+    offload: str  # as ``memory.offload``, but not ``auto``
+    as_needed: bool = False  # whether only what does not fit is offloaded
+
+    def __str__(self) -> str:
+        return f"memory.zero: {choice_text(self.zero)}, memory.offload: {self.offload}"
+
+    def set_in(self, config: Config) -> Config:
+        """The settings with this state."""
+        return config.with_values({"memory.zero": self.zero, "memory.offload": self.offload, "memory.offload_as_needed": self.as_needed})
+
+
+@dataclass(frozen=True)
 class Strategy:
     """A plan up to its cuts, its rows and what follows from them."""
 
     replicas: tuple[ReplicaSpec, ...]  # where the ranks of one are open, scopes or written blocks define them
     devices: tuple[Device, ...] | None = None  # that open replicas may take; None for all
     near: bool | None = None  # placement of unnamed devices: replica after replica on few hosts (True), or rank after rank (False)
+    state: StateSpec | None = None  # where settings leave it open
 
     @property
     def is_open(self) -> bool:
@@ -170,11 +187,11 @@ class Strategy:
     def unnamed(self) -> Strategy:
         """The strategy without device names; identical replicas are merged."""
         if self.is_open:
-            return Strategy(tuple(dict.fromkeys(replace(replica, names=None) for replica in self.replicas)), self.devices)
+            return replace(self, replicas=tuple(dict.fromkeys(replace(replica, names=None) for replica in self.replicas)), near=None)
         found: Counter[ReplicaSpec] = Counter()
         for replica in self.replicas:
             found[replace(replica, names=None, count=1)] += replica.count
-        return Strategy(tuple(replace(replica, count=count) for replica, count in found.items()))
+        return Strategy(tuple(replace(replica, count=count) for replica, count in found.items()), state=self.state)
 
     def __str__(self) -> str:
         own = self.deepest
@@ -186,7 +203,8 @@ class Strategy:
         order = own.schedule if own.num_ranks > 1 or (self.is_open and own.schedule) else None
         chunks = f" of {own.num_chunks} chunks" if order and (own.num_chunks or 1) > 1 else ""
         recompute = f", recompute {own.recompute}" if own.recompute in ("none", "blocks", "full") else ""
-        return f"{who}{f', {order}{chunks}' if order else ''}, {counted(self.num_micro_batch, 'micro-batch')}{recompute}"
+        state = f", {self.state}" if self.state is not None and (self.state.zero, self.state.offload) != ("0", "none") else ""
+        return f"{who}{f', {order}{chunks}' if order else ''}, {counted(self.num_micro_batch, 'micro-batch')}{recompute}{state}"
 
 
 def strategy_of(plan: Plan, cluster: Cluster) -> Strategy | None:

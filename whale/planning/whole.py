@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from whale.config import Config
+from whale.hardware import half_types
 from whale.ir.cluster import Cluster
 from whale.ir.graph import ModelGraph
 from whale.ir.plan import Pipeline, Plan, Replica, Stage, TaskGraph, VirtualDevice, program_of, states_of
@@ -37,6 +38,7 @@ def whole_plan(graph: ModelGraph, cluster: Cluster, config: Config) -> Plan | No
         planned_rows=graph.num_rows,
         parameter_states=states_of(graph.parameters, config.memory.optimizer_states),
         device_models=cluster.models_of((device,)),
+        half_types=half_types(graph, cluster, (device,)),
     )
 
 

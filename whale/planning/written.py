@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from whale.config import Config, ReplicaBlock, StageBlock, did_you_mean
-from whale.config.keys import Shares
+from whale.config.keys import Recomputation
 from whale.config.replicas import MODEL, REPLICAS
 from whale.config.stages import FULL, OpRange, show_range
 from whale.errors import ConfigError, PlanError, WhaleError, raise_faults
@@ -72,7 +72,7 @@ def state_plan(graph: ModelGraph, cluster: Cluster, config: Config, rows: int | 
         where = first.at() if fault.where is None else f"{fault.where}, in the plan at {first.at()}"
         raise type(fault)(fault.message, where=where, hint=fault.hint) from None
     written = Choice("plan", "everything", "as it is written", bound=f"the written plan at {first.at()}")
-    return replace(plan, choices=(written, *explain_step(step))), step
+    return replace(plan, choices=(written, *plan.choices, *explain_step(step))), step
 
 
 def _other_models(graph: ModelGraph, config: Config) -> Iterator[WhaleError]:
@@ -246,7 +246,7 @@ class _Written:
         edges = sorted(((source, target), tensors) for target, part in enumerate(parts) for source, tensors in part.received)
         return Replica(index, block.rows or 1, pipeline, tuple(stages), tuple(Edge(*ends, tensors, 0) for ends, tensors in edges))
 
-    def _config(self, block: ReplicaBlock, policy: str | Shares) -> Config:
+    def _config(self, block: ReplicaBlock, policy: Recomputation) -> Config:
         return self.config.with_values({f"pipeline.{key}": value for key, value in block.pipeline} | {"recompute.policy": policy})
 
     def _pipeline(self, block: ReplicaBlock) -> Pipeline:
@@ -260,6 +260,7 @@ class _Written:
             len(placement(wanted.schedule, num_ranks=1, num_chunks=wanted.num_chunks)),
             smallest_group(own, max(stage_rank) + 1),
             recomputed_stages(own, stage_rank)[1],
+            wanted.receive_early,
         )
 
 
@@ -276,8 +277,13 @@ def write_plan(plan: Plan, graph: ModelGraph) -> str:
     """The plan as YAML, with the model's fingerprint; repeated parts appear once and are referred to.
 
     Raises:
-        PlanError: state is sharded or offloaded, which YAML cannot express.
+        PlanError: state is sharded or offloaded, or hosts step on their own, which YAML cannot express.
     """
+    if plan.rounds is not None:
+        raise PlanError(
+            f"{plan.rounds}, which YAML does not hold",
+            hint="write it as JSON (--output FILE.json), or as YAML without communication.sync_steps and give that again",
+        )
     stages = (stage for replica in plan.replicas for stage in replica.stages)
     if any(stage.offloads for stage in stages) or not all(form.is_plain for state in plan.parameter_states for _, form in state.forms):
         raise PlanError(

@@ -23,7 +23,7 @@ from whale.units import counted, format_bytes, format_count, format_seconds, for
 def tiles(plan: Plan, step: StepEstimate, recording: StepRecording | None) -> Iterator[str]:
     """The main figures."""
     slow, full = step.straggler, max(step.devices, key=lambda each: each.peak.total / each.capacity)
-    yield tile("Step, predicted", format_seconds(step.step_seconds), _rate(plan.planned_rows, step.step_seconds) + step.copying)
+    yield tile("Step, predicted", format_seconds(step.step_seconds), _rate(plan.planned_rows, step.step_seconds) + step.beside)
     if recording is not None:
         seconds, rows = recording.step_seconds, recording.num_rows
         times = (

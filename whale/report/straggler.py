@@ -86,8 +86,8 @@ def _work(plan: Plan, graph: ModelGraph, step: StepEstimate) -> dict[str, float]
     """FLOPs of each device in a step, with recomputation; a split stage's are divided as its first shard is."""
     found = dict.fromkeys(plan.devices, 0.0)
     known: dict[tuple[object, ...], float] = {}
-    for replica in plan.replicas:
-        pieces = Counter(stop - start for start, stop in plan.micro_batch_rows(replica.index, plan.planned_rows))
+    for replica, micro_batches in zip(plan.replicas, plan.all_micro_batch_rows(plan.planned_rows), strict=True):
+        pieces = Counter(stop - start for start, stop in micro_batches)
         for stage in replica.stages:
             repeated = _repeated(step.of(stage.virtual_device.devices[0]), stage.index) / replica.pipeline.num_micro_batch
             key = stage.ops, stage.program, repeated

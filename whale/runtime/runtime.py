@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
 from whale.axes.updates import buffer_updates
 from whale.config import Config
-from whale.errors import BatchError, PlanError, RuntimeFault, WhaleError
+from whale.errors import BatchError, PlanError, RuntimeFault, WhaleError, warn
 from whale.ir.graph import ModelGraph
 from whale.ir.plan import Plan
 from whale.ir.schedule import Schedule
@@ -28,7 +28,6 @@ from whale.runtime.execute.loss import Scale, Totals
 from whale.runtime.execute.roster import Roster
 from whale.runtime.execute.status import StatusBoard
 from whale.runtime.execute.worker import Worker
-from whale.runtime.program.compiled import Compilation
 from whale.runtime.program.stage_source import Captured
 from whale.runtime.program.watch import NOBODY, Watch
 from whale.runtime.state.engine_state import EngineState
@@ -43,7 +42,11 @@ from whale.runtime.weights.gathering import lend_tensors
 from whale.schedules import alike_schedules
 from whale.sharding import Region
 from whale.sharding.buckets import Bucket, Buckets, plan_buckets
-from whale.sharding.communicators import channels_of, groups_of
+from whale.sharding.communicators import channels_of, groups_of, ways_of
+
+if TYPE_CHECKING:
+    from whale.runtime.program.compiled import Compilation
+    from whale.runtime.state.local_steps import LocalSteps
 
 
 class Runtime:
@@ -52,6 +55,7 @@ class Runtime:
     Attributes:
         clipping: of the gradients, or their norm alone; None where no setting needs it.
         losses: checks the loss of each step.
+        local_steps: of groups that step on their own; None where gradients are summed over all ranks.
         compilation: compiles runs of ops; None without `runtime.compile`.
     """
 
@@ -72,12 +76,14 @@ class Runtime:
         self.config, self._captured, self._tensors = config, captured, state.tensors
         buckets = self._buckets_of(graph)
         groups = groups_of(roster.plan, graph, holdings.shardings)
-        self._connections = Connections.open(roster, groups, channels_of(roster.plan, graph), watch)
+        channels = channels_of(ways_of(roster.plan, graph), roster.plan, schedules)
+        self._connections = Connections.open(roster, groups, channels, watch)
         self._host_copies = HostCopies(roster.world.device)
         self._state = state
         self._syncs = {reached_parameters(graph): self._make_sync(buckets.summed)}
         self._weights = self._make_weights(buckets.gathered, state)
         self._publishing = self._make_publishing(buckets.published, state)
+        self.local_steps = self._make_local_steps(buckets.outer, state)
         self._lasting = state.lasting
         self._copies = EqualCopies(holdings, roster, state, self.arrive)
         self._buffers = SharedBuffers(holdings, roster.rank, state.tensors, self._connections.world_sums.add, roster.world.device)
@@ -86,8 +92,7 @@ class Runtime:
         self._borrowers: dict[str, dict[str, tuple[int, ...]]] = {}  # of each mode
         self._kept: dict[str, KeptBuffers] = {}
         self._last_training: Worker | None = None
-        lines = {op.name: op.where for op in graph.ops}
-        self.compilation = Compilation(lines, config.runtime.compile_mode) if config.runtime.compile else None
+        self.compilation = _compilation(graph, config)
         self.prepare("train", captured, roster.plan, schedules)
         self.losses = LossWatch(roster.world, state.scaling)
         self.clipping: Clipping | None = None
@@ -131,7 +136,9 @@ class Runtime:
         if mode != captured.graph.mode and not trains and not borrowers.items() <= self._borrowers[captured.graph.mode].items():
             raise PlanError(f"{captured.graph.mode} reads more tensors from this batch than from the first")
         for name in (name for name, ranks in borrowers.items() if self.roster.rank in ranks and name not in self._lent):
-            self._lent[name] = self.holdings.whole(captured.graph, name).empty(Region(), device)
+            assert self.roster.rank is not None, "an idle rank borrows nothing"
+            whole = self.holdings.whole(captured.graph, name, self.holdings.read_type(name, self.roster.rank))
+            self._lent[name] = whole.empty(Region(), device)
         self._workers[mode] = Worker(
             plan=plan,
             schedules=schedules,
@@ -385,7 +392,7 @@ class Runtime:
         for sync in self._all_syncs:
             sync.close()
         self._syncs, self._lasting = {}, {}
-        self._publishing = self._weights = self.clipping = self._by_hand = None
+        self._publishing = self._weights = self.clipping = self._by_hand = self.local_steps = None
         self._connections.close()
 
     def _make_clipping(self, state: EngineState, limit: float | None) -> Clipping:
@@ -424,6 +431,21 @@ class Runtime:
             return None
         return Publishing(buckets, self._links(rank), state.tensors, state.kept, parts, defers=self.config.communication.defer_weights)
 
+    def _make_local_steps(self, buckets: Sequence[Bucket], state: EngineState) -> LocalSteps | None:
+        plan, rank = self.roster.plan, self.roster.rank
+        state.keep_momenta(keeps=plan.rounds is not None and bool(plan.rounds.momentum))
+        if plan.rounds is None:
+            if self.config.communication.sync_steps > 1 and self.roster.world.rank == 0:
+                warn(
+                    f"communication.sync_steps: {self.config.communication.sync_steps} has no effect: the plan has no replicas on several "
+                    "hosts, so gradients are summed over all of its devices in each step"
+                )
+            return None
+        from whale.runtime.state.local_steps import LocalSteps  # needed here alone
+
+        links = None if rank is None else self._links(rank)
+        return LocalSteps(plan, buckets, links, state, self.roster.world.device)
+
     def _make_weights(self, buckets: Sequence[Bucket], state: EngineState) -> GatheredWeights | None:
         """None where this rank holds all that ops read."""
         rank = self.roster.rank
@@ -434,3 +456,11 @@ class Runtime:
     def _links(self, rank: int) -> RankLinks:
         world_ranks, groups, waits = self.roster.world_ranks, self._connections.groups, self.roster.world.waits
         return RankLinks(self.holdings, rank, world_ranks, groups, waits, self._host_copies, self.watch)
+
+
+def _compilation(graph: ModelGraph, config: Config) -> Compilation | None:
+    if not config.runtime.compile:
+        return None
+    from whale.runtime.program.compiled import Compilation  # needed here alone
+
+    return Compilation({op.name: op.where for op in graph.ops}, config.runtime.compile_mode)

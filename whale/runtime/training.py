@@ -144,11 +144,13 @@ def update(runtime: Runtime, state: EngineState, accumulated: Accumulated, facto
     runtime.status.set("STEP")
     runtime.watch.begin(Action(Kind.STEP))
     with runtime.status.reporting():
-        number = state.step_number
+        number, local = state.step_number, runtime.local_steps
+        if local is not None:
+            local.begin()
         state.advance(loss, applies=applies, found=found)
         if runtime.roster.world.can_compare:
             state.note_settings()
-        if applies:
+        if (local is not None and local.end()) or applies:
             runtime.publish()
     runtime.watch.end()
     if found is not None and state.scaling is not None:

@@ -32,7 +32,7 @@ from whale.ir.schedule import COMMUNICATION, COMPUTE, RECEIVES, RECV_OF, SEND_OF
 from whale.schedules.execution import Edges, execute
 
 
-def insert_communication(schedule: Schedule, edges: Iterable[tuple[int, int]]) -> Schedule:
+def insert_communication(schedule: Schedule, edges: Iterable[tuple[int, int]], *, early: bool = True) -> Schedule:
     """Adds SEND, POST and RECV wherever an edge joins stages on different ranks, and the LOSS.
 
     RECV_F stands right before F, SEND_F right after it, SEND_B right after B or I (after the SYNC that follows it).
@@ -43,12 +43,13 @@ def insert_communication(schedule: Schedule, edges: Iterable[tuple[int, int]]) -
     Args:
         schedule: with or without communication; existing communication is replaced, so the pass is idempotent.
         edges: pairs (source stage, target stage), source before target, skips included.
+        early: whether messages travel during the computation before the one that needs them.
     """
     known = Edges.of(schedule, edges)
     into = frozenset(target for _, target in known.crossing())
     out_of = frozenset(source for source, _ in known.crossing())
     talking = replace(schedule, ranks=tuple(tuple(_insert(actions, into, out_of)) for actions in schedule.ranks))
-    return insert_launches(talking, known)
+    return insert_launches(talking, known, early=early)
 
 
 def _insert(actions: tuple[Action, ...], into: frozenset[int], out_of: frozenset[int]) -> list[Action]:
@@ -101,15 +102,16 @@ _SENDS_OF = {Kind.FORWARD: Kind.SEND_FORWARD, Kind.BACKWARD: Kind.SEND_BACKWARD,
 _POST_OF = {send: post for post, send in SEND_OF.items()}
 
 
-def insert_launches(schedule: Schedule, edges: Edges) -> Schedule:
+def insert_launches(schedule: Schedule, edges: Edges, *, early: bool) -> Schedule:
     """Adds the POSTs and the LOSS.
 
-    A POST stands one computation ahead of the one that needs it, so that the message travels meanwhile; where the order
-    of launches forbids that, as near to it as allowed. A LOSS stands as early as allowed.
+    A POST stands one computation ahead of the one that needs it, so that the message travels meanwhile, or else right
+    before its RECV; where the order of launches forbids that, as near to it as allowed. A LOSS stands as early as allowed.
 
     Args:
         schedule: with SENDs and RECVs, without POSTs and LOSS.
         edges: between its stages.
+        early: whether POSTs stand one computation ahead.
     """
     made, last_forward = _made(schedule, edges)
     whens = {key: _when(key, made) for actions in schedule.ranks for action in actions if action.kind in SENDS for key in (_key(action),)}
@@ -117,7 +119,8 @@ def insert_launches(schedule: Schedule, edges: Edges) -> Schedule:
     return replace(
         schedule,
         ranks=tuple(
-            _with_posts(_with_loss(actions, whens, loss), whens, loss, arrivals[rank]) for rank, actions in enumerate(schedule.ranks)
+            _with_posts(_with_loss(actions, whens, loss), whens, loss, arrivals[rank], early=early)
+            for rank, actions in enumerate(schedule.ranks)
         ),
     )
 
@@ -164,7 +167,7 @@ def _with_loss(actions: Sequence[Action], whens: Mapping[Key, When], loss: When)
     return [*actions[:place], Action(Kind.LOSS), *actions[place:]]
 
 
-def _with_posts(actions: Sequence[Action], whens: Mapping[Key, When], loss: When, arrivals: Arrivals) -> tuple[Action, ...]:
+def _with_posts(actions: Sequence[Action], whens: Mapping[Key, When], loss: When, arrivals: Arrivals, *, early: bool) -> tuple[Action, ...]:
     """Puts each POST between its neighbours in the global order of launches."""
     position_of = {_key(action): position for position, action in enumerate(actions) if action.kind in RECEIVES}
     computations = [position for position, action in enumerate(actions) if action.kind in COMPUTE]
@@ -181,7 +184,7 @@ def _with_posts(actions: Sequence[Action], whens: Mapping[Key, When], loss: When
         highest = fixed[before][1] if before < len(fixed) else len(actions)
         taken = min((position_of[receive] for receive in arrivals[send] if receive in position_of), default=len(actions))
         in_front = bisect(computations, taken) - 1
-        wanted = computations[in_front] if in_front >= 0 else taken
+        wanted = computations[in_front] if early and in_front >= 0 else taken
         latest = min(max(wanted, lowest), highest, taken, latest)
         kind, stage, micro_batch = send
         places.append((latest, Action(_POST_OF[kind], stage, micro_batch)))

@@ -83,7 +83,7 @@ def training_schedule(pipeline: Pipeline, pairs: Pairs) -> Schedule:
         order = expand(order, stage_rank)
     if pipeline.recomputed_stages:
         order = recompute_only(order, pipeline.recomputed_stages)
-    schedule = insert_communication(order, pairs)
+    schedule = insert_communication(order, pairs, early=pipeline.receive_early)
     verify(schedule, pairs)
     return schedule
 
@@ -93,18 +93,19 @@ def _short_schedule(pipeline: Pipeline, pairs: Pairs, num_micro_batch: int) -> S
     schedule = training_schedule(pipeline, pairs)
     if num_micro_batch == schedule.num_micro_batch:
         return schedule
-    short = leave_out(schedule, pairs, num_micro_batch)
+    short = leave_out(schedule, pairs, num_micro_batch, early=pipeline.receive_early)
     verify(short, pairs)
     return short
 
 
-def leave_out(schedule: Schedule, pairs: Pairs, num_micro_batch: int) -> Schedule:
-    """A training schedule with communication, cut to its first micro-batches, in the same order."""
+def leave_out(schedule: Schedule, pairs: Pairs, num_micro_batch: int, *, early: bool = True) -> Schedule:
+    """A training schedule with communication, cut to its first micro-batches, in the same order; `early` as for `insert_communication`."""
     left = (
         with_sync_and_step(action for action in actions if action.micro_batch is not None and action.micro_batch < num_micro_batch)
         for actions in schedule.ranks
     )
-    return insert_communication(replace(schedule, num_micro_batch=num_micro_batch, ranks=tuple(left), peak_in_flight=()), pairs)
+    short = replace(schedule, num_micro_batch=num_micro_batch, ranks=tuple(left), peak_in_flight=())
+    return insert_communication(short, pairs, early=early)
 
 
 def _check_places(pipeline: Pipeline, order: Schedule) -> None:
@@ -129,7 +130,8 @@ def alike_schedules(plan: Plan) -> tuple[int, ...]:
 
 @lru_cache(maxsize=NUM_KEPT)
 def _forward_schedule(pipeline: Pipeline, pairs: Pairs) -> Schedule:
-    schedule = insert_communication(forward_only(pipeline.num_ranks, max(1, pipeline.num_micro_batch), pipeline.stage_rank), pairs)
+    order = forward_only(pipeline.num_ranks, max(1, pipeline.num_micro_batch), pipeline.stage_rank)
+    schedule = insert_communication(order, pairs, early=pipeline.receive_early)
     verify(schedule, pairs)
     return schedule
 

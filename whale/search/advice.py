@@ -30,9 +30,9 @@ from whale.units import format_bytes, format_rate, format_seconds, format_share
 
 QUESTIONS = 8  # as many as share the effort of so many plans: all advice takes less time than ten
 
-MOST_TYPES = 4  # device types that are asked about, the slowest; and those of which one more is, the fastest
+MOST_TYPES = 4  # device types that are asked about, the slowest; and those of which one more is, the fastest: for a short answer
 
-WORTH = 1.02  # a smaller ratio is no gain: two searches of one choice differ by less
+WORTH = 1.02  # a smaller ratio is not called a gain; what is searched does not depend on it
 
 FACTOR = 2  # the network is asked about at this multiple of its bandwidth, and the batch at this multiple of its rows
 
@@ -163,7 +163,7 @@ class _Adviser:
         """The answers to a question; none where there is no plan."""
         self.tell(setting)
         try:
-            found = answers(question, setting, [each.strategy for each in start if each.strategy is not None])
+            found = answers(question, setting, [each.strategy for each in start])
         except WhaleError:
             return ()
         return tuple(each for each in found if not each.is_apart or not self.known or self.best.is_apart)
@@ -304,7 +304,7 @@ class _Adviser:
         if used.value < WORTH * best.value:
             return self._as_good(kind, used, best)
         worse = "slower" if self.base.objective.name == "step_time" else "worse"
-        numbers = f"{used.value / best.value - 1:.0%} {worse} ({self._numbers(kind, used, best)}; {used.arrangement}: {shares(used.step)})"
+        numbers = f"{used.value / best.value - 1:.0%} {worse} ({self._numbers(kind, used, best)}; {used.strategy}: {shares(used.step)})"
         return Advice("devices", name, f"leave the {name} out: {numbers}", best.value, used.value)
 
     def _as_good(self, kind: Device, used: Answer, unused: Answer) -> Advice:
@@ -386,10 +386,6 @@ class _Adviser:
         base = self._question
         config, roomy = base.config.with_values({"planning.objective": "memory"}), with_plenty(base.cluster)
         small = search(base.graph, roomy, config, rows=base.rows)
-        if base.config.memory.zero == "auto" and len(base.cluster.devices) > 1:
-            shared, known = config.with_values({"memory.zero": "3"}), [small.strategy]
-            least = search(base.graph, roomy, shared, rows=base.rows, start=known)
-            small = min(small, least, key=lambda each: each.value)
         need = small.value / Costs.of(base.config).memory_fraction
         there = max(device.memory for device in base.cluster.devices)
         says = f"the model would train on devices of {format_bytes(need)}: {small.strategy} (the largest has {format_bytes(there)})"

@@ -11,9 +11,9 @@ from whale.ir.cluster import Cluster, Device
 from whale.ir.graph import ModelGraph
 from whale.ir.plan import Plan
 from whale.planning.strategy import Strategy
-from whale.search.deciding import ruled_plan, said_state, with_states, without_recomputation
+from whale.search.freedom import States, describe_state
 from whale.search.objective import Objective
-from whale.search.searching import Candidate, search
+from whale.search.searching import search
 
 
 @dataclass(frozen=True)
@@ -47,15 +47,11 @@ class Answer:
     step: StepEstimate  # its estimate
     kinds: frozenset[Device]  # device types in use
     state: str  # ``memory.zero`` and ``memory.offload``
-    strategy: Strategy | None  # without device names; None for a plan that no search has found
+    strategy: Strategy  # without device names and state
     is_apart: bool  # whether replicas use their own rows where an op needs all
 
-    @property
-    def arrangement(self) -> str:
-        return "the plan without a search" if self.strategy is None else str(self.strategy)
-
     def __str__(self) -> str:
-        return f"{self.arrangement}: {self.objective.text(self.value)}"
+        return f"{self.strategy}: {self.objective.text(self.value)}"
 
 
 def answers(question: PlanQuestion, setting: str = "", start: Sequence[Strategy] = ()) -> tuple[Answer, ...]:
@@ -69,27 +65,15 @@ def answers(question: PlanQuestion, setting: str = "", start: Sequence[Strategy]
     Raises:
         WhaleError: as of `search`.
     """
-    graph, cluster, objective = question.graph, question.cluster, question.objective
+    cluster, objective = question.cluster, question.objective
+    best = search(question.graph, cluster, question.config, rows=question.rows, start=start, using=question.using)
+    asked = States.of(question.config, len(cluster.devices)).first
     found = list[Answer]()
-
-    def take(plan: Plan, step: StepEstimate, config: Config, own: Candidate | None) -> None:
+    for each in (best.best, *best.others):
+        plan, step = (best.plan, best.step) if each is best.best else (each.estimated.plan, each.estimated.step)
         kinds = frozenset(cluster.by_name[name].kind for name in plan.devices)
-        strategy, is_apart = (None, False) if own is None else (own.strategy, bool(own.estimated.not_joined))
-        value, state = objective.of(plan, step), said_state(plan, config)
-        found.append(Answer(setting, objective, value, plan, step, kinds, state, strategy, is_apart))
-
-    def under(config: Config) -> tuple[Plan, StepEstimate]:
-        best = search(graph, cluster, config, rows=question.rows, start=start, using=question.using)
-        take(best.plan, best.step, config, best.best)
-        for each in best.others:
-            take(each.estimated.plan, each.estimated.step, config, each)
-        if (rule := ruled_plan(graph, cluster, config, question.rows)) is not None:
-            take(*rule, config, None)
-        return best.plan, best.step
-
-    compares = objective.name == "step_time"
-    least = without_recomputation(graph, cluster, question.config)
-    plan, step = with_states(question.config, len(cluster.devices), under, may_compare=compares, least=least)
-    told = (replace(each, plan=plan, state=said_state(plan, question.config)) if each.step is step else each for each in found)
-    kept = (each for each in told if question.using in (None, *each.kinds))  # around scopes a plan need not take all that it may
-    return tuple(sorted(kept, key=lambda each: each.value))
+        if question.using in (None, *kinds):  # around scopes a plan need not take all that it may
+            state = str(asked) if each.strategy.state is None else describe_state(each.strategy.state, plan)
+            strategy, is_apart = replace(each.strategy, state=None), bool(each.estimated.not_joined)
+            found.append(Answer(setting, objective, each.value, plan, step, kinds, state, strategy, is_apart))
+    return tuple(sorted(found, key=lambda each: each.value))

@@ -5,38 +5,25 @@ In a range of row counts each is searched, and their times per sample are compar
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 from whale.config import Config, read_plan
-from whale.config.keys import choice_text, range_of
-from whale.errors import BatchError, ConfigError, OutOfMemory, PlanError, WhaleError
-from whale.estimate import Costs, StepEstimate, estimate
+from whale.config.keys import range_of
+from whale.errors import BatchError, ConfigError, PlanError, WhaleError
+from whale.estimate import Costs, StepEstimate
 from whale.ir.cluster import Cluster
 from whale.ir.graph import ModelGraph
-from whale.ir.plan import Choice, Plan, Replica, Stage, states_of
+from whale.ir.plan import Choice, Plan, states_of
 from whale.ir.serialization import decode, read_json
 from whale.planning.explain.choices import explain_step
-from whale.planning.pipeline.balance import MemoryShortage
-from whale.planning.plan import plan_and_estimate
 from whale.planning.pricing import with_figures
 from whale.planning.verify.verify import verify
-from whale.search.failure import with_blame
 from whale.search.freedom import pin_of
-from whale.search.open import is_divided
-from whale.search.ranking import effort_of_plan
 from whale.search.searching import SearchResult, search
 from whale.units import counted, format_seconds
-
-Planned = tuple[Plan, StepEstimate]
-
-WORTH = 0.02
-"""Share of a step that not recomputing anything must save, for plans to be looked for that shard more state than fits demands."""
-COMPARED = 0.1
-"""Share of the effort that goes to plans which shard more state than fits demands: they rarely gain, and large ones take long."""
 
 
 def decide(
@@ -73,52 +60,22 @@ def decide(
             _check_asked(pin, settings, runner_up)
 
         def planned(graph: ModelGraph, config: Config) -> tuple[Plan, StepEstimate]:
-            def under(config: Config) -> tuple[Plan, StepEstimate]:
-                if pin_of(config) is not None:
-                    return plan_and_estimate(graph, cluster, config, rows=rows)
-                is_compared = config.planning.effort < settings.planning.effort  # with a plan that fits
-                return _searched(graph, cluster, config, rows, runner_up, tell, with_rule=not is_compared)
-
-            compares = runner_up is None and config.planning.objective == "step_time" and config.planning.batch_rows is None
-            least = without_recomputation(graph, cluster, config)
-            return with_states(config, len(cluster.devices), under, may_compare=compares, least=least)
+            # on one device there is something to look for only where it does not fit as it is
+            is_brief = len(cluster.devices) == 1 and _asked(config, runner_up) is None
+            if config.planning.batch_rows is not None:
+                found = _best_batch(graph, cluster, config, rows, tell)
+            else:
+                found = search(graph, cluster, config, rows=rows, is_brief=is_brief, tell=tell)
+            return (found.plan, found.step) if runner_up is None else found.runner_up(runner_up)
 
         try:
             return planned(graph, settings)
         except (PlanError, ConfigError, BatchError) as fault:
+            from whale.search.failure import with_blame  # needed here alone
+
             raise with_blame(fault, graph, settings, planned) from None
     _check_asked("a plan that was made before", config, runner_up)
     return given_plan(plan, graph, cluster, config, rows)
-
-
-def _searched(
-    graph: ModelGraph,
-    cluster: Cluster,
-    config: Config,
-    rows: int | None,
-    runner_up: int | None,
-    tell: Callable[[str], None] | None,
-    *,
-    with_rule: bool,
-) -> tuple[Plan, StepEstimate]:
-    if len(cluster.devices) == 1 and _asked(config, runner_up) is None:
-        with contextlib.suppress(MemoryShortage):  # there is something to look for only where it does not fit as it is
-            return plan_and_estimate(graph, cluster, config, rows=rows)
-    if config.planning.batch_rows is not None:
-        best = _best_batch(graph, cluster, config, rows, tell)
-        return (best.plan, best.step) if runner_up is None else best.runner_up(runner_up)
-    rule = ruled_plan(graph, cluster, config, rows) if with_rule else None
-    try:
-        found = search(graph, cluster, config, rows=rows, tell=tell)
-    except KeyboardInterrupt:
-        if rule is None or runner_up is not None:
-            raise
-        return _as_ruled(*rule, "the search was interrupted before it had a plan")
-    if runner_up is not None:
-        return found.runner_up(runner_up)
-    if rule is not None and found.objective.of(*rule) < found.value:
-        return _as_ruled(*rule, f"the best that was found is {found}")
-    return found.plan, found.step
 
 
 def _best_batch(graph: ModelGraph, cluster: Cluster, config: Config, rows: int | None, tell: Callable[[str], None] | None) -> SearchResult:
@@ -128,19 +85,6 @@ def _best_batch(graph: ModelGraph, cluster: Cluster, config: Config, rows: int |
     if rows is not None:
         raise ConfigError(f"rows: {rows} and the range planning.batch_rows: {ends[0]}..{ends[1]} are both given")
     return best_batch(*ends, lambda number: search(graph, cluster, config, rows=number, tell=tell))
-
-
-def ruled_plan(graph: ModelGraph, cluster: Cluster, config: Config, rows: int | None) -> tuple[Plan, StepEstimate] | None:
-    """The plan without a search, where the search might not consider it; made before the search, which may be interrupted."""
-    if config.pipeline.num_stages is None or is_divided(graph, config):  # it is in the space
-        return None
-    with contextlib.suppress(WhaleError):
-        return plan_and_estimate(graph, cluster, config, rows=rows)
-    return None
-
-
-def _as_ruled(plan: Plan, step: StepEstimate, why: str) -> tuple[Plan, StepEstimate]:
-    return replace(plan, choices=(Choice("search", "strategy", "the plan without a search", bound=why), *plan.choices)), step
 
 
 def _asked(config: Config, runner_up: int | None) -> str | None:
@@ -156,135 +100,6 @@ def _check_asked(pin: str, config: Config, runner_up: int | None) -> None:
     asked = _asked(config, runner_up)
     if asked is not None:
         raise ConfigError(f"{asked} needs a search, but {pin} leaves nothing to search", hint=f"remove it, or {asked}")
-
-
-def with_states(
-    config: Config,
-    num_devices: int,
-    planned: Callable[[Config], Planned],
-    *,
-    may_compare: bool,
-    least: Callable[[Plan], float],
-) -> Planned:
-    """The plan with as little sharded and offloaded as fits; with more where that is faster because less is recomputed.
-
-        zero 0  -->  nothing fits, or much is recomputed  -->  zero 2  -->  nothing fits  -->  zero 3
-             -->  nothing fits  -->  offload as needed, of the optimizer or of activations, whichever is faster:
-                                     zero 0 or, where faster, zero 2, where each host steps a part
-                                     -->  nothing fits  -->  zero 3
-             -->  nothing fits  -->  offload as needed, of the optimizer and of weights, in the same order
-
-    Args:
-        config: settings; ``memory.zero`` and ``memory.offload`` may be ``auto``.
-        num_devices: of the cluster.
-        planned: makes the plan of settings that leave neither open; with less effort where it is only compared with one that fits.
-        may_compare: whether a plan that fits may give way to a faster one that shards more.
-        least: seconds of a step of a plan if nothing were recomputed.
-
-    Raises:
-        OutOfMemory: nothing fits; of the state that needs least.
-        WhaleError: there is no plan for another reason.
-    """
-    zero, is_open = config.memory.zero, config.memory.offload == "auto"
-    as_needed = is_open or config.memory.offload_as_needed
-    levels = ("0", "2", "3") if zero == "auto" and num_devices > 1 else ("0" if zero == "auto" else zero,)
-    lacking: OutOfMemory | None = None
-
-    def gains(plan: Plan, step: StepEstimate) -> bool:
-        """Whether a step that recomputes nothing would be enough shorter, and plans like this take no more than the effort."""
-        is_small = effort_of_plan(plan) <= config.planning.effort
-        return is_small and _computes_again(plan, config) and least(plan) < (1 - WORTH) * step.step_seconds
-
-    def at_home(home: str) -> Planned | None:
-        """The plan with the level of ``memory.zero`` that is least, or fastest; None where none fits."""
-        nonlocal lacking
-        found: Planned | None = None
-        for level in levels:
-            if found is not None and level == "3":
-                break
-            own = config.with_values({"memory.zero": level, "memory.offload": home, "memory.offload_as_needed": as_needed})
-            if found is not None:
-                own = own.with_values({"planning.effort": max(1, round(COMPARED * config.planning.effort))})
-            try:
-                other = planned(own)
-            except OutOfMemory as fault:
-                lacking = fault
-                continue
-            if found is None:
-                found = other if lacking is None else _because(other, choice_text(level), home, "nothing fits otherwise")
-            elif other[1].step_seconds < found[1].step_seconds:
-                found = _because(other, choice_text(level), home, f"{format_seconds(found[1].step_seconds)} where nothing is shared out")
-            if not may_compare or not ((is_open and home == "optimizer") or (level != levels[-1] and gains(*found))):
-                break
-        return found
-
-    for homes in (("none",), ("optimizer", "activations"), ("optimizer+parameters",)) if is_open else ((config.memory.offload,),):
-        best: Planned | None = None
-        for home in homes:
-            found = at_home(home) if best is None or may_compare else None
-            if best is None or (found is not None and found[1].step_seconds < best[1].step_seconds):
-                best = found
-        if best is not None:
-            return best
-    assert lacking is not None
-    raise lacking
-
-
-def _because(planned: Planned, zero: str, offload: str, reason: str) -> Planned:
-    plan, step = planned
-    trained = [state for state in plan.parameter_states for _ in state.parameters if state.optimizer is not None]
-    homes, reads = [state.kept.home for state in trained], [state.compute.home for state in trained]
-    stages = [stage.offloads for replica in plan.replicas for stage in replica.stages]
-    there = f" ({homes.count('host')} of {counted(len(homes), 'parameter')} on hosts"
-    part = {
-        "optimizer": f"{there})",
-        "activations": f" (of {sum(stages)} of {counted(len(stages), 'stage')})",
-        "optimizer+parameters": f"{there}, {reads.count('host')} as ops read them)",
-    }.get(offload, "")
-    choice = Choice("memory", "state", f"memory.zero: {zero}, memory.offload: {offload}{part}", bound=reason)
-    return replace(plan, choices=(choice, *plan.choices)), step
-
-
-def state_choice(plan: Plan) -> Choice | None:
-    """The choice about parameter state, where settings left it open and it is not plain."""
-    return next((each for each in plan.choices if (each.pass_name, each.subject) == ("memory", "state")), None)
-
-
-def said_state(plan: Plan, config: Config) -> str:
-    """``memory.zero`` and ``memory.offload`` of a plan made with these settings."""
-    said = state_choice(plan)
-    if said is not None:
-        return said.decision
-    zero, offload = (
-        setting if setting != "auto" else plain for setting, plain in ((config.memory.zero, "0"), (config.memory.offload, "none"))
-    )
-    return f"memory.zero: {choice_text(zero)}, memory.offload: {offload}"
-
-
-def _computes_again(plan: Plan, config: Config) -> bool:
-    """Whether memory made it recompute anything."""
-    if "recompute.policy" in config.explicit and config.recompute.policy != "auto":
-        return False
-    stages = (stage for replica in plan.replicas for stage in replica.stages)
-    return any(pipeline.recomputed_stages for pipeline in plan.pipelines) or any(
-        segment.recompute for stage in stages for segment in stage.program
-    )
-
-
-def without_recomputation(graph: ModelGraph, cluster: Cluster, config: Config) -> Callable[[Plan], float]:
-    """Seconds of a plan's step if nothing were recomputed, whether that fits or not."""
-
-    def stage(own: Stage) -> Stage:
-        return replace(own, program=tuple(replace(segment, recompute=False) for segment in own.program))
-
-    def replica(own: Replica) -> Replica:
-        return replace(own, stages=tuple(map(stage, own.stages)), pipeline=replace(own.pipeline, recomputed_stages=()))
-
-    def seconds(plan: Plan) -> float:
-        costs = Costs.for_model(config, graph, cluster)
-        return estimate(replace(plan, replicas=tuple(map(replica, plan.replicas))), graph, cluster, costs).step_seconds
-
-    return seconds
 
 
 _WRITES_ONE = "whale plan ... --output FILE writes one"

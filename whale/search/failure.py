@@ -16,6 +16,7 @@ import numpy as np
 from whale.config import Config
 from whale.config.replicas import REPLICAS
 from whale.errors import ConfigError, OutOfMemory, WhaleError
+from whale.estimate.prices.budget import Budget
 from whale.ir.cluster import Device
 from whale.ir.graph import ModelGraph
 from whale.planning.pipeline.balance import MemoryShortage, shortage
@@ -26,9 +27,9 @@ from whale.search.open import OpenSpace
 from whale.search.ranking import FreeSpace
 from whale.units import counted, format_bytes
 
-NUM_NEAREST = 24  # sets of replicas, the closest to fitting, whose memory need is worked out
+NUM_NEAREST = 24  # sets of replicas, the closest to fitting, whose memory need is worked out: a limit of the hint, on which no plan depends
 
-MOST = 64.0  # largest multiple of the memory that is considered
+MOST = 64.0  # largest multiple of the memory that is named: a limit of the hint, on which no plan depends
 
 
 def failure(
@@ -67,6 +68,15 @@ def failure(
         f"{format_bytes(remedies.missing)}",
         hint=hint,
     )
+
+
+def is_lack_of_memory(
+    faults: Sequence[WhaleError], short: Sequence[tuple[Strategy, MemoryShortage]], space: FreeSpace | OpenSpace, free: FreeSpace
+) -> bool:
+    """Whether `failure` is an OutOfMemory; arguments as there."""
+    if faults and not short:
+        return isinstance(faults[0] if isinstance(space, OpenSpace) else commonest(faults), OutOfMemory)
+    return bool(short or _Remedies(free).missing)
 
 
 def commonest(faults: Sequence[WhaleError]) -> WhaleError:
@@ -148,10 +158,12 @@ class _Remedies:
 
     def _takes_all(self, replica: ReplicaSpec, rows: int, scale: float, policy: str) -> bool:
         """The same, where each stage in turn takes as much of the model as fits."""
-        solver, place, num_units = self._forms.planner.solver(replica, policy), 0, self._forms.planner.points.num_units
+        planner, place = self._forms.planner, 0
+        pricing = replace(planner.pricing, budget=Budget(sums_at_once=replica.num_micro_batch == 1))
+        solver, num_units = planner.solver(replica, policy, pricing), planner.points.num_units
         for stage, rank in enumerate(solver.pipeline.stage_rank):
             ends = np.arange(place + 1, num_units + 1)
-            room = scale * self._forms.planner.prices.costs.capacity((replica.ranks or ())[rank].kind) / solver.pipeline.num_chunks
+            room = scale * planner.prices.room((replica.ranks or ())[rank].kind) / solver.pipeline.num_chunks
             own = (replica.ranks or ())[rank]
             held = solver.tables.held(stage, own.kind, own.width, rows, np.array(place), ends)
             reach = int(np.searchsorted(held, room, side="right"))
@@ -193,7 +205,7 @@ PINS = (
 )
 """Settings that may rule out every plan; those of a line are removed together."""
 
-EFFORT = 2  # plans to see whether there is one, and six more while nothing fits
+EFFORT = 2  # plans to see whether there is one, and six more while nothing fits: whether, not which, is asked
 
 
 def with_blame(fault: WhaleError, graph: ModelGraph, config: Config, planned: Callable[[ModelGraph, Config], object]) -> WhaleError:

@@ -9,16 +9,19 @@ It ranks strategies; plan and simulation decide.
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import combinations
 
 import numpy as np
 
-from whale.config.keys import Shares
+from whale.config.keys import Recomputation
 from whale.errors import WhaleError
 from whale.estimate import Line
 from whale.estimate.costs.line import Floats
+from whale.estimate.prices.budget import Budget
 from whale.estimate.step.redundancy import sendable_bytes
 from whale.ir.cluster import Device
 from whale.planning.cutting.partition import fill
@@ -34,11 +37,15 @@ from whale.search.places import Hops, Numbers, Places
 
 UNSURE = 0.15  # share by which a device may overflow in closed form and still fit in a plan
 
-SMALL = 4096  # up to this many stages x cut points a pipeline gets the cut of its plan; larger ones a quicker cut
+SMALL = 4096
+"""Up to this many stages x cut points a pipeline gets the cut of its plan; larger ones a quicker cut. Halved or doubled: none of the 10
+searches below differs; 0: two are slower, by 4 and 8 %.
+"""
 
-IN_TURN = 1.5  # factor of gradient sums where replicas have different split widths: those of the narrower ones sum one after another
-
-BACKWARD = 2 / 3  # approximate share of the backward pass in the time of a micro-batch
+IN_TURN = 1.5
+"""Factor of gradient sums where replicas have different split widths: those of the narrower ones sum one after another. Of 10 searches of
+examples/benchmarks/constants.py on up to 96 devices, halved or doubled, one, with the effort of one plan, is slower, by 21 and 29 %.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,14 +94,14 @@ class ClosedForms:
         for lane, other in zip(lanes, others, strict=True):
             over, freed = lane.held - lane.rooms, np.maximum(lane.held - other.held, 1.0)
             share = max(share, float(np.max(np.minimum(over / freed, over / lane.rooms / self.unsure(strategy)))))
-        seconds = kept.seconds + min(1.0, share) * max(0.0, recomputed.seconds - kept.seconds)
+        seconds = min(recomputed.seconds, kept.seconds + min(1.0, share) * (recomputed.seconds - kept.seconds))  # another cut may be faster
         return ClosedForm(seconds, min(kept.lack, recomputed.lack), recomputed.held)
 
     def unsure(self, strategy: Strategy) -> float:
         """Share by which the closed form may overflow and still be planned; on few devices (all named) everything may."""
         return 1e-9 if strategy.near is None else UNSURE
 
-    def _with(self, strategy: Strategy, firsts: Sequence[Numbers], policy: str | Shares) -> tuple[ClosedForm, list[Lane]]:
+    def _with(self, strategy: Strategy, firsts: Sequence[Numbers], policy: Recomputation) -> tuple[ClosedForm, list[Lane]]:
         replicas = strategy.replicas
         m, shares = strategy.num_micro_batch, self.shares(replicas)
         pricing = self.planner.pricing_for(replicas, policy)
@@ -111,21 +118,59 @@ class ClosedForms:
         speed = sum(replica.count * self.speed(replica) for replica in strategy.replicas)
         return 1 / speed, self.least_held(strategy, num_micro_batch)
 
-    def exchanged(self, rows: float) -> float:
-        """About the bytes that a split exchanges for a micro-batch: of each op with weights, twice the least of these, input and output."""
-        prices, found = self.planner.prices, 0.0
-        by_name = prices.graph.by_name
-        for op in prices.graph.ops:
+    def spread_seconds(self, strategy: Strategy, num_micro_batch: int) -> float:
+        """About the seconds of a step of a split group on any devices, and of single devices beside it, without sums of gradients."""
+        group, *others = strategy.replicas
+        return 1 / (1 / self._group_seconds(group, num_micro_batch) + sum(map(self.speed, others)))
+
+    def _group_seconds(self, replica: ReplicaSpec, num_micro_batch: int) -> float:
+        """Of one split group with all rows.
+
+        Each unit runs whole on the slowest device, or is divided by the devices' speeds; then its exchange goes over the slowest link.
+        """
+        planner, rows, n = self.planner, self.num_rows / num_micro_batch, replica.num_devices
+        links = [planner.cluster.link(*pair) for pair in combinations((replica.names or ())[0], 2)]
+        seconds = {kind: np.maximum(self._unit_seconds(kind, rows), 1e-30) for kind in replica.taken}
+        shared = 1 / sum(number / seconds[kind] for kind, number in replica.taken.items())
+        num_bytes = self._exchanged(rows)
+        shared += num_bytes * (n - 1) / n / min(link.bandwidth for link in links)
+        shared += (num_bytes > 0) * 2 * max(link.latency for link in links)
+        return num_micro_batch * float(np.minimum(np.maximum.reduce(list(seconds.values())), shared).sum())
+
+    def _unit_seconds(self, kind: Device, rows: float) -> Floats:
+        """Of a micro-batch, on one device."""
+        sums = self.planner.pieces.sums(kind, 1, rows)
+        device, host = sums.forward + sums.backward, sums.started_forward + sums.started_backward
+        found: Floats = np.maximum(np.diff(device[0] + rows * device[1]), np.diff(host))
+        return found
+
+    def _exchanged(self, rows: float) -> Floats:
+        """Per unit, about the bytes that a split exchanges for a micro-batch: twice the least of an op's weights, its input, its output."""
+        prices, points = self.planner.prices, self.planner.points
+        found, by_name = np.zeros(len(points.spine)), prices.graph.by_name
+        for index, op in enumerate(map(by_name.__getitem__, points.spine)):
             weights = sum(parameter.spec.num_bytes for parameter in prices.graph.parameters_among(op.inputs))
             if weights:
                 read = (name for name in op.inputs if name in by_name and by_name[name].kind == "call")
-                found += 2 * min(weights, *(prices.outputs[name].at(rows) for name in (op.name, *read)))
-        return found
+                found[index] = 2 * min(weights, *(prices.outputs[name].at(rows) for name in (op.name, *read)))
+        summed: Floats = np.add.reduceat(found, points.bounds[:-1])
+        return summed
 
     def least_held(self, strategy: Strategy, num_micro_batch: int) -> float:
         """A lower bound of bytes on the fullest device."""
         fewest = min(replica.num_devices // replica.count for replica in strategy.replicas)
         return self._state(fewest, num_micro_batch) / fewest
+
+    def surely_holds(self, strategy: Strategy, num_micro_batch: int) -> bool:
+        """Whether each replica of one rank has room for its state, the activations of a micro-batch, and on each device as much again.
+
+        Ops may work on whole tensors there; where that does not fit, they are cut in slower ways.
+        """
+        points, rows = self.planner.points, self.num_rows / strategy.num_replicas / num_micro_batch
+        activations = float(points.held.kept_at(rows)[-1])
+        widths = (replica.num_devices // replica.count for replica in strategy.replicas)
+        held = (self._state(width, num_micro_batch) + (1 + width) * activations for width in widths)
+        return all(own <= self.room(replica) for own, replica in zip(held, strategy.replicas, strict=True))
 
     def relaxed(self, strategy: Strategy, orders: Sequence[Order], counts: Sequence[int]) -> tuple[Floats, Floats]:
         """A lower bound of seconds (with approximate copies of the state), and about the bytes on the fullest device, for any cuts.
@@ -144,7 +189,8 @@ class ClosedForms:
             rows = taken / m
             rank = 1 / sum(number / self.totals(each.kind, each.width, rows) for each, number in replica.numbers.items())
             idle, alive = self._turns(tuple(orders), tuple(counts), p)
-            kept, recomputed = points.kept_fixed[-1] + points.kept_per_row[-1] * rows, np.ones_like(speeds)
+            idle = idle * max(0.0, self._critical_share * p - 1) / max(1, p - 1)  # branches run beside others
+            kept, recomputed = points.held.kept[0, -1] + points.held.kept[1, -1] * rows, np.ones_like(speeds)
             narrowest = min(each.width for each in replica.numbers)
             whole, even = (
                 np.array([self._state(number, own) for own in counts]) for number in (replica.num_devices // replica.count, p * narrowest)
@@ -162,7 +208,7 @@ class ClosedForms:
             held = np.maximum(held, (even + np.minimum(m, p) * kept) / (p * narrowest))
             if training:
                 late = np.array([[BUILDERS[order.schedule].delays_weights] for order in orders])
-                hidden = (BACKWARD + late * idle) * rank * alike
+                hidden = (1 - self._shares[0] + late * idle) * rank * alike
                 end = np.maximum(end, self._least_end(strategy, replica, hidden, rates))
         return self.num_rows / speeds + end + self._copying(replicas, firsts), held
 
@@ -216,10 +262,22 @@ class ClosedForms:
         forward, backward, weights = (float(each[0, -1] + rows * each[1, -1]) for each in (sums.forward, sums.backward, sums.weights))
         return forward / max(1e-30, forward + backward), weights / max(1e-30, forward + backward)
 
+    @cached_property
+    def _critical_share(self) -> float:
+        """Time of the longest path through the units as a share of all of it; 1 where each reads what the one before it makes."""
+        points, device = self.planner.points, self.planner.cluster.devices[0]
+        seconds, ends = self._unit_seconds(device.kind, float(self.num_rows)).tolist(), [0.0] * points.num_units
+        sources: list[list[int]] = [[] for _ in ends]
+        for made, reader in self._payloads(range(points.num_units + 1), range(points.num_units))[2]:
+            sources[reader].append(made)
+        for unit, own in enumerate(sources):
+            ends[unit] = seconds[unit] + max((ends[made] for made in own), default=0.0)
+        return float(max(ends) / max(1e-30, sum(seconds)))
+
     def room(self, replica: ReplicaSpec) -> int:
         """Bytes that the devices of one replica may hold."""
-        costs = self.planner.prices.costs
-        return sum(costs.capacity(kind) * number for kind, number in replica.taken.items()) // replica.count
+        prices = self.planner.prices
+        return sum(prices.room(kind) * number for kind, number in replica.taken.items()) // replica.count
 
     @cached_property
     def _least_crossing(self) -> tuple[float, float]:
@@ -234,11 +292,9 @@ class ClosedForms:
 
     def _state(self, num_devices: int, num_micro_batch: int) -> float:
         """Bytes of all parameters with their gradients and optimizer state, on devices that hold equal parts."""
-        prices, whole = self.planner.prices, float(self.planner.points.parameters[0, -1])
-        if num_micro_batch > 1:
-            return whole
         gradients = float(self.planner.pieces.gradients(self.planner.cluster.devices[0].kind, 1)[-1])
-        return whole - num_devices * prices.let_go(gradients / num_devices)
+        let_go = self.planner.prices.let_go(gradients / num_devices, Budget(sums_at_once=num_micro_batch == 1))
+        return self.planner.points.held.state - num_devices * let_go
 
     @staticmethod
     def _in_turn(strategy: Strategy) -> float:
@@ -272,7 +328,7 @@ class ClosedForms:
             self._totals[kind, width] = grid, np.array(values)
         return np.interp(rows, *self._totals[kind, width])
 
-    def _lane(self, replica: ReplicaSpec, firsts: Numbers, share: float, policy: str | Shares, pricing: StagePricing) -> Lane:
+    def _lane(self, replica: ReplicaSpec, firsts: Numbers, share: float, policy: Recomputation, pricing: StagePricing) -> Lane:
         m = replica.num_micro_batch or 1
         about = max(1, math.ceil(share / m - 1e-9))
         solver = self.planner.solver(replica, policy, pricing)
@@ -302,6 +358,7 @@ class ClosedForms:
         """The lane of a replica with given cuts."""
         pipeline, pieces, ranks = solver.pipeline, self.planner.pieces, replica.ranks or ()
         times, hosts, repeated = np.zeros((3, 2, len(ranks))), np.zeros((2, len(ranks))), np.zeros(len(ranks))
+        stages = np.zeros((pipeline.num_stages, 2, 2))
         defers = BUILDERS[pipeline.schedule].delays_weights
         for stage, rank in enumerate(pipeline.stage_rank):
             start, stop = units[stage], units[stage + 1]
@@ -321,30 +378,56 @@ class ClosedForms:
                 own[:2, 1] += count * np.array([1.0, 2.0]) * waiting.device.per_row
                 host += count * np.array([1.0, 2.0]) * waiting.host
             times[:, :, rank] += own
+            stages[stage] = own[:2]
             hosts[:, rank] += host
-        crossing = self._crossing(solver, units, hops)
+        crossing, read = self._crossing(solver, units, hops)
+        is_chain = all((stage, stage + 1) in read for stage in range(pipeline.num_stages - 1))
         held, room = solver.tables.on_ranks(placed, about, units)
         places = tuple((rank, units[stage], units[stage + 1]) for stage, rank in enumerate(pipeline.stage_rank))
-        return Lane(replica, pipeline, times, hosts, repeated, crossing, places, held, room)
+        return Lane(replica, pipeline, times, hosts, repeated, crossing, places, held, room, stages, None if is_chain else read)
 
-    def _crossing(self, solver: Solver, units: Sequence[int], hops: Hops) -> Floats:
-        """`Lane.hops`."""
-        points, pipeline = self.planner.points, solver.pipeline
+    def _crossing(self, solver: Solver, units: Sequence[int], hops: Hops) -> tuple[Floats, frozenset[tuple[int, int]]]:
+        """`Lane.hops`, `Lane.read`."""
+        pipeline = solver.pipeline
         ranks, found = pipeline.stage_rank, np.zeros((2, 2, pipeline.num_ranks))
         share = 0.5 if self.planner.prices.training else 1.0
+        passed, sent, read = self._payloads(units, ranks)
         for stage in range(pipeline.num_stages - 1):
-            a, b, place = ranks[stage], ranks[stage + 1], units[stage + 1]
-            if a == b:
-                continue
-            rank = min(a, b) if abs(a - b) == 1 else -1  # from the last one to the first
+            a, b = ranks[stage], ranks[stage + 1]
+            rank = min(a, b) - (a == b) if abs(a - b) < 2 else -1  # from the last one to the first
             few, many = sorted((pipeline.width(stage), pipeline.width(stage + 1)))
             copies = (many / few + 1) / 2 / few  # each of few hands it to several, whose gradients one of them sends
-            fixed, per_row = (share * copies * each[place] for each in (points.crossing_fixed, points.crossing_per_row))
-            latency = share * points.messages[place] * hops.latency[rank]
+            fixed, per_row = share * copies * passed[:2, stage]
+            latency = share * passed[2, stage] * hops.latency[rank]
             v = pipeline.num_chunks
             found[0, :, rank] += (latency + fixed * hops.per_byte[rank]) / v, per_row * hops.per_byte[rank] / v
-            found[1, :, rank] += fixed * hops.crowded[rank], per_row * hops.crowded[rank]
-        return found
+            found[1, :, rank] += share * copies * sent[:2, stage] * hops.crowded[rank]
+        return found, read
+
+    def _payloads(self, units: Sequence[int], ranks: Sequence[int]) -> tuple[Floats, Floats, frozenset[tuple[int, int]]]:
+        """Per stage but the last: fixed bytes, those per row and messages that the next one waits for; all that the next one is sent.
+
+        What a stage further on reads is sent there at once, or stays on its rank: nobody waits for it on the way. And the pairs of stages
+        of which the second reads what the first makes.
+        """
+        points, inner, read = self.planner.points, list(units[1:-1]), set[tuple[int, int]]()
+        passed: Floats = np.stack([points.crossing_fixed[inner], points.crossing_per_row[inner], points.messages[inner]])
+        directly = np.zeros_like(passed)
+        ends = np.searchsorted(np.array(units), points.far_ends, side="right")
+        for index in np.flatnonzero(ends[1] - ends[0] > 1).tolist():
+            far = points.far[index]
+            made, *readers = (bisect_right(units, unit) - 1 for unit in (far.made, *far.read))
+            payload = np.array(far.payload)
+            passed[:, made : readers[-1]] -= payload[:, None]
+            for reader in {*readers} - {made}:
+                read.add((made, reader))
+                if reader == made + 1:
+                    passed[:, made] += payload
+                elif ranks[reader] != ranks[made]:
+                    directly[:, reader - 1] += payload
+        read.update((stage, stage + 1) for stage in np.flatnonzero(passed[2] > 0.5).tolist())
+        passed = np.maximum(passed, 0.0) * (np.array(ranks[1:]) != np.array(ranks[:-1]))
+        return passed, passed + directly, frozenset(read)
 
     def _rows(self, lanes: Sequence[Lane], m: int) -> list[int]:
         """Rows of each replica that minimise the slowest."""
@@ -382,9 +465,10 @@ class ClosedForms:
             num_bytes = sum(float(trained[stop] - trained[start]) for start, stop in stages)
             update = prices.update_seconds(spec.kind, num_bytes)
             last, total = max(last, float(ends[rank]) + exposed + update), max(total, exposed + update)
-        if pipeline.stage_rank[0] != pipeline.stage_rank[-1] and self._tied:
+        tied = self._tied(lane)
+        if tied:
             rate = self.places.ends(firsts)
-            last += rate.fixed + rate.per_row * self._tied
+            last += rate.fixed + rate.per_row * tied
         return max(last, passes) if alike else passes + total
 
     def _exposed(self, spec: RankSpec, stages: Sequence[tuple[int, int]], rows: float, rate: Line, *, late: bool, hides: bool) -> float:
@@ -404,9 +488,11 @@ class ClosedForms:
             left = seconds
         return seconds
 
-    @cached_property
-    def _tied(self) -> float:
-        """Gradient bytes of parameters that distant pieces share (tied weights)."""
+    def _tied(self, lane: Lane) -> float:
+        """Gradient bytes of parameters that several ranks of a replica read (tied weights)."""
         points = self.planner.points
+        if not points.read_again:
+            return 0.0
+        ranks, starts, stops = zip(*lane.places, strict=True)
         trained = float(self.planner.pieces.trained(self.planner.cluster.devices[0].kind, 1)[-1])
-        return points.read_again / max(1.0, float(points.parameters[0, -1])) * trained
+        return points.read_apart((*starts, stops[-1]), ranks) / max(1.0, points.held.state) * trained

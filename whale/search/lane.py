@@ -34,6 +34,8 @@ class Lane:
     places: tuple[tuple[int, int, int], ...]  # (rank, first piece, end) of each stage
     held: Floats  # bytes per rank
     rooms: Floats  # bytes that each rank may hold
+    stages: Floats  # F and B of each stage as lines, ``[stages, 2, 2]``
+    read: frozenset[tuple[int, int]] | None  # stages of which the second reads the first; None where each reads the one before it
 
     def ranks(self, rows: Floats) -> tuple[Floats, Floats, Floats]:
         """F, B and W of each rank for a micro-batch of these rows: ``[ranks, rows]``."""
@@ -60,7 +62,22 @@ class Lane:
         hops = self.hops[0, 0, :, None] + self.hops[0, 1, :, None] * (rows / m)
         alive = np.array(pipeline.in_flight[: pipeline.num_ranks], dtype=np.float64)[:, None]
         recomputed = self.recomputed[:, None] * forward
-        return BUILDERS[pipeline.schedule].idle(RankPasses(forward, backward, weights, m, v, recomputed, hops, alive))
+        idle = BUILDERS[pipeline.schedule].idle(RankPasses(forward, backward, weights, m, v, recomputed, hops, alive))
+        return idle if self.read is None else np.maximum(0.0, idle - self._saved(rows / m, self.read))
+
+    def _saved(self, rows: Floats, read: frozenset[tuple[int, int]]) -> Floats:
+        """By how much sooner one micro-batch of these rows is through than if its stages ran in turn: branches run beside others."""
+        ranks, saved = self.pipeline.stage_rank, np.zeros_like(rows)
+        for kind, pairs in ((0, read), (1, {(after, before) for before, after in read})):
+            ends, free = dict[int, Floats](), dict[int, Floats]()
+            order = range(len(ranks)) if kind == 0 else reversed(range(len(ranks)))
+            for stage in order:
+                lasts = self.stages[stage, kind, 0] + self.stages[stage, kind, 1] * rows
+                waits = [ends[before] for before, after in pairs if after == stage]
+                ends[stage] = free[ranks[stage]] = np.maximum.reduce([free.get(ranks[stage], np.zeros_like(rows)), *waits]) + lasts
+                saved = saved + lasts
+            saved = saved - np.maximum.reduce(list(ends.values()))
+        return saved
 
     def ends(self, rows: float) -> tuple[float, Floats]:
         """Seconds of all micro-batches of a step, and when each rank ends its last backward pass or weight gradients."""

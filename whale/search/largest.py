@@ -28,13 +28,13 @@ from whale.search.freedom import freedom_of, pin_of
 from whale.search.open import is_divided
 from whale.search.searching import search
 
-MAX_BLOCKS = 4096
+MAX_BLOCKS = 4096  # a limit of the answer
 
 _EFFORT = 20  # of each search
 
 _TRIES = 2  # plans per search beyond the effort while nothing fits: strategies come in the order of what they seem to lack
 
-_GRAIN = 25  # depths closer than one part in this many count as equal; the estimate of memory is coarser
+_GRAIN = 25  # depths closer than one part in this many count as equal: the precision of the answer; that of memory is coarser
 
 _NUM_KNOWN = 2  # latest strategies that are tried before another search
 

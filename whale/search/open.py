@@ -1,4 +1,4 @@
-"""Strategies around a division by scopes or written replicas: devices, order, micro-batches, recomputation.
+"""Strategies around a division by scopes or written replicas: devices, order, micro-batches, recomputation; and the one where all is set.
 
 Let T_d be the time in which a device d alone would process all rows of what its rank computes. Then
 
@@ -18,19 +18,19 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import product
-from typing import Any
+from typing import Any, ClassVar
 
 from whale.config import Config
-from whale.config.keys import Shares
+from whale.config.keys import Recomputation
 from whale.errors import AnnotationError, WhaleError
 from whale.estimate import pipeline_seconds
 from whale.estimate.prices.prices import Prices
-from whale.ir.cluster import Device
+from whale.ir.cluster import Cluster, Device
 from whale.ir.graph import ModelGraph
 from whale.planning.annotations.taskgraphs import Annotations, assign_by_scopes, num_chunks, read_scopes, sizes_in
 from whale.planning.pipeline.placement import DevicePool, every_placement, placements
 from whale.planning.pipeline.scheduling import PipelineShape, shape_pipeline
-from whale.planning.plan import EstimatedPlan, plan_as_set
+from whale.planning.plan import EstimatedPlan, StatedPlan, plan_as_set, planned_as_set
 from whale.planning.shard.stage_price import StagePricing
 from whale.planning.strategy import Placed, ReplicaSpec, Strategy
 from whale.planning.structure.stages import Assignment
@@ -55,12 +55,13 @@ class OpenSpace:
     objective: Objective
     config: Config
     num_strategies: int = field(default=0, init=False)
-    takes_ungathered: bool = field(default=False, init=False)
     _annotated: dict[tuple[int, int], Annotations | None] = field(default_factory=dict, init=False)  # by devices and chunks
     _assigned: dict[tuple[int, int], Assignment] = field(default_factory=dict, init=False)  # the same
     _stages: dict[tuple[int, Order], tuple[PipelineShape, Assignment]] = field(default_factory=dict, init=False)
     _placements: dict[tuple[tuple[Device, ...], Order], tuple[tuple[Placed, ...], ...]] = field(default_factory=dict, init=False)
     _speeds: dict[tuple[int, Order, int, Device, int, int], float] = field(default_factory=dict, init=False)
+
+    takes_ungathered: ClassVar[bool] = False
 
     @property
     def prices(self) -> Prices:
@@ -82,16 +83,14 @@ class OpenSpace:
         pricing = self._pricing.reserving(lacking or {})
         cluster = self.prices.cluster
         if strategy == self.first:
-            estimated = plan_as_set(pricing, self.config, self.forms.num_rows)
-            self.takes_ungathered = bool(estimated.not_joined)
-            return estimated
+            return plan_as_set(pricing, self.config, self.forms.planner.cuts)
         own = strategy.replicas[0]
         order: dict[str, Any] = {"pipeline.schedule": own.schedule, "pipeline.num_chunks": own.num_chunks} if self._has_order else {}
         config = self.config.with_values({"pipeline.num_micro_batch": own.num_micro_batch, "recompute.policy": own.recompute} | order)
         placed = tuple(replica.names for replica in strategy.replicas if replica.names is not None)
         taken = cluster.only([device.name for device in strategy.devices or ()])
         pool = DevicePool(cluster, taken, partial(self._together, strategy), stated=placed)
-        return plan_as_set(pricing, config, self.forms.num_rows, pool)
+        return plan_as_set(pricing, config, self.forms.planner.cuts, pool)
 
     def known(self, start: Sequence[Strategy]) -> Iterator[Ranked]:
         """The plan without a search, so that the result is never worse."""
@@ -104,13 +103,13 @@ class OpenSpace:
     @cached_property
     def _ranked(self) -> Sequence[Ranked]:
         found = (Ranked(strategy, self._likely(strategy), effort_of(strategy)) for strategy in self._every())
-        return sorted(found, key=lambda each: each.place)
+        return sorted(found, key=lambda each: each.value)
 
     def plain(self, best: Strategy | None) -> Iterator[Ranked]:
         """On each other choice of devices, the strategy that promises most in the order of the best plan."""
         order = self.first if best is None else best
         same = [each for each in self._ranked if self._order_of(each.strategy) == self._order_of(order)]
-        yield from sorted({each.strategy.devices: each for each in reversed(same)}.values(), key=lambda each: each.place)
+        yield from sorted({each.strategy.devices: each for each in reversed(same)}.values(), key=lambda each: each.value)
 
     def spread(self) -> Iterator[Ranked]:
         """None: the scopes, or what is written, say what is split."""
@@ -131,7 +130,7 @@ class OpenSpace:
                     for placed in self._placed(plain):
                         yield replace(plain, replicas=tuple(replace(plain.replicas[0], names=names) for names in placed))
 
-    def _strategy(self, devices: Sequence[Device], order: Order, num_micro_batch: int, policy: str | Shares) -> Strategy:
+    def _strategy(self, devices: Sequence[Device], order: Order, num_micro_batch: int, policy: Recomputation) -> Strategy:
         own = ReplicaSpec(
             schedule=order.schedule if self._has_order else None,
             num_chunks=order.num_chunks if self._has_order else None,
@@ -240,7 +239,7 @@ class OpenSpace:
             assert annotations is not None, "of replicas that are written down nothing is known before they are planned"
             key = number, num_chunks(config)
             if key not in self._assigned:
-                self._assigned[key] = assign_by_scopes(self.prices.graph, annotations, self.forms.planner.structure)
+                self._assigned[key] = assign_by_scopes(self.prices.graph, annotations, self.forms.planner.cuts.structure)
             self._stages[number, order] = shape_pipeline(config, annotations, number), self._assigned[key]
         return self._stages[number, order]
 
@@ -287,3 +286,30 @@ class OpenSpace:
                     seconds += each.line(rows).at(rows)
             self._speeds[key] = 1 / max(m * seconds, 1e-30)
         return self._speeds[key]
+
+
+@dataclass(frozen=True)
+class AsSet:
+    """The space of one strategy: what settings, scopes or a written plan say."""
+
+    graph: ModelGraph
+    cluster: Cluster
+    config: Config
+    rows: int | None  # as of `plan_and_estimate`
+    num_strategies: ClassVar[int] = 1
+    takes_ungathered: ClassVar[bool] = True
+
+    def realize(self, strategy: Strategy) -> EstimatedPlan | StatedPlan:
+        return planned_as_set(self.graph, self.cluster, self.config, self.rows)
+
+    def known(self, start: Sequence[Strategy]) -> Iterator[Ranked]:
+        yield Ranked(Strategy((ReplicaSpec(),), self.cluster.devices), 0.0, 1.0)
+
+    def ranked(self) -> Iterator[Ranked]:
+        yield from ()
+
+    def plain(self, best: Strategy | None) -> Iterator[Ranked]:
+        yield from ()
+
+    def spread(self) -> Iterator[Ranked]:
+        yield from ()

@@ -20,6 +20,7 @@ from whale.estimate.costs.line import Floats
 from whale.estimate.prices.prices import Prices
 from whale.ir.cluster import Device
 from whale.planning.strategy import RankSpec, ReplicaSpec, Strategy
+from whale.sharding.keepers import connected
 
 Numbers = NDArray[np.int64]
 
@@ -44,6 +45,7 @@ class Places:
     _groups: dict[tuple[Device, int, int, _Taken], tuple[Numbers, tuple[int, ...]]] = field(default_factory=dict, init=False)
     _rates: dict[tuple[int, int, frozenset[tuple[int, int]]], Line] = field(default_factory=dict, init=False)
     _known: dict[bytes, Line] = field(default_factory=dict, init=False)
+    _local: dict[tuple[tuple[int, ...], tuple[int, ...]], Line] = field(default_factory=dict, init=False)
 
     def firsts(self, strategy: Strategy) -> list[Numbers]:
         """Per replica specification, the index of the first device of each rank of each replica: ``[replicas, ranks]``."""
@@ -141,7 +143,7 @@ class Places:
 
     def sums(self, firsts: Sequence[Numbers]) -> list[list[Line]]:
         """Per replica specification and rank, seconds of a gradient bucket's all-reduce by bytes, over all holders of the same stages."""
-        return [self._all(self._owners(own, firsts)) for own in firsts]
+        return [self._all(self._owners(own, firsts), firsts) for own in firsts]
 
     def alone(self, firsts: Sequence[Numbers]) -> list[float]:
         """Per replica specification, the largest share of a rank's state per owner that only one host holds."""
@@ -178,10 +180,12 @@ class Places:
 
     def ends(self, firsts: Sequence[Numbers]) -> Line:
         """The same for parameters that the first and the last rank of all replicas hold."""
-        return self._all(np.unique(np.concatenate([own[:, [0, -1]].reshape(-1) for own in firsts])).reshape(1, -1))[0]
+        return self._all(np.unique(np.concatenate([own[:, [0, -1]].reshape(-1) for own in firsts])).reshape(1, -1), firsts)[0]
 
-    def _all(self, owners: Numbers) -> list[Line]:
+    def _all(self, owners: Numbers, firsts: Sequence[Numbers]) -> list[Line]:
         hosts = self._host[owners]
+        if self.prices.costs.rounds is not None and len(set(groups := self._together(firsts))) > 1:
+            return [self._apart(*each) for each in zip(owners.tolist(), (np.array(groups)[row].tolist() for row in hosts), strict=True)]
         spread = ((hosts - hosts[:, :1]) * len(self.prices.cluster.hosts) + self._look[hosts]).tobytes()
         size, found = len(spread) // len(owners), list[Line]()
         for row in range(len(owners)):
@@ -196,9 +200,31 @@ class Places:
         key = len(owners), len(counts), frozenset((int(self._look[host]), count) for host, count in counts.items())
         if key not in self._rates:
             names = [self.prices.cluster.devices[number].name for number in owners.tolist()]
-            bucket, sent = float(self.prices.costs.bucket_bytes), Line(0.0, self.prices.sent_share)
-            self._rates[key] = all_reduce_line(self.prices.cluster, names, sent, 1, bucket) if len(names) > 1 else Line()
+            self._rates[key] = self._sum(names)
         return self._rates[key]
+
+    def _together(self, firsts: Sequence[Numbers]) -> tuple[int, ...]:
+        """Per host of the cluster, the number of the group that steps together; hosts that take no part are in one with some that does."""
+        names = [host.name for host in self.prices.cluster.hosts]
+        sets = {tuple(names[host] for host in row) for own in firsts for row in self._host[own].tolist()}
+        groups, used = connected(names, sets), {name for each in sets for name in each}
+        return tuple(group if name in used else groups[names.index(min(used))] for name, group in zip(names, groups, strict=True))
+
+    def _apart(self, owners: Sequence[int], groups: Sequence[int]) -> Line:
+        """Sums inside each group that steps on its own, and in some steps an average of weights and optimizer state over all."""
+        key = tuple(owners), tuple(groups)
+        if key not in self._local:
+            names = [self.prices.cluster.devices[number].name for number in owners]
+            inside = [self._sum([name for name, own in zip(names, groups, strict=True) if own == group]) for group in set(groups)]
+            between = self._sum(names) * self.prices.costs.averaged_share if len(inside) > 1 else Line()
+            self._local[key] = Line.largest(inside) + between
+        return self._local[key]
+
+    def _sum(self, names: Sequence[str]) -> Line:
+        costs = self.prices.costs
+        if len(names) < 2:
+            return Line()
+        return all_reduce_line(self.prices.cluster, names, Line(0.0, self.prices.sent_share), 1, float(costs.bucket_bytes))
 
     @cached_property
     def _number(self) -> dict[str, int]:

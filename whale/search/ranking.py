@@ -5,18 +5,23 @@ comes first, then single strategies by the closed form with their cuts.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from heapq import heapify, heappop, heappush
-from itertools import combinations, count
+from itertools import count
 
 import numpy as np
 
-from whale.config.keys import Shares
+from whale.config import Config
+from whale.config.keys import Choice, Recomputation
+from whale.estimate import Costs, estimate
 from whale.estimate.costs.line import Floats
-from whale.ir.plan import Plan
-from whale.planning.plan import EstimatedPlan
+from whale.ir.cluster import Cluster
+from whale.ir.graph import ModelGraph
+from whale.ir.plan import Plan, Replica, Stage
+from whale.planning.plan import EstimatedPlan, plan_as_set
+from whale.planning.shard.stage_price import StagePricing
 from whale.planning.strategy import ReplicaSpec, Strategy
 from whale.search.form import ClosedForms
 from whale.search.freedom import Freedom, Order
@@ -28,18 +33,24 @@ PER_PLAN = 64
 double: 8 to 38 % more; the results of 4 searches are the same.
 """
 
-SPLIT = 6  # how many times longer a plan with split stages takes to make
+# Figures below: of 10 searches of examples/benchmarks/constants.py on 2, 8, 16 and 96 devices.
 
-EASE = 1e-4
-"""Penalty per unit of effort in the order of strategies: many are about equally fast. 0 or doubled: 4 searches make as many plans, with the
-same results.
-"""
+SPLIT = 6  # how many times longer a plan with split stages takes to make; halved: the same, 8 % more plans, doubled: one is 0.9 % slower
 
-SPREAD = 3  # split groups over several hosts, or of unlike devices, that are planned
+SPREAD = 3  # split groups over several hosts, or of unlike devices, that are planned; 1 or 6: 19 searches make as many, with equal results
 
 FORMS = 2  # closed forms with cuts, per small plan of the effort; halved or doubled: 4 searches make as many plans, with the same results
 
-FEWEST_FORMS = 32  # closed forms with cuts, however small the effort: the relaxed ones rank too roughly to plan by
+FEWEST_FORMS = 32
+"""Closed forms with cuts, however small the effort: the relaxed ones rank too roughly to plan by. Halved or doubled: one search with the
+effort of one plan is slower, by 29 and 21 %.
+"""
+
+
+WORTH = 0.02
+"""Share of a step that not recomputing anything must save, for plans to be looked for that shard more state than fits demands. Halved or
+doubled: 20 searches of examples/benchmarks/constants.py in short memory are the same.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,11 +61,6 @@ class Ranked:
     value: float  # by the objective
     effort: float  # of making its plan, in small plans
     lack: float = 0.0  # bytes that it seems to lack
-
-    @property
-    def place(self) -> float:
-        """Sort key."""
-        return self.value * (1 + EASE * self.effort)
 
     def comes_near(self, limit: float) -> bool:
         return self.lack <= 0 and self.value <= limit
@@ -78,6 +84,7 @@ class FreeSpace:
     freedom: Freedom
     objective: Objective
     effort: float = math.inf  # how many small plans may be made
+    set_in: Config | None = None  # the settings, where they say how many stages there are: what they mean without a search is in the space
     num_strategies: int = field(default=0, init=False)  # in the space, once some were ranked
 
     @property
@@ -91,10 +98,16 @@ class FreeSpace:
         return Space(planner.cluster, self.freedom, planner.num_rows, planner.points.num_units, planner.pieces.can_split)
 
     def realize(self, strategy: Strategy) -> EstimatedPlan:
+        if self.set_in is not None and strategy.is_open:
+            return plan_as_set(
+                StagePricing.of(self.forms.planner.prices, self.set_in.communication.overlap), self.set_in, self.forms.planner.cuts
+            )
         return self.forms.planner.realize(self.forms.places.named(strategy))
 
     def known(self, start: Sequence[Strategy]) -> Iterator[Ranked]:
-        """Known good strategies that the devices suffice for; they need not be in the space."""
+        """What settings mean without a search; and known good strategies that the devices suffice for, which need not be in the space."""
+        if self.set_in is not None and self.freedom.using is None:
+            yield Ranked(Strategy((ReplicaSpec(),), self.forms.planner.cluster.devices), 0.0, 1.0)
         counts, by_name = self.space.counts, self.forms.planner.cluster.by_name
         for each in start:
             if each.is_open or any(counts.get(kind, 0) < number for kind, number in each.taken.items()):
@@ -115,23 +128,24 @@ class FreeSpace:
                     yield own
 
     def spread(self) -> Iterator[Ranked]:
-        """Single split groups over several hosts or device types that promise most: by computing, and what a split exchanges."""
-        order, policy, pieces = self.freedom.orders[0], self.freedom.policies[0], self.forms.planner.pieces
-        cluster, found, number = self.forms.planner.cluster, list[Ranked](), min(self.space.micro_batches(self.space.num_rows), default=0)
-        groups = list(self.space.spread()) if number else []
-        if not groups:
-            return
-        rows = self.space.num_rows / number
-        exchanged = self.forms.exchanged(rows)
-        for strategy in groups:
-            n = strategy.num_devices
-            slowest = min(cluster.link(*pair).bandwidth for pair in combinations(strategy.names, 2))
-            speed = sum(count / pieces.whole_seconds(kind, 1, rows) for kind, count in strategy.taken.items())
-            seconds = number * (1 / speed + exchanged * (n - 1) / n / slowest)
-            own = ordered(strategy, order, order, number, policy)
-            if not self._overflows(own, number):
-                found.append(Ranked(own, self.objective.likely(own, seconds, self.forms.least_held(own, number)), effort_of(own)))
-        yield from sorted(found, key=lambda each: each.value)[:SPREAD]
+        """Split groups over several hosts or device types that promise most.
+
+        Each with few micro-batches, and with more where memory may be short: up to so many that activations surely fit.
+        """
+        order, policy = self.freedom.orders[0], self.freedom.policies[0]
+        found = list[list[Ranked]]()
+        for strategy in self.space.spread():
+            own = list[Ranked]()
+            for number in self.space.micro_batches(self.space.num_rows // strategy.num_replicas):
+                each = ordered(strategy, order, order, number, policy)
+                if not self._overflows(each, number):
+                    seconds = self.forms.spread_seconds(each, number)
+                    own.append(Ranked(each, self.objective.likely(each, seconds, self.forms.least_held(each, number)), effort_of(each)))
+                if self.forms.surely_holds(each, number):
+                    break
+            found += [own] if own else []
+        for own in sorted(found, key=lambda each: each[0].value)[:SPREAD]:
+            yield from own
 
     def ranked(self) -> Iterator[Ranked]:
         """All strategies, best first; those that seem not to fit come last, the least lacking first."""
@@ -150,7 +164,7 @@ class FreeSpace:
             else:
                 num_forms += 1
                 for own in self._cut(first):
-                    heappush(heap, (own.lack, own.place, next(number), own))
+                    heappush(heap, (own.lack, own.value, next(number), own))
             heappush(heap, (0.0, float(first.values.min()), next(number), first))
 
     def _families(self) -> Iterator[tuple[float, _Family]]:
@@ -169,13 +183,9 @@ class FreeSpace:
         return any(self.forms.shortage(replica, num_micro_batch) for replica in strategy.replicas)
 
     def _relaxed(self, family: _Family) -> Floats:
-        strategy, orders, counts = family.strategy, family.orders, family.counts
-        seconds, held = self.forms.relaxed(strategy, orders, counts)
-        values = np.array(self.objective.likely(strategy, seconds, np.broadcast_to(held, seconds.shape)))  # a copy
-        tasks = np.array([[order.num_chunks] for order in orders]) * np.array(counts) * sum(each.num_ranks for each in strategy.replicas)
-        effort = (1 + (strategy.num_devices + tasks) / PER_PLAN) * (SPLIT if strategy.is_split else 1)
-        eased: Floats = values * (1 + EASE * effort)
-        return eased
+        strategy = family.strategy
+        seconds, held = self.forms.relaxed(strategy, family.orders, family.counts)
+        return np.array(self.objective.likely(strategy, seconds, np.broadcast_to(held, seconds.shape)))  # a copy
 
     def alone(self, replica: ReplicaSpec, num_micro_batch: int) -> float:
         """Seconds of replicas of one kind for the rows that match their speed, if all devices of the cluster took some."""
@@ -221,7 +231,42 @@ def _effort(num_devices: int, num_passes: float) -> float:
     return 1 + num_devices / PER_PLAN + num_passes / PER_PLAN
 
 
-def ordered(strategy: Strategy, order: Order, plain: Order, num_micro_batch: int, policy: str | Shares) -> Strategy:
+def gains_from(graph: ModelGraph, cluster: Cluster, config: Config) -> Callable[[Plan, Choice], bool]:
+    """Whether more sharded state may make a better plan: less memory; or a step that is enough shorter if it recomputes nothing.
+
+    Only up to stage 2, which costs little, and where plans like that take no more than the effort.
+    """
+    is_set = "recompute.policy" in config.explicit and config.recompute.policy != "auto"
+
+    def gains(plan: Plan, level: Choice) -> bool:
+        if config.planning.objective == "memory":
+            return True
+        if level == "3" or is_set or effort_of_plan(plan) > config.planning.effort or not _computes_again(plan):
+            return False
+        keeping = replace(plan, replicas=tuple(map(_keeping, plan.replicas)))
+        costs = Costs.for_model(config, graph, cluster)
+        return estimate(keeping, graph, cluster, costs).step_seconds < (1 - WORTH) * plan.step_seconds
+
+    return gains
+
+
+def _computes_again(plan: Plan) -> bool:
+    stages = (stage for replica in plan.replicas for stage in replica.stages)
+    return any(pipeline.recomputed_stages for pipeline in plan.pipelines) or any(
+        segment.recompute for stage in stages for segment in stage.program
+    )
+
+
+def _keeping(replica: Replica) -> Replica:
+    """The replica if it recomputed nothing."""
+
+    def stage(own: Stage) -> Stage:
+        return replace(own, program=tuple(replace(segment, recompute=False) for segment in own.program))
+
+    return replace(replica, stages=tuple(map(stage, replica.stages)), pipeline=replace(replica.pipeline, recomputed_stages=()))
+
+
+def ordered(strategy: Strategy, order: Order, plain: Order, num_micro_batch: int, policy: Recomputation) -> Strategy:
     """Sets order, micro-batches and policy; replicas of one rank get the plain order."""
 
     def with_order(replica: ReplicaSpec) -> ReplicaSpec:

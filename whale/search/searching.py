@@ -1,6 +1,7 @@
 """The search: strategies ordered by a closed form; the first are planned and simulated, and the best is taken.
 
-space       replicas over device types, orders, numbers of micro-batches
+states      what is sharded and offloaded, where that is open: the next one where nothing fits, or where it may be better
+space       replicas over device types, orders, numbers of micro-batches; one strategy where all is set
    | form       closed form of a step: of all strategies relaxed, of the first ones with their cuts
    | realize    cuts, rows, recomputation, split axes; the event simulation judges
 SearchResult
@@ -12,26 +13,26 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Protocol
 
 from whale.config import Config
-from whale.errors import ConfigError, WhaleError
+from whale.errors import ConfigError, OutOfMemory, WhaleError
 from whale.estimate import Costs, StepEstimate
 from whale.estimate.prices.prices import Prices
 from whale.ir.cluster import Cluster, Device
 from whale.ir.graph import ModelGraph
 from whale.ir.plan import Choice, Plan
 from whale.planning.pipeline.balance import MemoryShortage
-from whale.planning.plan import EstimatedPlan
+from whale.planning.plan import EstimatedPlan, StatedPlan
 from whale.planning.realizing import Realizer
 from whale.planning.replicas.joining import mixes_samples
-from whale.planning.strategy import Strategy
+from whale.planning.strategy import StateSpec, Strategy, strategy_of
 from whale.progress import without_collecting
-from whale.search.failure import failure
 from whale.search.form import ClosedForms
-from whale.search.freedom import freedom_of
+from whale.search.freedom import States, describe_state, freedom_of, pin_of
 from whale.search.objective import Objective, check_prices
-from whale.search.open import OpenSpace, is_divided
-from whale.search.ranking import PER_PLAN, FreeSpace, Ranked
+from whale.search.open import AsSet, OpenSpace, is_divided
+from whale.search.ranking import PER_PLAN, FreeSpace, Ranked, gains_from
 from whale.units import counted
 
 NUM_RUNNERS_UP = 5  # listed in the plan's choice
@@ -47,7 +48,10 @@ RUNNERS_UP_SHARE = 20
 as many plans.
 """
 
-TRIES = 6  # plans beyond the effort while nothing fits
+TRIES = 6
+"""Plans beyond the effort while nothing fits. Halved or doubled: 20 searches of examples/benchmarks/constants.py in short memory, half of
+them with the effort of one plan, are the same.
+"""
 
 REFUSED = 5
 """Plans that take as long as one that does not fit: it is made again with less memory. Counted while nothing fits: in the same 100 searches
@@ -55,13 +59,45 @@ REFUSED = 5
 """
 
 
+NEARLY = 0.05
+"""Share by which a strategy that the effort suffices for may promise less than the first, and be planned before it. On 1,024 devices of
+three types the search takes 2.4 CPU seconds for a step of 4.68 s; with 0 14 seconds for one of 5.01 s.
+"""
+
+
+class StrategySpace(Protocol):
+    """What a search ranges over with one state."""
+
+    @property
+    def num_strategies(self) -> int: ...
+
+    @property
+    def takes_ungathered(self) -> bool: ...
+
+    def realize(self, strategy: Strategy) -> EstimatedPlan | StatedPlan:
+        """The plan of a strategy, with its estimate."""
+
+    def known(self, start: Sequence[Strategy]) -> Iterator[Ranked]:
+        """Strategies that are planned first, whatever the effort; `start` is good on a similar cluster."""
+
+    def ranked(self) -> Iterator[Ranked]:
+        """All strategies, best first."""
+
+    def plain(self, best: Strategy | None) -> Iterator[Ranked]:
+        """What people try first: planned where it promises to be better than the best plan, whatever the effort."""
+
+    def spread(self) -> Iterator[Ranked]:
+        """Split groups that no host has, likewise."""
+
+
 @dataclass(frozen=True)
 class Candidate:
     """A strategy (without device names) with its plan; `EstimatedPlan.finished` adds the reasons."""
 
     strategy: Strategy
-    estimated: EstimatedPlan
+    estimated: EstimatedPlan | StatedPlan
     objective: Objective
+    is_as_set: bool = False  # whether there was no other strategy
 
     @property
     def seconds(self) -> float:
@@ -123,8 +159,10 @@ class SearchResult:
             raise ConfigError(f"there is no runner-up {number}; the search has {len(self.others)}")
         own = self.others[number - 1]
         plan, step = own.estimated.finished()
-        choice = Choice("search", f"runner-up {number}", str(own), bound=f"the best is {self.best}")
-        return replace(plan, choices=(choice, *plan.choices)), step
+        choices = [Choice("search", f"runner-up {number}", str(own), bound=f"the best is {self.best}")]
+        if own.strategy.state is not None:
+            choices.append(Choice("memory", "state", describe_state(own.strategy.state, plan)))
+        return replace(plan, choices=(*choices, *plan.choices)), step
 
     def __str__(self) -> str:
         return str(self.best)
@@ -154,11 +192,12 @@ def search(
     start: Sequence[Strategy] = (),
     using: Device | None = None,
     tries: int = TRIES,
+    is_brief: bool = False,
     tell: Callable[[str], None] | None = None,
 ) -> SearchResult:
     """Finds the best plan by ``planning.objective``, where scopes and the configuration leave a choice.
 
-    What was set stays: scopes, written replicas, micro-batches, order, stages, recomputation. Ctrl-C ends the search with
+    What was set stays: scopes, written replicas, micro-batches, order, stages, recomputation, state. Ctrl-C ends the search with
     the best plan so far, if there is one.
 
     Args:
@@ -171,6 +210,7 @@ def search(
             strategies to the search.
         using: a device type that every plan must have; None for any.
         tries: plans beyond the effort while nothing fits.
+        is_brief: whether to end at the plan that settings mean without a search, where it fits.
         tell: is called after each plan with the progress in words.
 
     Raises:
@@ -180,27 +220,54 @@ def search(
         ClusterError: the objective is cost, and a device has no price.
         WhaleError: the model cannot be divided in any way.
     """
-    num_rows = graph.num_rows if rows is None else rows
-    prices = Prices(graph, cluster, Costs.for_model(config, graph, cluster))
-    freedom = replace(freedom_of(config, mixes_samples=mixes_samples(prices)), using=using)
     if config.planning.objective == "cost":
         check_prices(cluster)
-    objective = Objective(config.planning.objective, cluster, num_rows)
-    forms = ClosedForms(Realizer(prices, freedom.config, num_rows))
-    effort = config.planning.effort if effort is None else effort
-    free = FreeSpace(forms, freedom, objective, effort)
-    space = OpenSpace(forms, freedom, objective, config) if is_divided(graph, config) else free
-    run = Run(objective, effort, space.realize, tell, tries)
-    run.takes_ungathered = space.takes_ungathered
+    num_rows = graph.num_rows if rows is None else rows
+    objective, most = Objective(config.planning.objective, cluster, num_rows), config.planning.effort if effort is None else effort
+    states = States.of(config, len(cluster.devices))
+    run = Run(objective, states, tell, tries)
+    is_pinned = pin_of(config) is not None
     with run.kept():
-        run.look_at(space.known(start), is_must=True)
-        run.look_at(space.ranked())
-        run.look_at(space.plain(None if run.best is None else run.best.strategy), is_must=True)
-        run.look_at(space.spread(), is_must=True)
-    run.conclude()
-    if run.best is None:
-        raise failure(run.faults, run.short, space, free)
-    return run.result(space.num_strategies)
+        for state, share in states.in_turn(run.plan_at, gains_from(graph, cluster, config)):
+            own, left = state.set_in(config), max(1.0, share * most)
+            if is_brief or is_pinned:
+                as_set = AsSet(graph, cluster, own, rows)
+                run.look_in(as_set, state, left)
+                if run.has_plan(state) or is_pinned or not run.is_short:
+                    run.raise_other(as_set, None)
+                    continue
+            space, free = _spaces(graph, cluster, own, num_rows, objective, left, using)
+            run.look_in(space, state, left, start)
+            run.raise_other(space, free)
+        run.conclude()
+    return run.result()
+
+
+def _spaces(
+    graph: ModelGraph, cluster: Cluster, config: Config, num_rows: int, objective: Objective, effort: float, using: Device | None
+) -> tuple[FreeSpace | OpenSpace, FreeSpace]:
+    """The space to search with these settings, and the space if nothing divided the model."""
+    prices = Prices(graph, cluster, Costs.for_model(config, graph, cluster))
+    freedom = replace(freedom_of(config, mixes_samples=mixes_samples(prices)), using=using)
+    forms, divided = ClosedForms(Realizer(prices, freedom.config, num_rows)), is_divided(graph, config)
+    has_rule = config.pipeline.num_stages is not None and not divided
+    free = FreeSpace(forms, freedom, objective, effort, config if has_rule else None)
+    return OpenSpace(forms, freedom, objective, config) if divided else free, free
+
+
+def affordable_first(ranked: Iterable[Ranked], effort: float) -> Iterator[Ranked]:
+    """Strategies in their order; where the first takes more than the effort, after one that does not and promises nearly as much."""
+    waiting, others = list[Ranked](), iter(ranked)
+    for each in others:
+        is_near = not waiting or each.comes_near((1 + NEARLY) * waiting[0].value)
+        if is_near and each.effort <= effort:
+            yield each
+            break
+        waiting.append(each)
+        if not is_near:
+            break
+    yield from waiting
+    yield from others
 
 
 @dataclass(eq=False)
@@ -212,21 +279,69 @@ class Run:
     """
 
     objective: Objective
-    effort: float  # what is left of it
-    realize: Callable[[Strategy], EstimatedPlan]
+    states: States
     tell: Callable[[str], None] | None
     tries: int = TRIES
+    space: StrategySpace = field(init=False)  # that is looked in
+    state: StateSpec = field(init=False)  # of its plans
+    effort: float = field(default=0.0, init=False)  # what is left of it
     best: Candidate | None = field(default=None, init=False)  # the best plan so far
     candidates: dict[Strategy, Candidate] = field(default_factory=dict, init=False)  # the best plan of each strategy
     ungathered: dict[Strategy, Candidate] = field(default_factory=dict, init=False)
-    takes_ungathered: bool = field(default=False, init=False)
-    faults: list[WhaleError] = field(default_factory=list, init=False)  # of strategies without a plan
-    short: list[tuple[Strategy, MemoryShortage]] = field(default_factory=list, init=False)  # strategies whose plans do not fit
+    fault: WhaleError | None = field(default=None, init=False)  # of the last state without a plan
     num_planned: int = field(default=0, init=False)  # plans that were made and estimated
+    num_strategies: int = field(default=0, init=False)  # in the spaces
     was_interrupted: bool = field(default=False, init=False)
+    _faults: list[WhaleError] = field(default_factory=list, init=False)  # of strategies without a plan, in this state
+    _short: list[tuple[Strategy, MemoryShortage]] = field(default_factory=list, init=False)  # strategies whose plans do not fit
     _num_tries: int = field(default=0, init=False)
     _refused: float = field(default=0.0, init=False)  # effort that refused plans took beyond that of others, while nothing fits
     _seen: set[Strategy] = field(default_factory=set, init=False)
+    # the best plan with each state that was looked at, but for `ungathered`
+    _of_states: dict[StateSpec, Candidate | None] = field(default_factory=dict, init=False)
+
+    def look_in(self, space: StrategySpace, state: StateSpec, effort: float, start: Sequence[Strategy] = ()) -> None:
+        """Plans the strategies of a space that promise most, with so much effort."""
+        self.space, self.state, self.effort, self._num_tries, self._refused = space, state, effort, 0, 0.0
+        self._of_states.setdefault(state, None)
+        for known in (self._faults, self._short, self._seen):
+            known.clear()
+        self.look_at(space.known(start), is_must=True)
+        self.look_at(affordable_first(space.ranked(), effort))
+        self.look_at(space.plain(None if self.best is None else self.best.strategy), is_must=True)
+        self.look_at(space.spread(), is_must=True)
+        self.num_strategies += space.num_strategies
+
+    def plan_at(self, offload: str) -> Plan | None:
+        """The best plan so far that keeps this on hosts, and gathers the rows that an op needs together."""
+        found = [each for state, each in self._of_states.items() if each is not None and state.offload == offload]
+        return min(found, key=lambda each: each.rank).estimated.plan if found else None
+
+    def has_plan(self, state: StateSpec) -> bool:
+        return self._of_states[state] is not None
+
+    @property
+    def is_short(self) -> bool:
+        """Whether plans of this state did not fit."""
+        return bool(self._short)
+
+    def raise_other(self, space: FreeSpace | OpenSpace | AsSet, free: FreeSpace | None) -> None:
+        """Raises why there is no plan in this state, unless that is lack of memory, or it is only compared with others; `fault` keeps it.
+
+        `free`: the space if nothing divided the model.
+        """
+        if self.best is not None or self.ungathered:
+            return
+        from whale.search.failure import failure, is_lack_of_memory  # needed here alone
+
+        if isinstance(space, AsSet) or free is None:
+            self.fault = self._faults[0]
+        elif self.state != self.states.last and is_lack_of_memory(self._faults, self._short, space, free):
+            return
+        else:
+            self.fault = failure(self._faults, self._short, space, free)
+        if not isinstance(self.fault, OutOfMemory):
+            raise self.fault
 
     def look_at(self, ranked: Iterable[Ranked], *, is_must: bool = False) -> None:
         """Plans strategies in order, while effort is left and they promise to beat the best plan.
@@ -251,7 +366,7 @@ class Run:
         The very first is always planned. The larger the share of the effort left, the more a strategy must promise; a few that
         promise less are planned as runners-up.
         """
-        if not self.num_planned and not self.faults:
+        if not self.num_planned and not self._faults:
             return True
         if self.best is None:
             self._num_tries += each.effort > self.effort - self._refused
@@ -270,19 +385,26 @@ class Run:
     def _plan(self, strategy: Strategy) -> bool:
         """Makes and keeps the plan of a strategy; whether memory suffices for it."""
         self._seen.add(strategy)
+        is_rule = strategy.is_open and isinstance(self.space, FreeSpace)  # what settings mean without a search: they may leave more
         try:
-            estimated = self.realize(strategy)
+            estimated = self.space.realize(strategy)
         except WhaleError as fault:
-            self.faults.append(fault)
+            if is_rule:
+                return True
+            self._faults.append(fault)
             if isinstance(fault, MemoryShortage):
-                self.short.append((strategy, fault))
+                self._short.append((strategy, fault))
             return not isinstance(fault, MemoryShortage)
         self.num_planned += 1
-        own = Candidate(strategy.unnamed, estimated, self.objective)
-        is_ungathered = bool(estimated.not_joined) and not self.takes_ungathered
+        if is_rule:
+            strategy = strategy_of(estimated.plan, self.objective.cluster) or strategy
+        named = replace(strategy.unnamed, state=self.state if self.states.are_open else None)
+        own = Candidate(named, estimated, self.objective, isinstance(self.space, AsSet))
+        is_ungathered = bool(estimated.not_joined) and not self.space.takes_ungathered
         found = self.ungathered if is_ungathered else self.candidates
         found[own.strategy] = min(own, found.get(own.strategy, own), key=lambda each: each.rank)
         if not is_ungathered:
+            self._of_states[self.state] = min(own, self._of_states[self.state] or own, key=lambda each: each.rank)
             self.best = own if self.best is None else min(self.best, own, key=lambda each: each.rank)
         return True
 
@@ -308,15 +430,34 @@ class Run:
                 raise
             self.was_interrupted = True
 
-    def result(self, num_strategies: int) -> SearchResult:
-        """The result, once there is a plan: Ctrl-C restarts its last part, a second one ends all."""
+    def result(self) -> SearchResult:
+        """The result: Ctrl-C restarts its last part, a second one ends all.
+
+        Raises:
+            WhaleError: there is no plan; of the last state.
+        """
         best = self.best
-        assert best is not None
+        if best is None:
+            assert self.fault is not None, "the last state says why it has no plan"
+            raise self.fault
         others = sorted((each for each in self.candidates.values() if each.strategy != best.strategy), key=lambda each: each.rank)
         try:
             plan, step = best.estimated.finished()
         except KeyboardInterrupt:
             self.was_interrupted = True
             plan, step = best.estimated.finished()
-        found = SearchResult(plan, step, best, tuple(others), num_strategies, self.num_planned, self.was_interrupted)
-        return replace(found, plan=replace(plan, choices=(found.choice, *plan.choices)))
+        found = SearchResult(plan, step, best, tuple(others), self.num_strategies, self.num_planned, self.was_interrupted)
+        searched = () if best.is_as_set else (found.choice,)
+        return replace(found, plan=replace(plan, choices=(*self._state_choices(best), *searched, *plan.choices)))
+
+    def _state_choices(self, best: Candidate) -> Iterator[Choice]:
+        """Why more is sharded or offloaded than settings ask for."""
+        state = best.strategy.state
+        if state in (None, self.states.first):
+            return
+        assert state is not None
+        looked = list(self._of_states)
+        others = (each for each in self.candidates.values() if each.strategy.state in looked[: looked.index(state)])
+        other = min(others, key=lambda each: each.rank, default=None)
+        bound = "nothing fits otherwise" if other is None else f"{self.objective.text(other.value)} with {other.strategy.state}"
+        yield Choice("memory", "state", describe_state(state, best.estimated.plan), bound=bound)

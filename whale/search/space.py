@@ -20,9 +20,14 @@ FORMS = 4
 for 64 devices of three types; the result is the same.
 """
 
-DEEPEST = 64  # most ranks of a replica over several device types, on many devices
+# Figures of the next two: of 10 searches of examples/benchmarks/constants.py on 2, 8, 16 and 96 devices.
 
-PAIR = 2  # with more device types along a pipeline all split groups have one width, on many devices
+DEEPEST = 64  # most ranks of a replica over several device types, on many devices; halved or doubled: none differs
+
+PAIR = 2
+"""With more device types along a pipeline all split groups have one width, on many devices. 1: two searches are slower, by 4 and 29 %; 4:
+none differs.
+"""
 
 HALF_WAY = 2**0.5  # from a power of two to the next, geometrically; 1.25 or 1.75: the results of 4 searches are the same
 
@@ -75,17 +80,24 @@ class Space:
         yield from filter(self._is_asked_for, dict.fromkeys(found))
 
     def spread(self) -> Iterator[Strategy]:
-        """Few devices as one split group that no host has: of several hosts, of several types, or of another number."""
+        """Few devices as one split group that no host has: of several hosts, of several types, or of another number.
+
+        Each alone, and beside a copy of the model on every other device.
+        """
         if not self.is_small or self.freedom.near is not None:
             return
         seen, devices = set[object](), self.cluster.devices
         for number in range(2, len(devices) + 1):
             for group in combinations(devices, number):
-                placed = (tuple(device.name for device in group),)
-                look = self._look((placed,))
-                if look not in seen and (number not in self.widths[group[0].kind] or len({(own.kind, own.host) for own in group}) > 1):
-                    seen.add(look)
-                    yield from filter(self._is_asked_for, [Strategy((ReplicaSpec((RankSpec.of(group),), names=placed),))])
+                if number in self.widths[group[0].kind] and len({(own.kind, own.host) for own in group}) == 1:
+                    continue
+                others = tuple(ReplicaSpec((RankSpec(own.kind),), names=((own.name,),)) for own in devices if own not in group)
+                split = ReplicaSpec((RankSpec.of(group),), names=(tuple(own.name for own in group),))
+                for replicas in dict.fromkeys(((split,), (split, *others))):
+                    look = self._look([own.names or () for own in replicas])
+                    if look not in seen:
+                        seen.add(look)
+                        yield from filter(self._is_asked_for, [Strategy(replicas)])
 
     def turns(self, strategy: Strategy) -> tuple[Sequence[Order], Sequence[int]]:
         """The distinct orders of a set of replicas, and numbers of micro-batches; with one rank only the first order."""

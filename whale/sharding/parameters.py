@@ -9,7 +9,7 @@ worked out once, on demand, however many replicas and layers there are.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
@@ -17,11 +17,11 @@ from math import prod
 from whale.axes.labels import label
 from whale.axes.values import Axes, Dimension, may_lie_in_parts
 from whale.errors import PlanError
-from whale.ir.graph import DTYPE_BYTES, ModelGraph
-from whale.ir.plan import BATCH, Plan, Replica, Shard, Stage
+from whale.ir.graph import ModelGraph
+from whale.ir.plan import BATCH, Plan, Replica, Shard, Stage, members_of
 from whale.sharding.index_sets import IndexSpace, Runs, axis_sizes, intervals
-from whale.sharding.keepers import ROWS, Keeping, SharedOut, Ways, deal
-from whale.sharding.sharding import Region, Sharding
+from whale.sharding.keepers import ROWS, Keeping, SharedOut, Ways, deal_by_group
+from whale.sharding.sharding import Piece, Region, Sharding
 
 
 @dataclass(frozen=True)
@@ -96,6 +96,9 @@ class Holders:
         self.gathered.append(Holder(place, devices, self._patterns[look]))
 
 
+Places = tuple[tuple[int, int], ...]
+"""(Replica, stage) pairs."""
+
 Forms = tuple[tuple[int, GroupHolding], ...]
 """(Number of a pattern, how it holds a parameter) for each pattern that has it."""
 
@@ -107,8 +110,10 @@ class ParameterShardings:
     holders: tuple[Holder, ...]  # who holds what
     axes: Axes | None  # of the model; None where nothing is sharded
     names: tuple[str, ...]  # of the devices, by number
-    # per parameter whose state is sharded over owners, its keepers and its shape
-    keeping: Mapping[str, tuple[Keeping, tuple[int, ...]]] = field(default_factory=dict)
+    # per parameter whose state is sharded over owners, its keepers, of each group that keeps a copy, and its shape
+    keeping: Mapping[str, tuple[tuple[Keeping, ...], tuple[int, ...]]] = field(default_factory=dict)
+    groups: tuple[tuple[int, ...], ...] = ()  # of devices that keep a copy of sharded state together; empty where all do
+    sync_groups: tuple[tuple[int, ...], ...] = ()  # of devices that sum gradients in each step; empty where all do
 
     @cached_property
     def _by_pattern(self) -> tuple[tuple[Pattern, tuple[Holder, ...]], ...]:
@@ -140,12 +145,12 @@ class ParameterShardings:
         """By (replica, stage)."""
         return {holder.place: holder.pattern for holder in self.holders}
 
-    def places(self, name: str) -> tuple[tuple[int, int], ...]:
+    def places(self, name: str) -> Places:
         """The (replica, stage) pairs that hold a parameter."""
         return self._places[self._patterns_of[name]]
 
     @cached_property
-    def _places(self) -> Mapping[tuple[int, ...], tuple[tuple[int, int], ...]]:
+    def _places(self) -> Mapping[tuple[int, ...], Places]:
         sets = dict.fromkeys(self._patterns_of.values())
         return {numbers: tuple(sorted(holder.place for n in numbers for holder in self._by_pattern[n][1])) for numbers in sets}
 
@@ -166,10 +171,69 @@ class ParameterShardings:
         """The sharding of the form that the optimizer steps; devices outside its mesh have none of it."""
         if name not in self.keeping:
             return self.gradient(name).final
-        keeping, _ = self.keeping[name]
-        if keeping.rows:
-            return Sharding.along(keeping.devices, ROWS, keeping.rows)
-        return Sharding(keeping.devices, tuple(self.gradient(name).held[device] for device in keeping.devices))
+        copies, shape = self.keeping[name]
+        devices, held = tuple(device for own in copies for device in own.devices), self.gradient(name).held
+        if self.is_cut_by_keepers(name):
+            parts = (Sharding.along(own.devices, ROWS, own.rows or shape[:1]) for own in copies)
+            return Sharding(devices, tuple(region for own in parts for region in own.regions))
+        return Sharding(devices, tuple(held[device] for device in devices))
+
+    def is_cut_by_keepers(self, name: str) -> bool:
+        """Whether several owners each keep rows of the optimizer's form."""
+        return name in self.keeping and any(own.rows for own in self.keeping[name][0])
+
+    def is_all_rows(self, name: str, region: Region) -> bool:
+        """Whether the region is all of a parameter that other keepers cut."""
+        return region.axes == (ROWS,) and region.volume == self.keeping[name][1][0]
+
+    def among(self, owners: Collection[int]) -> tuple[tuple[int, ...], ...]:
+        """Owners of a parameter, by the group in which they keep a copy of its state."""
+        return _among(owners, self._group_of) if self.groups else (tuple(owners),)
+
+    def together(self, owners: Iterable[int]) -> tuple[tuple[int, ...], ...]:
+        """Owners of a parameter, by the group in which they sum gradients in each step; none where all do."""
+        return _among(owners, self._sync_group_of) if self.sync_groups else ()
+
+    @cached_property
+    def _group_of(self) -> Mapping[int, int]:
+        return _numbered(self.groups)
+
+    @cached_property
+    def _sync_group_of(self) -> Mapping[int, int]:
+        return _numbered(self.sync_groups)
+
+    def pieces_by_group(self, name: str) -> tuple[tuple[Places, tuple[Piece, ...]], ...]:
+        """Of each group that keeps a copy, the places that hold the parameter on its devices, and the pieces of what these hold."""
+        return self._divided(name, self._group_of)
+
+    def summed_pieces(self, name: str) -> tuple[tuple[Places, tuple[Piece, ...]], ...]:
+        """The same of each group that sums gradients in each step."""
+        return self._divided(name, self._sync_group_of)
+
+    def _divided(self, name: str, group_of: Mapping[int, int]) -> tuple[tuple[Places, tuple[Piece, ...]], ...]:
+        gradient = self.gradient(name)
+        key = id(gradient), self._patterns_of[name], id(group_of)
+        if key not in self._by_group:
+            self._by_group[key] = tuple(self._parts(gradient, self.places(name), group_of))
+        return self._by_group[key]
+
+    @cached_property
+    def _by_group(self) -> dict[tuple[int, tuple[int, ...], int], tuple[tuple[Places, tuple[Piece, ...]], ...]]:
+        return {}
+
+    def _parts(self, gradient: Sharding, places: Places, group_of: Mapping[int, int]) -> Iterator[tuple[Places, tuple[Piece, ...]]]:
+        if not group_of:
+            yield places, gradient.pieces
+            return
+        for group in _among(gradient.mesh, group_of):
+            own = set(group)
+            held = [each for each in zip(gradient.mesh, gradient.regions, gradient.own_terms, strict=True) if each[0] in own]
+            part = Sharding(*(tuple(each) for each in zip(*held, strict=True)))
+            yield tuple(place for place in places if not own.isdisjoint(self._devices_at[place])), part.pieces
+
+    @cached_property
+    def _devices_at(self) -> Mapping[tuple[int, int], tuple[int, ...]]:
+        return {holder.place: holder.devices for holder in self.holders}
 
     def ways(self, name: str) -> Iterator[tuple[int, ...]]:
         """Sets of devices that together hold a parameter once: split groups with parts of it, and single devices with all of it."""
@@ -205,7 +269,7 @@ class ParameterShardings:
 
     def space(self, name: str) -> IndexSpace:
         """The index space of a parameter's regions. It has no dimensions for a parameter that no op reads, which is whole."""
-        if name in self.keeping and self.keeping[name][0].rows:
+        if self.is_cut_by_keepers(name):
             sizes = {ROWS if dim == 0 else f"dimension {dim}": size for dim, size in enumerate(self.keeping[name][1])}
             return IndexSpace(tuple((axis,) for axis in sizes), sizes)
         return IndexSpace(self._dimensions(name), self._sizes, frozenset() if self.axes is None else self.axes.folded)
@@ -258,6 +322,19 @@ class ParameterShardings:
         return Sharding(tuple(held), tuple(held.values()), tuple(terms.values()))
 
 
+def _numbered(groups: Iterable[tuple[int, ...]]) -> dict[int, int]:
+    """Per device, the number of its group."""
+    return {device: number for number, group in enumerate(groups) for device in group}
+
+
+def _among(owners: Iterable[int], group_of: Mapping[int, int]) -> tuple[tuple[int, ...], ...]:
+    """Owners by their group."""
+    found: dict[int, list[int]] = {}
+    for owner in owners:
+        found.setdefault(group_of[owner], []).append(owner)
+    return tuple(tuple(found[number]) for number in sorted(found))
+
+
 def parameter_shardings(plan: Plan, graph: ModelGraph, axes: Axes | None) -> ParameterShardings:
     """Where the parameters and buffers of a plan are held; devices are ranks of the plan. `axes` is None where no stage is sharded."""
     partial: dict[tuple[tuple[str, ...], tuple[Shard, ...]], frozenset[str]] = {}
@@ -275,11 +352,12 @@ def parameter_shardings(plan: Plan, graph: ModelGraph, axes: Axes | None) -> Par
                     own |= frozenset(stage.parameters)  # of these, what is whole
             devices = tuple(plan.rank_of[device] for device in stage.virtual_device.devices)
             holders.add((replica.index, stage.index), devices, stage.parameters, stage.split, stage.shards, own)
-    found = ParameterShardings(tuple(holders.gathered), axes, plan.devices)
+    groups, together = (tuple(map(tuple, members_of(own))) for own in (plan.keeper_groups, plan.sync_groups))
+    found = ParameterShardings(tuple(holders.gathered), axes, plan.devices, groups=groups, sync_groups=together)
     shared = tuple(_shared_out(plan, graph, found))
     if not shared:
         return found
-    dealt = deal(shared, plan.keeper_shares or (1,) * len(plan.devices))
+    dealt = deal_by_group(shared, plan.keeper_shares or (1,) * len(plan.devices), found.groups)
     return replace(found, keeping={name: (own, graph.parameter_by_name[name].spec.shape) for name, own in dealt.items()})
 
 
@@ -295,7 +373,7 @@ def _shared_out(plan: Plan, graph: ModelGraph, shardings: ParameterShardings) ->
                 sizes = {device: parts[region] for region, devices in gradient.devices_of.items() for device in devices}
                 sets = dict.fromkeys(shardings.ways(name))
                 known[look] = tuple({device: sizes[device] for device in way if device in sizes} for way in sets)
-            num_bytes = spec.num_elements * DTYPE_BYTES[state.kept.dtype] * (1 + state.num_optimizer_tensors)
+            num_bytes = spec.num_elements * state.element_bytes
             yield SharedOut(name, 1 if gradient.is_sharded or not spec.shape else spec.shape[0], num_bytes, known[look])
 
 

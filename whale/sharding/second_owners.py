@@ -16,8 +16,8 @@ from functools import cached_property
 from heapq import heapify, heappop, heappush, heapreplace, nsmallest
 from typing import Literal
 
-from whale.ir.graph import DTYPE_BYTES, ModelGraph
-from whale.ir.plan import ParameterState, Plan
+from whale.ir.graph import ModelGraph
+from whale.ir.plan import Plan
 from whale.sharding.parameters import ParameterShardings
 
 NUM_STEPS_KEPT = 2
@@ -101,14 +101,9 @@ def second_owners(plan: Plan, graph: ModelGraph, shardings: ParameterShardings, 
 def _pieces(plan: Plan, graph: ModelGraph, shardings: ParameterShardings) -> Iterator[tuple[int, str, int, tuple[int, ...]]]:
     """Bytes, name, number and owners of each piece of the state."""
     for name in shardings.parameters:
-        per_element = element_bytes(plan.state_of(name))
+        per_element = plan.state_of(name).element_bytes
         for number, piece in enumerate(shardings.kept(name).pieces):
             yield shardings.num_elements(graph, name, piece.region) * per_element, name, number, piece.owners
-
-
-def element_bytes(state: ParameterState) -> int:
-    """Of an element of a parameter or buffer, with what the optimizer keeps for it."""
-    return DTYPE_BYTES[state.kept.dtype] * (1 + (0 if state.gradient is None else state.num_optimizer_tensors))
 
 
 def _by_host(devices: Sequence[int], hosts: Sequence[str]) -> dict[str, list[int]]:

@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import whale
-from tests.examples import at_most
+from tests.examples import at_most, further
 from whale.capture import capture
 from whale.capture.flat.autocast import Autocast
 from whale.capture.flat.sizes import hint_of
@@ -334,8 +334,9 @@ def test_ops_that_cast_between_their_parts_compute_in_float32(op: str) -> None:
     assert torch.float32 in {result.meta["val"].dtype for result in results}, [result.meta["val"] for result in results]
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize(
+    ("op", "dtype"), [*((op, "bfloat16") for op in OPS), ("matmul", "float16"), *further((op, "float16") for op in OPS if op != "matmul")]
+)
 def test_types_are_those_of_autocast_on_a_gpu(op: str, dtype: str) -> None:
     """Of the result and of what is computed on the way, as far as torch says without a GPU."""
     batch = {"x": torch.randn(4, 6), "y": torch.randint(6, (4,))}

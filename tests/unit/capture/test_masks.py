@@ -72,6 +72,7 @@ MASKS: dict[str, tuple[Told, Callable[[Attention, Tensor], Tensor]]] = {
     "zeros where all holds": ("none", lambda model, x: _biased(_ones(x.shape[0], 1, 1, 5), torch.zeros(1, 1, 5, 5))),
     "of each row": ("mask", lambda model, x: _causal(x) & (torch.arange(x.shape[0]) < 90)[:, None, None, None]),
     "of the number of rows": ("mask", lambda model, x: _causal(x) & torch.full((), x.shape[0] < 90)),
+    "all, by the last row": ("mask", lambda model, x: (_positions(x) < torch.arange(x.shape[0])[-1] + 8).expand(LENGTH, LENGTH)),
     "all, by the row": ("mask", lambda model, x: (torch.arange(x.shape[0]) < 6)[:, None, None, None]),
     "all, from a table by the row": ("mask", lambda model, x: (torch.arange(90) < 6)[torch.arange(x.shape[0])][:, None, None, None]),
     "all, by a sum over the rows": ("mask", lambda model, x: (_ones(x.shape[0], x.shape[1]).sum(0) > 3).expand(x.shape[1], -1)),

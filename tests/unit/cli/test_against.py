@@ -12,7 +12,7 @@ from whale.cli import main
 from whale.ir.serialization import to_json
 
 CLUSTER = "name: c\nhosts:\n  - {name: h, devices: {model: MODEL, count: 2, price_per_hour: 2}}\n"
-OFF = "--set planning.search=off"
+OFF = "--set planning.search=off --set estimate.communicator_bytes=0"
 
 
 @pytest.fixture

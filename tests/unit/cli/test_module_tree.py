@@ -1,20 +1,23 @@
-"""The tree of modules: what stands together, and what is summed."""
+"""The tree of modules: what stands together, and what is summed; and the table of devices."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from tests.unit.planning.graphs import chain, cluster, scope
-from whale.cli.plan import Module, TreePiece, module_of, tree_of
+from whale.cli.plan import Module, TreePiece, module_of, print_plan, tree_of
 from whale.cli.planned import Planned
 from whale.config import Config
 from whale.estimate import Costs, estimate
 from whale.estimate.prices.prices import Prices
+from whale.ir import division
 from whale.ir.graph import ModelGraph
 from whale.ir.plan import Plan
+from whale.ir.plan import plan as plan_value
 from whale.planning import make_plan
 
 
@@ -83,3 +86,20 @@ def is_equal(graph: ModelGraph, settings: Mapping[str, object]) -> Plan:
             assert seconds == pytest.approx(own.busy - own.optimizer) and tree.held[device] == sum(own.stage_bytes)
         assert {found.step.of(device).devices[0] for stage in replica.stages for device in stage.virtual_device.devices} == set(tree.busy)
     return plan
+
+
+def test_rows_are_divided_once_for_all_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph, here, num_calls = chain(1), cluster((1e9,) * 6), 0
+    config = Config({"planning.search": "off"})
+    plan = make_plan(graph, here, config, rows=12)
+    found = Planned(graph, config, here, plan, estimate(plan, graph, here, Costs.for_model(config, graph, here)))
+
+    def counted(*arguments: Any, **named: Any) -> tuple[int, ...]:
+        nonlocal num_calls
+        num_calls += 1
+        return division.divide(*arguments, **named)
+
+    monkeypatch.setattr(plan_value, "divide", counted)
+    print_plan(found)
+    assert len(plan.replicas) == 6 and num_calls == 1
+    assert str(plan) and num_calls == 2

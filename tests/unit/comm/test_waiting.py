@@ -6,12 +6,13 @@ import threading
 import weakref
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 
 from whale.comm import Launched, Waits
+from whale.comm.waiting import Lines
 from whale.errors import RuntimeFault
 
 
@@ -155,6 +156,7 @@ def test_a_device_that_waits_too_long_is_freed_after_the_fault_is_known(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     done: list[str] = []
+    monkeypatch.setattr("whale.comm.waiting._aborted", None)
     monkeypatch.setattr("whale.comm.waiting.backend_of", lambda device, group: "nccl")
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr("whale.comm.waiting.failure_reason", lambda: None)
@@ -170,3 +172,22 @@ def test_a_device_that_waits_too_long_is_freed_after_the_fault_is_known(
     assert "1RECV_F0 with rank 1 did not complete: nothing was received" in capsys.readouterr().err
     with pytest.raises(RuntimeFault, match="1RECV_F0"):
         waits.wait_for_device(lambda: True, "copying", [1], lambda: False)  # it is done since it was freed
+
+
+def test_all_engines_of_a_process_know_that_its_communicators_were_aborted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("whale.comm.waiting._aborted", None)
+    monkeypatch.setattr("whale.comm.waiting.backend_of", lambda device, group: "nccl")
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr("whale.comm.waiting.failure_reason", lambda: None)
+    monkeypatch.setattr(Lines, "abort", lambda self: None)
+    world, later = cast("torch.distributed.ProcessGroup", object()), cast("torch.distributed.ProcessGroup", object())
+    first, second = Waits(timedelta(0), group=lambda: world), Waits(LIMIT, group=lambda: world)
+    first.wait(launched(Work(), blocks_host=False), "1RECV_F0", (1,))
+    assert first._monitor is not None
+    first._monitor.join()
+    with pytest.raises(RuntimeFault, match="1RECV_F0 with rank 1"):
+        second.wait(None, "2RECV_F0", (2,))
+    assert second.has_lost_device
+    third = Waits(LIMIT, group=lambda: later)  # of the ranks that were connected since
+    assert not third.has_lost_device
+    third.wait(None, "1RECV_F0", (1,))

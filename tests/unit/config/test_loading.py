@@ -137,7 +137,10 @@ def test_faults_of_all_sources_together(tmp_path: Path) -> None:
         ),
         ('{"fp16": {"loss_scale": 0}, "train_batch_size": 8}', "2 faults"),
         ("mixed_precision: bf16\n", "mixed_precision of Accelerate does not carry over: `precision.dtype`"),
-        ("fsdp_config:\n  fsdp_sharding_strategy: HYBRID_SHARD\n", "`HYBRID_SHARD` and `HYBRID_SHARD_ZERO2`: none"),
+        (
+            "fsdp_config:\n  fsdp_sharding_strategy: HYBRID_SHARD\n",
+            "`HYBRID_SHARD` and `HYBRID_SHARD_ZERO2` are 3 and 2 with `memory.zero_within: host`",
+        ),
         ("bf16: true\n", "bf16 of Megatron does not carry over: `precision.dtype: bf16`"),
         (
             "deepspeed_config:\n  deepspeed_hostfile: h\n",
@@ -212,6 +215,8 @@ def test_environment_and_mapping_agree(values: dict[str, int]) -> None:
         ("recompute: {policy: selective}", "selective"),
         ("recompute:\n  1: 0.5\n  0: 1\n", ((0, 1.0), (1, 0.5))),
         ("recompute:\n  policy: {0: 0.25}\n", ((0, 0.25),)),
+        ('recompute: {"*.mlp": recompute, "*": keep}', (("*.mlp", "recompute"), ("*", "keep"))),
+        ('recompute: {policy: {h: recompute, "*": keep}}', (("h", "recompute"), ("*", "keep"))),
     ],
 )
 def test_recompute_as_a_word_or_by_stage(tmp_path: Path, text: str, policy: object) -> None:

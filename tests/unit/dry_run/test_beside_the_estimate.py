@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tests.examples import further
 from tests.unit.runtime.test_steps_at_scale import cluster_of
 from whale.api.mode import CapturedMode
 from whale.config import Config
@@ -79,27 +80,32 @@ CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
     "dropout": ("explicit", 1, WHOLE),
     "blocks_again": ("long", 2, SHORT | {"recompute.policy": "blocks"}),
     "cores_again": ("explicit", 2, SHORT | {"recompute.policy": "selective"}),
+    "modules_again": ("explicit", 2, SHORT | {"recompute.policy": {"*.qkv": "keep", "blocks.*": "recompute", "*": "keep"}}),
     "stages_again": ("long", 2, SHORT | {"pipeline.schedule": "recompute_early"}),
     "away": ("long", 1, WHOLE | AWAY),
-    "away_1f1b": ("explicit", 2, SHORT | AWAY),
-    "away_zero_bubble": ("long", 2, SHORT | AWAY | {"pipeline.schedule": "zb_h1"}),
-    "away_blocks_again": ("long", 2, SHORT | AWAY | {"recompute.policy": "blocks"}),
     "away_split": ("long", 2, WHOLE | AWAY | {"plan": {"split": 2, "replicas": 1}}),
     "away_convolutions": ("convolutions", 1, WHOLE | AWAY),
     "replicas": ("wide", 4, SHORT),
     "gathered": ("long", 2, WHOLE | GATHERED),
-    "gathered_by_4": ("long", 4, WHOLE | GATHERED),
-    "gathered_at_once": ("long", 4, WHOLE | {"memory.zero": 3}),
     "split": ("long", 2, WHOLE | {"plan": {"split": 2, "replicas": 1}}),
-    "split_cores_again": ("long", 2, WHOLE | {"plan": {"split": 2, "replicas": 1, "recompute": "selective"}}),
-    "split_blocks_again": ("long", 2, WHOLE | {"plan": {"split": 2, "replicas": 1, "recompute": "blocks"}}),
     "split_dropout": ("explicit", 2, WHOLE | {"plan": {"split": 2, "replicas": 1}}),
-    "split_dropout_again": ("explicit", 2, WHOLE | {"plan": {"split": 2, "replicas": 1, "recompute": "selective"}}),
     "nested": ("long", 4, {"plan": {"split": 2, "num_stages": 2, "replicas": 1, "micro_batch_rows": 2}}),
     "convolutions": ("convolutions", 1, WHOLE),
     "convolutions_1f1b": ("convolutions", 2, SHORT),
 }
 QUICK = ("1f1b", "convolutions", "gathered")
+TOGETHER: dict[str, tuple[str, int, dict[str, Any]]] = {
+    "away_1f1b": ("explicit", 2, SHORT | AWAY),
+    "away_zero_bubble": ("long", 2, SHORT | AWAY | {"pipeline.schedule": "zb_h1"}),
+    "away_blocks_again": ("long", 2, SHORT | AWAY | {"recompute.policy": "blocks"}),
+    "gathered_by_4": ("long", 4, WHOLE | GATHERED),
+    "gathered_at_once": ("long", 4, WHOLE | {"memory.zero": 3}),
+    "split_cores_again": ("long", 2, WHOLE | {"plan": {"split": 2, "replicas": 1, "recompute": "selective"}}),
+    "split_blocks_again": ("long", 2, WHOLE | {"plan": {"split": 2, "replicas": 1, "recompute": "blocks"}}),
+    "split_dropout_again": ("explicit", 2, WHOLE | {"plan": {"split": 2, "replicas": 1, "recompute": "selective"}}),
+}
+"""Kinds of the cases above together, and weights that more devices gather."""
+CASES |= further(TOGETHER.items())
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in CASES])

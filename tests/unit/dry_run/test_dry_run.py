@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import cache
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,15 +15,18 @@ from torch import Tensor, nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import whale
+import whale.dry_run as module
 from tests.examples import slow
 from tests.unit.runtime.test_steps_at_scale import cluster_of
 from whale.api.mode import CapturedMode
 from whale.config import Config
-from whale.dry_run import DryRun, dry_run
+from whale.dry_run import DryRun, _in_type, dry_run
 from whale.errors import ConfigError, OpFault
 from whale.estimate import Costs, estimate
+from whale.hardware import compute_type, parse_cluster
 from whale.ir.plan import Form, states_of
 from whale.planning import make_plan
+from whale.planning.plan import plan_and_estimate
 
 WIDTH, ROWS = 64, 24
 
@@ -110,6 +114,22 @@ class Deep(nn.Module):
         return value
 
 
+@pytest.mark.parametrize("zero", [1, 3])
+def test_a_host_holds_a_copy_of_its_own(zero: int) -> None:
+    mode = captured(Deep)
+    config = Config({"planning.search": "off", "memory.zero": zero, "communication.bucket_bytes": 4 * WIDTH * (WIDTH + 1)})
+    apart = make_plan(mode.graph, cluster_of(4), config)
+    assert len(apart.replicas) == 4
+    held = []
+    for plan in (apart, replace(apart, keeper_groups=(0, 0, 1, 1))):
+        step, found = estimate(plan, mode.graph, cluster_of(4), Costs.of(config)), dry_run(plan, mode, config)
+        for device, peak in found.of.items():
+            use = step.of(device).peak
+            assert abs(peak.num_bytes - use.total) <= 60 * 512
+        held.append(sum(peak.held_bytes for peak in found.of.values()))
+    assert held[1] > 1.2 * held[0]
+
+
 @pytest.mark.parametrize("num_micro_batch", [1, 2])
 def test_gradients_are_let_go_when_their_sums_have_come(num_micro_batch: int) -> None:
     """Of one micro-batch they are never there together; of several they are, in the last backward pass with one bucket more."""
@@ -151,6 +171,34 @@ def test_an_unknown_optimizer_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"does not support memory\.optimizer_states: 5") as caught:
         dry(2, memory__optimizer_states=5)
     assert "set memory.optimizer_states to 0..3, or leave out the dry run" in (caught.value.hint or "")
+
+
+@pytest.mark.parametrize(("zero", "other", "action"), [("1", "V100-32GB", "STEP"), ("3", "V100-32GB", "0B0"), ("1", "3090", "0B0")])
+def test_each_rank_runs_in_its_own_half_type(zero: str, other: str, action: str) -> None:
+    """Between unlike ones weights travel in float32: the step that sends them, not the backward pass, then needs most."""
+    hosts = f"[{{name: a, devices: 1 x A100-80GB}}, {{name: b, devices: 1 x {other}}}]"
+    there = parse_cluster(f"name: c\nnetwork: infiniband-hdr\nhosts: {hosts}\n")
+    settings = {"memory.zero": zero, "memory.zero_within": "all", "communication.bucket_bytes": 100_000}
+    config, width = Config({"precision.dtype": "half", "planning.search": "off"} | settings), 256
+    with torch.device("meta"):
+        mode = CapturedMode(
+            nn.Sequential(*(layer for _ in range(6) for layer in (nn.Linear(width, width), nn.GELU()))),
+            {"input": torch.zeros(ROWS, width)},
+            to_zero,
+            "train",
+            device="cpu",
+            precision=compute_type(config, there),
+        )
+    plan, step = plan_and_estimate(mode.graph, there, config)
+    types = []
+    with mock.patch.object(module, "_in_type", lambda graph_for, own, rows: types.append(own) or _in_type(graph_for, own, rows)):
+        peaks = dry_run(plan, mode, config).of
+    assert {*types} == {torch.bfloat16} | ({torch.float16} if other == "V100-32GB" else set())
+    for name, peak in peaks.items():
+        use = step.of(name).peak
+        over = use.total - use.communicators - peak.num_bytes
+        assert peak.action == action
+        assert -0.03 * peak.num_bytes < over < 0.01 * peak.num_bytes + (zero == "3") * 4 * width * (width + 1), "a gathered layer"
 
 
 class Checks(nn.Module):

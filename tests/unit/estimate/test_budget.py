@@ -53,7 +53,7 @@ def test_where_a_model_may_be_cut_does_not_depend_on_what_was_planned_before() -
     def solved(realizer: Realizer) -> np.ndarray[Any, Any]:
         points = realizer.solver(pipeline, "auto").points
         assert points is not None
-        return points.parameters
+        return points.held.parameters
 
     graph, tight = chain(NUM_LAYERS, width=WIDTH), cluster((1e9,) * 4, memory=round(1.1 * WEIGHTS))
     known, new = (seater_of(graph, tight, SHARDED, ROWS) for _ in range(2))

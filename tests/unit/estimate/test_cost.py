@@ -24,7 +24,7 @@ from whale.estimate import (
     size_line,
     state_bytes,
 )
-from whale.estimate.costs.op_table import fused_ops
+from whale.estimate.memory.held import held_tensors, kept_by_maker
 from whale.estimate.prices.prices import Prices
 from whale.ir.cluster import Cluster, Handling, Host, Link
 from whale.ir.graph import Parameter, TensorSpec
@@ -98,6 +98,22 @@ def test_kept_activations() -> None:
     assert built.num_rows == ROWS
 
 
+def test_indices_are_kept_where_an_op_is_not_computed_again() -> None:
+    graph = Graph()
+    h = graph.linear("layer0", graph.input("x"))
+    graph.sum_loss(graph.linear("layer1", graph.call("pool", "aten.max_pool2d.default", h)))
+    built = graph.build()
+    ops, sizes = ("layer0", "pool", "layer1"), output_lines(built)
+    kept = kept_tensors(built)
+    plain, repeated = (held_tensors(built, ops, kept, runs) for runs in ((), (ops[:2],)))
+    assert plain.bytes_there(built, sizes) == size_line(sizes, plain.kept) + sizes["pool"] * 2  # int64 beside float32
+    assert repeated.bytes_there(built, sizes) == size_line(sizes, repeated.kept)
+    assert kept_by_maker(built, [sizes[op.name] for op in built.ops], kept).sum(axis=1).tolist() == [
+        0.0,
+        plain.bytes_there(built, sizes).per_row,
+    ]
+
+
 def test_a_sum_goes_inside_hosts_first() -> None:
     there = Cluster(
         "c",
@@ -151,18 +167,11 @@ def test_pointwise_ops_may_run_in_one_kernel_with_their_reader() -> None:
     built = graph.build()
     alone, fused = op_table(built), op_table(built, fused=True)
     place = [built.position[f"p{number}"] for number in range(3)]
-    assert alone.launches[place].tolist() == [1, 1, 1] and fused.launches[place].tolist() == [0, 0, 1]
+    assert alone.launches[place].tolist() == [1, 1, 1] and fused.launches[place].tolist() == [1, 0, 0]
     assert fused.bytes_per_row[place].tolist() == [8 * 4, 0, 8 * 4], "the first reads, the last writes"
     assert alone.bytes_per_row[place].tolist() == [2 * 8 * 4] * 3
-
-
-def test_what_draws_numbers_is_not_pointwise_for_that() -> None:
-    graph = Graph()
-    h = graph.linear("layer0", graph.input("x"))
-    graph.call("attended", "aten.scaled_dot_product_attention.default", h, h, h, tags=("random",))
-    graph.call("p0", "aten.tanh.default", "attended", tags=("pointwise",))
-    graph.sum_loss(graph.linear("layer1", "p0"))
-    assert fused_ops(graph.build()) == set()
+    by_hand = op_table(built, by_hand=True)
+    assert by_hand.launches[place].tolist() == [0, 0, 1] and by_hand.bytes_per_row[place].tolist() == [8 * 4, 0, 8 * 4]
 
 
 def test_products_may_run_in_tensorfloat() -> None:
@@ -196,5 +205,6 @@ def test_every_micro_batch_adds_its_gradients_to_those_before() -> None:
 def test_what_the_user_assumes_of_ops_and_messages_is_priced() -> None:
     config = Config({"estimate.fuses_pointwise": True, "estimate.allows_tf32": True, "estimate.message_seconds": "20 us"})
     found = Costs.of(config)
-    assert (found.fuses_pointwise, found.allows_tf32) == (True, True) and found.message_seconds == pytest.approx(20e-6)
+    assert (found.fuses_pointwise, found.compiles, found.allows_tf32) == (True, False, True)
+    assert found.message_seconds == pytest.approx(20e-6)
     assert Costs.of(Config()) == Costs()

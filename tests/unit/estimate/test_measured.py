@@ -123,6 +123,24 @@ def test_the_estimate_and_the_plan_take_the_profile(tmp_path: Path) -> None:
     assert step.step_seconds > 2 * estimate(plan, graph, HERE).step_seconds
 
 
+def test_ops_that_a_compiler_joins_take_what_is_worked_out_of_their_kernel(tmp_path: Path) -> None:
+    graph = Graph()
+    h = graph.linear("layer0", graph.input("x"))
+    for number in (1, 2):
+        h = graph.call(f"layer{number}", "aten.tanh.default", h, tags=("pointwise",))
+    graph.linear("layer3", h)
+    made, path = replace(graph.build(), loss=()), tmp_path / "p.json"
+    path.write_text(to_json(profile(made, forward=(1.0,) * 3, backward=(1.0,) * 3)))
+    found = {}
+    for compiles in (False, True):
+        costs = Costs.for_model(Config({"cluster.profile": str(path), "runtime.compile": compiles}), made, HERE)
+        assert costs.measured is not None
+        found[compiles] = costs.measured.kinds[HERE.devices[0].kind].forward
+    products, joined = ([made.position[name] for name in names] for names in (("layer0", "layer3"), ("layer1", "layer2")))
+    assert found[True][products].tolist() == [[1e-3, 4e-3, 1e-2]] * 2, "not stretched to passes with other kernels"
+    assert np.isnan(found[True][joined]).all() and found[False][[*products, *joined]].sum(axis=0) == pytest.approx(1.0)
+
+
 def test_a_profile_of_another_model_or_machine_is_refused() -> None:
     graph = chain(2)
     with pytest.raises(ConfigError, match="measured on another model"):

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from tests.unit.schedules.test_builders import schedules
 from whale.errors import ConfigError, ScheduleError
-from whale.estimate import ActionTimes, bubble, bubble_rate, draw, simulate
+from whale.estimate import ActionTimes, bubble, bubble_rate, simulate
+from whale.estimate.events.drawing import draw
 from whale.ir.schedule import COMPUTE, Schedule
 from whale.ir.timeline import Timeline
 from whale.schedules import build, forward_only, insert_communication, insert_recompute, verify

@@ -40,6 +40,20 @@ def test_a_slowed_device_reads_back() -> None:
         parse_cluster("name: c\nhosts:\n  - {name: h, devices: {model: T4, slowdown: 0}}\n")
 
 
+def test_parts_of_a_gpu_read_back() -> None:
+    cluster = parse_cluster("name: c\nhosts:\n  - {name: h, devices: [{model: T4, count: 2, sharers: 2}, T4]}\n")
+    assert [device.sharers for device in parse_cluster(cluster_text(cluster)).devices] == [2, 2, 1]
+    assert not cluster.has_nccl and cluster.only({"h/2"}).has_nccl
+
+
+@pytest.mark.parametrize(("host_link", "expected"), [("", 12e9), (", host_link: 0", 0.0), (", host_link: 30 GB/s", 30e9)])
+def test_a_model_that_the_catalogue_lacks_is_a_gpu(host_link: str, expected: float) -> None:
+    figures = "memory: 48 GiB, bandwidth: 1 TB/s, flops: {float32: 40 TFLOP/s}, efficiency: 0.6"
+    cluster = parse_cluster(f"name: c\nhosts:\n  - {{name: h, devices: {{model: Prototype, {figures}{host_link}}}}}\n")
+    assert [each.devices[0].host_link for each in (cluster, parse_cluster(cluster_text(cluster)))] == [expected] * 2
+    assert cluster.has_nccl is (expected > 0)
+
+
 def test_a_device_that_reaches_its_peak_at_any_size_reads_back() -> None:
     cluster = parse_cluster("name: c\nhosts:\n  - {name: h, devices: {model: V100-32GB, half_width: 0}}\n")
     assert parse_cluster(cluster_text(cluster)).devices[0].half_width == cluster.devices[0].half_width == 0

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,8 +17,10 @@ import transformers
 from torch import nn
 from transformers.trainer_pt_utils import AcceleratorConfig
 
+import whale
+from tests.gpu.gpu import Gpu, gpu_or_stand_in
 from whale.errors import CaptureError, ConfigError
-from whale.integrations.transformers import Computed, WhaleTrainer
+from whale.integrations.transformers import Computed, FiniteLoss, WhaleTrainer
 
 
 @pytest.mark.parametrize(
@@ -91,7 +97,98 @@ class Steep(nn.Module):
         return {"loss": self.linear(x).float().square().mean()}
 
 
-def test_a_skipped_step_does_not_move_the_schedule_on(tmp_path: Path) -> None:
+class Watched(WhaleTrainer):
+    """Notes when the host asks whether a step was skipped, and what it waits for from the third step on.
+
+    Attributes:
+        gpu: where it computes.
+        events: passes and questions, in order.
+        rates: by the schedule, and by the optimizer, when it logs.
+        waits: of the stand-in device.
+    """
+
+    gpu: Gpu | None = None
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.events: list[str] = []
+        self.waits: list[str] = []
+        self.rates: list[float] = []
+
+    def log(self, logs: dict[str, float], *others: Any) -> None:
+        super().log(logs, *others)
+        if "loss" in logs and self.args.logging_steps == 1:
+            rate = self.lr_scheduler.get_last_lr()[0]
+            assert self.optimizer.param_groups[0]["lr"] == rate
+            self.rates.append(rate)
+
+    def _plain(self, loss: torch.Tensor) -> torch.Tensor:
+        """On the stand-in device a loss cannot stay where it is: torch.tensor makes none there to add it to."""
+        return super()._plain(loss) if torch.cuda.is_available() or self.gpu is None else torch.zeros(())
+
+    def training_step(self, *arguments: Any) -> Any:
+        self.events.append("pass")
+        looks = self.gpu is not None and self.gpu.stand_in is not None
+        if looks and self.state.global_step == 2:
+            self.gpu.stand_in.forget()
+        self.waits = list(self.gpu.stand_in.waits) if looks else []
+        return super().training_step(*arguments)
+
+
+@contextmanager
+def watched(tmp_path: Path, on_device: bool, dtype: str = "fp16", **options: Any) -> Iterator[Watched]:
+    """A trainer of 8 steps in float16 with a fused optimizer, on the GPU or the stand-in for it, or on the CPU."""
+    asked: Any = whale.Engine.was_skipped.fget  # type: ignore[attr-defined]
+    given = {"max_steps": 8, "learning_rate": 1e-3, "logging_steps": 1, "lr_scheduler_type": "linear", "save_strategy": "no", **options}
+    with gpu_or_stand_in() if on_device else nullcontext() as gpu:
+        arguments = transformers.TrainingArguments(str(tmp_path), use_cpu=not torch.cuda.is_available(), report_to="none", **given)
+        sgd = torch.optim.SGD, {"lr": 1e-3, "fused": True}
+        rows = [{"x": torch.ones(4)} for _ in range(8)]
+        trainer = Watched(Steep(), arguments, train_dataset=rows, config={"precision.dtype": dtype}, optimizer_cls_and_kwargs=sgd)
+        trainer.gpu = gpu
+        with mock.patch.object(whale.Engine, "was_skipped", property(lambda self: trainer.events.append("asked") or asked(self))):
+            yield trainer
+
+
+@pytest.mark.parametrize("dtype", ["float32", "fp16"])
+def test_the_host_waits_for_nothing_between_logs(tmp_path: Path, dtype: str) -> None:
+    with watched(tmp_path, True, dtype, logging_steps=8, max_grad_norm=0.5) as trainer:
+        trainer.train()
+        assert trainer.waits == [] and trainer.events.count("asked") == 8, "once per step, for which fp16 waits"
+
+
+@pytest.mark.parametrize("filters", [False, True])
+def test_a_loss_that_is_not_finite_is_logged_as_by_the_trainer(tmp_path: Path, filters: bool) -> None:
+    given, passes, losses = iter([1.0, 2.0, math.inf, 4.0]), whale.Engine.forward_backward, [1.0, 2.0, 3.0 / 3, 4.0]
+    with (
+        watched(tmp_path, False, max_steps=4, logging_steps=4, logging_nan_inf_filter=filters) as trainer,
+        mock.patch.object(whale.Engine, "forward_backward", lambda *arguments: torch.full_like(passes(*arguments), next(given))),
+    ):
+        trainer.train()
+    (logged,) = (each["loss"] for each in trainer.state.log_history if "loss" in each)
+    assert logged == (sum(losses) / 4 if filters else math.inf)
+    finite, total = torch.tensor(2.0).as_subclass(FiniteLoss), torch.tensor(1.0)
+    total += finite
+    assert (torch.isnan(finite), torch.isinf(finite)) == (False, False) and type(total) is torch.Tensor and total == 3
+
+
+def test_what_a_script_sees_of_the_schedule_has_gone_on(tmp_path: Path) -> None:
+    class Noting(transformers.TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+            noted.append(given["lr_scheduler"].get_last_lr()[0])
+
+    noted: list[float] = []
+    with watched(tmp_path, True) as trainer:
+        trainer.add_callback(Noting())
+        trainer.train()
+    assert trainer.rates == noted and 2 < len({*noted}) < 8
+    with watched(tmp_path, True) as trainer:
+        trainer.train()
+    assert trainer.rates == noted, "also where nothing but a method of the script's looks"
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+def test_a_skipped_step_does_not_move_the_schedule_on(tmp_path: Path, on_device: bool) -> None:
     """As of the plain trainer, whose loop is the one here: its accelerator has no scale of the loss on the CPU."""
     rows, rates = [{"x": torch.ones(4)} for _ in range(8)], []
     model = Steep()
@@ -109,12 +206,8 @@ def test_a_skipped_step_does_not_move_the_schedule_on(tmp_path: Path) -> None:
         if scaler.get_scale() == before:
             scheduler.step()
     assert 1 < rates.count(1e-3) < 6, "some steps are skipped, and others are not"
-    arguments = transformers.TrainingArguments(
-        str(tmp_path), use_cpu=True, report_to="none", max_steps=8, learning_rate=1e-3, logging_steps=1, optim="sgd", max_grad_norm=0.0,
-        lr_scheduler_type="linear", save_strategy="no",
-    )  # fmt: skip
-    trainer = WhaleTrainer(Steep(), arguments, train_dataset=rows, config={"precision.dtype": "fp16"})
-    trainer.train()
+    with watched(tmp_path, on_device, max_grad_norm=0.0) as trainer:
+        trainer.train()
     assert [each["learning_rate"] for each in trainer.state.log_history if "loss" in each] == pytest.approx(rates)
     torch.testing.assert_close(trainer.model.linear.weight, model.linear.weight, rtol=1e-3, atol=0.0)
 

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from whale.comm import World
 from whale.errors import ClusterError
 from whale.hardware import catalogue
-from whale.measure import devices_at_hand, local_profile
+from whale.measure import devices_at_hand, rank_profiles
 from whale.measure.devices import Gpu, gpus, host_cores, host_memory, in_cuda_order
 
 Handle = int | tuple[int, int]
+ALONE = World(0, 1, 0, 1, torch.device("cpu"), timedelta(seconds=1))
 
 
 class NVMLError(Exception):
@@ -135,6 +138,8 @@ def test_more_ranks_than_gpus_share_them(monkeypatch: pytest.MonkeyPatch) -> Non
     assert (first.memory, second.memory, third.memory) == (2**29, 2**31, 2**29)
     assert first.peak_flops("float32") == dict(whole.flops)["float32"] / 2
     assert second.peak_flops("float32") == dict(whole.flops)["float32"]
+    assert [each.sharers for each in (first, second, third)] == [2, 1, 2]
+    assert not devices_at_hand(3).has_nccl and devices_at_hand(2).has_nccl
 
 
 @pytest.mark.parametrize(
@@ -175,7 +180,7 @@ def test_a_slice_is_not_its_card(monkeypatch: pytest.MonkeyPatch) -> None:
     play(monkeypatch, Nvml([A100] * 2, slices={0: (0, 1)}))
     (gpu,) = gpus()
     assert (gpu.name, gpu.memory, gpu.flops) == (f"{A100} MIG 1g.5gb", 5 << 30, 0.0)
-    assert local_profile(0, 1).model == gpu.name
+    assert rank_profiles(ALONE)[0].model == gpu.name
     with pytest.raises(ClusterError, match=r"unknown device model 'NVIDIA A100-SXM4-40GB MIG 1g\.5gb'"):
         devices_at_hand()
 
@@ -197,7 +202,7 @@ def test_an_unknown_gpu_is_described_by_nvml(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_an_unknown_gpu_that_nvml_cannot_describe(monkeypatch: pytest.MonkeyPatch) -> None:
     play(monkeypatch, Nvml(["Brand New"], details=False))
-    assert local_profile(0, 1).model == "Brand New"  # harmless with a cluster file
+    assert rank_profiles(ALONE)[0].model == "Brand New"  # harmless with a cluster file
     with pytest.raises(ClusterError, match="unknown device model 'Brand New'") as caught:
         devices_at_hand(1)
     assert "cluster file" in str(caught.value)
@@ -220,10 +225,10 @@ def test_a_gpu_for_which_torch_has_no_kernels(monkeypatch: pytest.MonkeyPatch, b
     play(monkeypatch, Nvml(["Tesla V100-SXM2-32GB"]))
     monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: built_for)
     if runs:
-        assert local_profile(0, 1).model == "V100-32GB"
+        assert rank_profiles(ALONE)[0].model == "V100-32GB"
         return
     with pytest.raises(ClusterError, match=r"no kernels for Tesla V100-SXM2-32GB \(compute capability 7\.0; built for ") as caught:
-        local_profile(0, 1)
+        rank_profiles(ALONE)[0]
     assert "CUDA 12.6" in str(caught.value) and devices_at_hand().devices[0].model == "V100-32GB", "it can be planned for"
 
 
@@ -283,3 +288,36 @@ def test_limits_of_a_container(tmp_path: Path) -> None:
     (tmp_path / "cpu" / "cpu.cfs_period_us").write_text("100000\n")
     assert host_memory(tmp_path) == 2**21
     assert host_cores(tmp_path) == host_cores(tmp_path / "none")
+
+
+@dataclass(frozen=True)
+class Gathering(World):
+    """A rank of several on one host, whose GPUs are known."""
+
+    gpus: tuple[str, ...] = ()
+
+    def gather_objects(self, value: object) -> list[object]:
+        assert isinstance(value, tuple) and value[1] == self.gpus[self.rank]
+        return [(value[0], gpu) for gpu in self.gpus]
+
+
+@pytest.mark.parametrize(
+    ("gpus", "parts"),
+    [(("MIG-a0", "MIG-a1"), (1, 1)), (("MIG-a0", "MIG-a0"), (2, 2)), (("MIG-a0", "MIG-b0", "MIG-a0", "MIG-c0"), (2, 1, 2, 1))],
+)
+def test_ranks_share_a_gpu_that_is_the_same(monkeypatch: pytest.MonkeyPatch, gpus: tuple[str, ...], parts: tuple[int, ...]) -> None:
+    """Each sees one slice alone, as where a launcher sets CUDA_VISIBLE_DEVICES for every rank."""
+    play(monkeypatch, Nvml([A100] * 2, slices={0: (0, 1)}), "MIG-a0")
+    world = Gathering(0, len(gpus), 0, len(gpus), torch.device("cpu"), timedelta(seconds=1), gpus=gpus)
+    assert [each.memory for each in rank_profiles(world)] == [(5 << 30) // part for part in parts]
+    assert [each.num_cores for each in rank_profiles(world)] == [1 / part for part in parts]
+
+
+def test_a_rank_has_the_gpu_that_it_uses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without torchrun there is no ``LOCAL_RANK``, and it is 0 for all."""
+    play(monkeypatch, Nvml([A100] * 2), cuda="13.0")
+    monkeypatch.setattr(torch.cuda, "get_arch_list", list)
+    identifiers = [gpu.uuid for gpu in gpus()]
+    for rank in (0, 1):
+        world = Gathering(rank, 2, 0, 2, torch.device("cuda", rank), timedelta(seconds=1), gpus=tuple(identifiers))
+        assert [each.memory for each in rank_profiles(world)] == [gpus()[rank].memory] * 2

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.unit.schedules.test_builders import schedules
-from whale.ir.schedule import COMPUTE, LAUNCHES, POSTS, RECEIVES, Action, Kind, Schedule
+from whale.ir.schedule import COMPUTE, LAUNCHES, POSTS, RECEIVES, Action, Kind, Schedule, format_actions
 from whale.schedules import BUILDERS, build, forward_only, insert_communication, replay, verify
 
 
@@ -78,10 +78,11 @@ def test_forwards_have_one_order(stage_rank: list[int], num_micro_batch: int) ->
     assert not replay(insert_communication(forward_only(3, num_micro_batch, stage_rank), edges))
 
 
-@given(schedules())
-def test_launches_of_two_ranks_come_in_one_order_at_both(schedule: Schedule) -> None:
+@given(schedules(), st.booleans())
+def test_launches_of_two_ranks_come_in_one_order_at_both(schedule: Schedule, early: bool) -> None:
     """What makes one communicator per pair of ranks, or per direction, enough."""
-    talking = insert_communication(schedule, chain(schedule))
+    talking = insert_communication(schedule, chain(schedule), early=early)
+    verify(talking, chain(schedule))
     seen = [[_message(action) for action in actions if action.kind in LAUNCHES] for actions in talking.ranks]
     for first, mine in enumerate(seen):
         for theirs in seen[:first]:
@@ -108,6 +109,22 @@ def test_posts_stand_before_the_computation_in_front_or_where_the_order_wants_th
                     break
                 computations += later.kind in COMPUTE
             assert computations >= 1 or not before or before[-1].kind in LAUNCHES
+
+
+@given(schedules())
+def test_late_posts_stand_right_before_their_receive_or_where_the_order_wants_them(schedule: Schedule) -> None:
+    for actions in insert_communication(schedule, chain(schedule), early=False).ranks:
+        for position, action in enumerate(actions):
+            after = actions[position:] if action.kind in POSTS else ()
+            until = next((other for other in after if other.kind not in POSTS), None)
+            assert until is None or until.kind in RECEIVES or until.kind in LAUNCHES
+
+
+def test_where_posts_stand() -> None:
+    schedule = build("1f1b", num_ranks=2, num_micro_batch=2)
+    early, late = (format_actions(insert_communication(schedule, chain(schedule), early=early).ranks[1]) for early in (True, False))
+    assert early == "0POST_F0 1RECV_F0 1F0 0POST_F1 1B0 1SEND_B0 1RECV_F1 1F1 LOSS 1B1 1SYNC 1SEND_B1 STEP"
+    assert late == "0POST_F0 1RECV_F0 1F0 1B0 0POST_F1 1SEND_B0 1RECV_F1 1F1 LOSS 1B1 1SYNC 1SEND_B1 STEP"
 
 
 def test_verify_names_both_ends() -> None:

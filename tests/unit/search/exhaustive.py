@@ -14,6 +14,7 @@ from whale.estimate.prices.prices import Prices
 from whale.ir.cluster import Cluster
 from whale.ir.graph import ModelGraph
 from whale.planning.annotations.taskgraphs import place_sizes
+from whale.planning.cutting.cuts import Cuts
 from whale.planning.pipeline.placement import DevicePool
 from whale.planning.plan import EstimatedPlan, plan_as_set
 from whale.planning.realizing import Realizer
@@ -129,7 +130,7 @@ def every_plan_divided(graph: ModelGraph, cluster: Cluster, config: Config, num_
         own = freedom.config.with_values(of_order(order) | {"pipeline.num_micro_batch": num_micro_batch})
         with contextlib.suppress(WhaleError):
             pool = DevicePool(cluster, cluster.only(devices), stated=placed)
-            seconds = plan_as_set(StagePricing.of(prices, own.communication.overlap), own, num_rows, pool).plan.step_seconds
+            seconds = plan_as_set(StagePricing.of(prices, own.communication.overlap), own, Cuts(prices, num_rows), pool).plan.step_seconds
             replicas = (
                 ReplicaSpec(names=own, schedule=order.schedule, num_chunks=order.num_chunks, num_micro_batch=num_micro_batch)
                 for own in placed

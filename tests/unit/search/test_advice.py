@@ -195,7 +195,7 @@ def test_a_question_that_finds_a_better_plan_gives_the_plan(monkeypatch: pytest.
 
 
 def test_a_search_that_loses_the_plan_does_not_make_it_worse(monkeypatch: pytest.MonkeyPatch) -> None:
-    cluster, answers = made([[(1e9, GIB)], [(1e9, GIB)]], network=1e8), asking.answers
+    cluster, answers = made([[(1e9, GIB)], [(1e9, GIB)]], network=1e7), asking.answers
 
     def lost(question: PlanQuestion, setting: str = "", start: object = ()) -> tuple[Answer, ...]:
         if setting.startswith("one more"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 from itertools import combinations, pairwise
 from unittest import mock
@@ -13,21 +14,24 @@ from hypothesis import strategies as st
 
 from tests.examples import at_most, slow
 from tests.unit.search.exhaustive import seater_of, space_of
+from tests.unit.search.many import drawn_graph
 from tests.unit.search.test_search import GIB, layers, made
 from whale.config import Config
 from whale.errors import WhaleError
 from whale.estimate import all_reduce_seconds
+from whale.estimate.prices.budget import Budget
 from whale.estimate.prices.part import Part
 from whale.estimate.prices.prices import Prices
 from whale.hardware import parse_cluster
 from whale.ir.cluster import Cluster, Link
 from whale.ir.graph import ModelGraph
 from whale.planning import make_plan
-from whale.planning.cutting.partition import _least
+from whale.planning.cutting.partition import Partition, _least, wishes_of
 from whale.planning.cutting.stage_tables import StageTables
 from whale.planning.pipeline.recompute import KEEP_ALL
 from whale.planning.pipeline.scheduling import shape_pipeline
 from whale.planning.strategy import RankSpec, ReplicaSpec, Strategy
+from whale.planning.structure.stages import assign
 from whale.search.form import ClosedForms
 from whale.search.freedom import ORDERS
 from whale.search.places import Places
@@ -72,7 +76,7 @@ def test_a_pipeline_keeps_all_of_its_state_itself(zero: str) -> None:
             ranks = (RankSpec(cluster.devices[0].kind),) * 4
             replica = ReplicaSpec(ranks, count, schedule="1f1b", num_chunks=1, num_micro_batch=2, recompute="none")
             solvers = [forms.planner.solver(replica, "none", forms.planner.pricing_for((replica,), "none"))]
-            held[setting, count] = float(solvers[0].tables.points.parameters[0, -1])
+            held[setting, count] = solvers[0].tables.points.held.state
     assert held[zero, 1] == held["0", 1] == held["0", 2]
     assert held[zero, 2] < 0.8 * held[zero, 1]
 
@@ -114,11 +118,11 @@ def test_gradients_that_go_to_keepers_as_they_are_made_are_not_counted_together(
     strategy = Strategy((replica,), near=True)
     assert len(forms.planner.realize(forms.places.named(strategy)).plan.replicas) == 4
     assert forms.shortage(replica, 1) == 0 and forms.of(strategy).lack == 0
-    whole = float(forms.planner.points.parameters[0, -1])
+    whole, let_go = forms.planner.points.held.state, forms.planner.prices.let_go(float(weights), Budget(sums_at_once=True))
     assert forms.shortage(replica, 2) == int(whole) - forms.room(replica) > 0, "several micro-batches add theirs up"
-    assert [forms.least(strategy, number)[1] for number in (1, 2)] == [whole - forms.planner.prices.let_go(float(weights)), whole]
+    assert [forms.least(strategy, number)[1] for number in (1, 2)] == [whole - let_go, whole]
     one, two = forms.relaxed(strategy, [ORDERS[0]], [1, 2])[1]
-    assert one == pytest.approx(forms.of(strategy).held) and two - one > 0.9 * forms.planner.prices.let_go(float(weights))
+    assert one == pytest.approx(forms.of(strategy).held) and two - one > 0.9 * let_go
 
 
 @pytest.mark.parametrize("more", [{}, {"gradient.dtype": "bf16"}], ids=["own type", "rounded"])
@@ -228,3 +232,31 @@ def test_a_cut_that_is_found_soon_is_near_the_best(units: list[int], num_stages:
     best = min(max(sums[b] - sums[a] for a, b in pairwise((0, *inner, len(units)))) for inner in every)
     assert bounds is not None and bounds[0] == 0 and bounds[-1] == len(units)
     assert max(sums[b] - sums[a] for a, b in pairwise(bounds)) <= best * 1.01
+
+
+@pytest.mark.parametrize("number", range(1, 20, 2))
+def test_stages_wait_for_what_they_are_sent_and_no_more(number: int) -> None:
+    """What is read further on passes no stage between; what stays on a rank is not sent, nor are gradients of weights that it shares."""
+    graph, cluster = drawn_graph(random.Random(number), scoped=False), made([[(1e9, GIB)] * 3], network=1e9)
+    forms = ClosedForms(seater_of(graph, cluster, Config(), 8))
+    points, prices = forms.planner.points, forms.planner.prices
+    for num_ranks, num_chunks in ((2, 2), (3, 1), (2, 1)):
+        if points.num_units < num_ranks * num_chunks:
+            continue
+        schedule = "1f1b" if num_chunks == 1 else "interleaved"
+        replica = ReplicaSpec((RankSpec(cluster.devices[0].kind),) * num_ranks, 1, None, schedule, num_chunks, 2, "none")
+        ranks = forms.planner.solver(replica, "none").pipeline.stage_rank
+        for inner in combinations(range(1, points.num_units), num_ranks * num_chunks - 1):
+            units = (0, *inner, points.num_units)
+            cut = Partition(tuple(points.bounds[list(units)].tolist()), units, lambda _: 0.0)
+            parts = assign(graph, points.structure, wishes_of(points, cut), len(ranks))[0].parts
+            passed, sent, read = forms._payloads(units, ranks)
+            assert read == {(source, stage) for stage, part in enumerate(parts) for source, *_ in prices.part(part, 4.0).sends}
+            for stage, part in enumerate(parts):
+                sends = [own for own in prices.part(part, 4.0).sends if ranks[own[0]] != ranks[stage]]
+                if stage:
+                    assert sent[1, stage - 1] == sum(line.per_row for _, line, _ in sends)
+                    assert sent[2, stage - 1] == sum(number for _, _, number in sends)
+                    assert passed[1, stage - 1] == sum(line.per_row for source, line, _ in sends if source == stage - 1)
+            readers = [{ranks[stage] for stage, part in enumerate(parts) if each.name in part.parameters} for each in graph.parameters]
+            assert (points.read_apart(units, ranks) > 0) == any(len(own) > 1 for own in readers)

@@ -75,10 +75,25 @@ def test_the_plan_without_a_search_is_kept(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(FreeSpace, "ranked", once(FreeSpace.ranked))
     plan, step = decide(None, GRAPH, TWO, config, rows=8)
     assert plan.step_seconds == step.step_seconds
-    assert (plan.choices[0].decision, plan.choices[0].bound) == (
-        "the plan without a search",
-        "the search was interrupted before it had a plan",
-    )
+    assert plan.choices[0].decision == "1 x (2 x 1e+09), 1f1b, 1 micro-batch"
+    assert plan.choices[0].bound == "the search was interrupted: the best of 1 plan so far"
+
+
+def test_a_plan_of_the_state_before_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second state is looked at because with the first all is computed again."""
+    small, states = made([[(1e9, 200_000)] * 2], network=1e9), list[str]()
+    realized = Realizer.realize
+
+    def interrupted(self: Realizer, strategy: Strategy) -> EstimatedPlan:
+        states.append(str(self.prices.costs.zero))
+        if states[0] != states[-1]:
+            raise KeyboardInterrupt
+        return realized(self, strategy)
+
+    monkeypatch.setattr(Realizer, "realize", interrupted)
+    found = search(GRAPH, small, Config({"planning.objective": "memory"}), rows=8)
+    assert states == ["0"] * (len(states) - 1) + ["2"]
+    assert found.was_interrupted and "memory.zero" not in found.plan.choices[0].decision
 
 
 def test_a_second_one_ends_all(monkeypatch: pytest.MonkeyPatch) -> None:

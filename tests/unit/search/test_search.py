@@ -23,10 +23,12 @@ from whale.planning.plan import EstimatedPlan
 from whale.planning.realizing import Realizer
 from whale.planning.replicas.joining import mixes_samples
 from whale.planning.shard.space import NothingToCut
-from whale.planning.strategy import Strategy
+from whale.planning.strategy import ReplicaSpec, Strategy
 from whale.search import SearchResult, decide, search
 from whale.search.failure import commonest
 from whale.search.freedom import freedom_of
+from whale.search.ranking import Ranked
+from whale.search.searching import affordable_first
 
 SPEEDS = (1e9, 3e9, 1e10)
 GIB = 2**30
@@ -234,7 +236,7 @@ def test_what_fits_nowhere_says_what_would_help() -> None:
 
 def hint_of(num_devices: int, settings: dict[str, object]) -> str:
     with pytest.raises(PlanError) as caught:
-        search(layers([64] * 6), made([[(1e9, 85_000)] * num_devices], network=1e9), Config(settings), rows=8)
+        search(layers([64] * 6), made([[(1e9, 85_000)] * num_devices], network=1e9), Config({"memory.zero": "0"} | settings), rows=8)
     return caught.value.hint or ""
 
 
@@ -242,7 +244,8 @@ def test_as_many_devices_as_the_hint_asks_for_hold_the_model() -> None:
     assert "about 6 x 1e+09" in hint_of(5, {})
     assert "x 1e+09" not in hint_of(5, {"pipeline.num_stages": 5}), "whatever number of devices there is"
     for num_devices in (6, 7):
-        found = search(layers([64] * 6), made([[(1e9, 85_000)] * num_devices], network=1e9), Config(), rows=8, effort=20)
+        config = Config({"memory.zero": "0"})
+        found = search(layers([64] * 6), made([[(1e9, 85_000)] * num_devices], network=1e9), config, rows=8, effort=20)
         assert len(found.plan.devices) >= 6
 
 
@@ -262,14 +265,35 @@ def test_effort_is_a_limit_where_nothing_fits(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(Realizer, "realize", refused)
     with pytest.raises(MemoryShortage):
-        search(layers([64] * 4), made([[(1e9, GIB)] * 4], network=1e9), Config(), rows=64, effort=5)
-    assert len(seen) == 1 + 6 + 3, "one that is refused takes all of this effort; six more, and what is always planned"
+        search(layers([64] * 4), made([[(1e9, GIB)] * 4], network=1e9), Config({"memory.zero": "0"}), rows=64, effort=5)
+    assert len(seen) == 1 + 6 + 4, "one that is refused takes all of this effort; six more, and what is always planned"
+
+
+@pytest.mark.parametrize(
+    ("efforts", "values", "expected"),
+    [
+        ((9, 9, 2), (1.0, 1.02, 1.04), [2, 0, 1]),
+        ((9, 9, 2), (1.0, 1.02, 1.06), [0, 1, 2]),
+        ((1, 9), (1.0, 1.01), [0, 1]),
+        ((9,), (1.0,), [0]),
+    ],
+)
+def test_what_the_effort_suffices_for_is_planned_first_where_it_promises_nearly_as_much(
+    efforts: tuple[int, ...], values: tuple[float, ...], expected: list[int]
+) -> None:
+    ranked = [Ranked(Strategy((ReplicaSpec(),)), value, effort) for value, effort in zip(values, efforts, strict=True)]
+    assert [ranked.index(each) for each in affordable_first(ranked, 5)] == expected
 
 
 def test_more_micro_batches_than_rows_leave_nothing() -> None:
     numbers = r"\(rows: 2; replicas: 1 or more, on 1 device; micro-batches: 4\)"
     with pytest.raises(ConfigError, match=f"too few rows for the micro-batches {numbers}"):
         search_of(layers([4]), made([[(1e9, GIB)]], network=1e9), 2, num_micro_batch=4)
+
+
+def test_on_one_device_the_plan_as_it_is_set_says_what_is_wrong() -> None:
+    with pytest.raises(BatchError, match="too few rows: the batch has 2, and 1 replica x 3 micro-batches need 3"):
+        decide(None, layers([4]), made([[(1e9, GIB)]], network=1e9), Config({"pipeline.num_micro_batch": 3}), rows=2)
 
 
 def test_more_stages_than_places_to_cut_leave_nothing() -> None:

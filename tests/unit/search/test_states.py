@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -17,9 +18,13 @@ from whale.ir.cluster import Cluster, Host, Link
 from whale.ir.graph import ModelGraph
 from whale.ir.plan import Plan
 from whale.planning import MemoryShortage
+from whale.planning.plan import EstimatedPlan
+from whale.planning.strategy import StateSpec
 from whale.planning.written import write_plan
 from whale.search import decide
-from whale.search.deciding import with_states
+from whale.search.freedom import COMPARED, States
+from whale.search.open import AsSet
+from whale.search.ranking import gains_from
 
 WIDTH, NUM_LAYERS = 64, 4
 WEIGHTS = NUM_LAYERS * WIDTH * WIDTH * 4
@@ -33,10 +38,6 @@ REPLICAS: dict[str, Any] = {
 
 SMALL_BUCKETS: dict[str, Any] = {"communication__bucket_bytes": 1}
 """A bucket for each layer: those on their way are beside what a device holds."""
-
-
-def nothing(plan: Plan) -> float:
-    return 0.0
 
 
 def layers() -> ModelGraph:
@@ -205,48 +206,57 @@ def test_activations_wait_on_hosts_where_that_is_asked() -> None:
         write_plan(plan, layers())
 
 
-@pytest.mark.parametrize(("policy", "faster", "expected"), [("auto", True, "2"), ("auto", False, "0"), ("full", True, "0")])
-def test_a_faster_plan_that_shares_out_is_taken_where_memory_makes_something_be_computed_again(
-    policy: str, faster: bool, expected: str
-) -> None:
-    plan, step = planned(of_memories(9, 9))
+def in_turn(config: Config, fits: Callable[[StateSpec], bool], *, gains: bool, num_devices: int = 2) -> list[tuple[str, str, float]]:
+    """The states that are looked at, with their share of the effort, where those that `fits` names have a plan."""
+    plan, _ = planned(of_memories(9, 9))
+    fitting, looked = set[str](), list[tuple[str, str, float]]()
 
-    def with_zero(config: Config) -> tuple[Plan, StepEstimate]:
-        is_first = config.memory.zero == "0"
-        pipeline = replace(plan.replicas[0].pipeline, recomputed_stages=(0,) if is_first else ())
-        own = replace(plan, cluster=config.memory.zero, replicas=(replace(plan.replicas[0], pipeline=pipeline), *plan.replicas[1:]))
-        return own, replace(step, step_seconds=1.0 if is_first else 0.5 if faster else 2.0)
+    def best(home: str) -> Plan | None:
+        return plan if home in fitting else None
 
-    found, _ = with_states(Config({"recompute.policy": policy}), 2, with_zero, may_compare=True, least=nothing)
-    assert found.cluster == expected
-    assert with_states(Config({"recompute.policy": policy}), 2, with_zero, may_compare=False, least=nothing)[0].cluster == "0"
+    for state, share in States.of(config, num_devices).in_turn(best, lambda plan, level: gains and level != "3"):
+        looked.append((str(state.zero), state.offload, share))
+        if fits(state):
+            fitting.add(state.offload)
+    return looked
 
 
-@pytest.mark.parametrize(("share", "looked"), [(0.97, ["0", "2"]), (0.99, ["0"])])
-def test_no_state_is_compared_for_less_than_a_fiftieth_of_the_step(share: float, looked: list[str]) -> None:
-    plan, step = planned(of_memories(9, 9))
+def test_the_next_state_is_looked_at_where_nothing_fits_or_where_it_may_gain() -> None:
+    every = Config({})
+    assert in_turn(every, lambda state: True, gains=False) == [("0", "none", 1)]
+    assert in_turn(every, lambda state: True, gains=True) == [("0", "none", 1), ("2", "none", COMPARED)]
+    assert in_turn(every, lambda state: state.zero != "0", gains=False) == [("0", "none", 1), ("2", "none", 1)]
+    assert in_turn(every, lambda state: False, gains=True) == [(level, "none", 1) for level in "023"]
+    assert in_turn(every, lambda state: False, gains=True, num_devices=1) == [("0", "none", 1)]
+    assert in_turn(Config({"memory.zero": 1}), lambda state: True, gains=True) == [("1", "none", 1)]
+
+
+def test_hosts_come_last_and_each_steps_a_part() -> None:
+    every, levels = Config({"memory.offload": "auto"}), "023"
+    short = [(level, "none", 1.0) for level in levels]
+    halves = [("0", "optimizer", 1), ("2", "optimizer", COMPARED)]
+    found = in_turn(every, lambda state: state.offload == "optimizer", gains=False)
+    assert found == [*short, *halves, *((level, "activations", 1) for level in levels)]
+    found = in_turn(every, lambda state: state.offload == "optimizer+parameters", gains=False)
+    assert found[-1] == ("0", "optimizer+parameters", 1) and len(found) == 10
+
+
+@pytest.mark.parametrize(("least", "policy", "expected"), [(0.97, "auto", True), (0.99, "auto", False), (0.97, "full", False)])
+def test_a_state_is_compared_where_not_computing_again_saves_a_fiftieth_of_the_step(least: float, policy: str, expected: bool) -> None:
+    on, config = of_memories(9, 9), Config({"recompute.policy": policy})
+    plan, step = planned(on)
     again = replace(plan.replicas[0], pipeline=replace(plan.replicas[0].pipeline, recomputed_stages=(0,)))
-    seen: list[str] = []
-
-    def with_zero(config: Config) -> tuple[Plan, StepEstimate]:
-        seen.append(str(config.memory.zero))
-        return replace(plan, replicas=(again, *plan.replicas[1:])), step
-
-    with_states(Config({}), 2, with_zero, may_compare=True, least=lambda _: share * step.step_seconds)
-    assert seen == looked
+    slow = replace(plan, replicas=(again, *plan.replicas[1:]), step_seconds=step.step_seconds / least)
+    gains = gains_from(layers(), on, config)
+    assert gains(slow, "2") is expected and not gains(slow, "3") and not gains(plan, "2")
+    assert not gains_from(layers(), on, config.with_values({"planning.effort": 1}))(slow, "2"), "one such plan takes more than all effort"
 
 
-def test_a_state_that_is_only_compared_gets_a_tenth_of_the_effort() -> None:
-    plan, step = planned(of_memories(9, 9))
-    again = replace(plan.replicas[0], pipeline=replace(plan.replicas[0].pipeline, recomputed_stages=(0,)))
-    efforts = dict[str, int]()
-
-    def with_zero(config: Config) -> tuple[Plan, StepEstimate]:
-        efforts[str(config.memory.zero)] = config.planning.effort
-        return replace(plan, replicas=(again, *plan.replicas[1:])), step
-
-    with_states(Config({"planning.effort": 50}), 2, with_zero, may_compare=True, least=nothing)
-    assert efforts == {"0": 50, "2": 5}
+def test_the_least_memory_is_looked_for_with_every_state() -> None:
+    plan, step = planned(of_memories(9, 9), **{"planning.search": "auto", "planning.objective": "memory"})
+    others = plan.choices[0].runner_up.split("; ")
+    held = [next(float(each.split(": ")[-1].split()[0]) for each in others if f"memory.zero: {zero}" in each) for zero in "23"]
+    assert held[1] < held[0] and max(each.peak.total for each in step.devices) / 1024 < held[1], "split, it has no copies at all"
 
 
 def test_equal_devices_are_priced_once_whatever_they_keep() -> None:
@@ -276,29 +286,22 @@ def test_one_device_shares_with_nobody() -> None:
 
 
 def test_weights_are_shared_out_where_nothing_fits_otherwise() -> None:
-    on = of_memories(9, 9)
-
-    def with_zero(config: Config) -> tuple[Plan, StepEstimate]:
-        if config.memory.zero != "3":
-            raise OutOfMemory("nothing fits")
-        return planned(on, memory={"zero": 3})
-
-    plan, step = with_states(Config({}), 2, with_zero, may_compare=True, least=nothing)
+    plan, step = planned(of_memories(2.85, 2.85), **SMALL_BUCKETS)
     assert plan.choices[0].decision == "memory.zero: 3, memory.offload: none" and plan.state_of("layer0.weight").is_gathered
-    whole, slow = planned(on, memory={"zero": 2})
+    whole, slow = planned(of_memories(9, 9), memory={"zero": 2}, **SMALL_BUCKETS)
     assert not whole.state_of("layer0.weight").is_gathered and slow.step_seconds < step.step_seconds
-    assert {each.peak.weights for each in step.devices} == {each.peak.weights / 2 for each in slow.devices}
 
 
 @pytest.mark.parametrize("faulty", ["0", "2", "3"])
-def test_other_faults_are_no_lack_of_memory(faulty: str) -> None:
-    def with_zero(config: Config) -> tuple[Plan, StepEstimate]:
-        if config.memory.zero == faulty:
+def test_other_faults_are_no_lack_of_memory(faulty: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def with_zero(self: AsSet, strategy: object) -> EstimatedPlan:
+        if self.config.memory.zero == faulty:
             raise PlanError("stage 0 of replica 0 has no op")
         raise OutOfMemory("nothing fits")
 
+    monkeypatch.setattr(AsSet, "realize", with_zero)
     with pytest.raises(PlanError, match="stage 0 of replica 0 has no op"):
-        with_states(Config({}), 2, with_zero, may_compare=True, least=nothing)
+        planned(of_memories(9, 9))
 
 
 def test_what_a_search_finds_short_is_lack_of_memory() -> None:

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from tests.examples import at_most
 from tests.unit.planning.graphs import chain, cluster
 from whale.config import Config
-from whale.ir.plan import Form, states_of
+from whale.ir.plan import Form, VirtualDevice, states_of
 from whale.planning import make_plan
 from whale.schedules import alike_schedules
 from whale.sharding import Region
 from whale.sharding.buckets import ALIGNED_BYTES, plan_buckets
-from whale.sharding.keepers import SharedOut, deal
+from whale.sharding.keepers import SharedOut, deal, deal_by_group, keeper_groups
 from whale.sharding.parameters import parameter_shardings
 
 
@@ -101,3 +101,67 @@ def test_each_keeper_has_one_run_of_a_bucket_and_what_is_cut_a_bucket_of_its_own
             region = shardings.kept(name).held[rank]
             assert num_elements == (36 if region == Region() else shardings.space(name).num_elements(region))
     assert sum(num for kept in buckets.kept.values() for num in kept.values()) == num_layers * 36
+
+
+@st.composite
+def on_hosts(draw: st.DrawFn) -> tuple[list[SharedOut], list[int], list[list[int]]]:
+    """The same with the devices in groups."""
+    parameters, shares = draw(dealt())
+    numbers = draw(st.lists(st.integers(0, 2), min_size=len(shares), max_size=len(shares)))
+    groups = [[device for device, own in enumerate(numbers) if own == number] for number in sorted(set(numbers))]
+    return parameters, shares, groups
+
+
+@at_most(100)
+@given(on_hosts())
+def test_each_group_keeps_as_if_it_were_alone(case: tuple[list[SharedOut], list[int], list[list[int]]]) -> None:
+    parameters, shares, groups = case
+    found = deal_by_group(parameters, shares, groups)
+    for number, group in enumerate(groups):
+        alone = [replace(own, ways=tuple({device: own.ways[device][device]} for device in group)) for own in parameters]
+        expected = deal(alone, [share if device in group else 1 for device, share in enumerate(shares)])
+        assert {name: copies[number] for name, copies in found.items()} == expected
+    assert deal_by_group(parameters, shares, ()) == {name: (own,) for name, own in deal(parameters, shares).items()}
+
+
+def test_a_group_without_a_parameter_keeps_none_of_it() -> None:
+    first = SharedOut("first", 4, 64, ({0: 16}, {1: 16}))
+    last = SharedOut("last", 4, 64, ({2: 16}, {3: 16}))
+    found = deal_by_group([first, last], (1,) * 4, ((0, 2), (1,), (3,)))
+    assert {name: [own.devices for own in copies] for name, copies in found.items()} == {"first": [(0,), (1,)], "last": [(2,), (3,)]}
+
+
+@pytest.mark.parametrize(
+    ("hosts", "splits", "expected"),
+    [
+        ("aabb", ((0,), (1,), (2,), (3,)), (0, 0, 1, 1)),
+        ("baab", ((0,), (1,), (2,), (3,)), (0, 1, 1, 0)),
+        ("aaaa", ((0,), (1,), (2,), (3,)), ()),
+        ("abca", ((0, 1), (2,), (3,)), (0, 0, 1, 0)),
+        ("abcd", ((0, 1), (2, 3)), (0, 0, 1, 1)),
+        ("abbc", ((0, 1), (2, 3)), ()),
+    ],
+)
+def test_hosts_that_a_split_group_connects_keep_one_copy(
+    hosts: str, splits: tuple[tuple[int, ...], ...], expected: tuple[int, ...]
+) -> None:
+    plan = make_plan(chain(4), cluster((1e9,) * 4), Config({"planning.search": "off"}), rows=8)
+    (stage,) = plan.replicas[0].stages
+    replicas = tuple(
+        replace(
+            plan.replicas[0],
+            index=index,
+            stages=(
+                replace(stage, virtual_device=VirtualDevice(tuple(plan.devices[rank] for rank in group)), split=len(group), shares=(1,)),
+            ),
+        )
+        for index, group in enumerate(splits)
+    )
+    assert keeper_groups(replace(plan, replicas=replicas), list(hosts)) == expected
+
+
+def test_stages_that_lie_on_one_host_each_have_no_second_copy() -> None:
+    plan = make_plan(chain(4), cluster((1e9,) * 4), Config({"planning.search": "off", "pipeline.num_stages": 2}), rows=8)
+    hosts = {device: "ab"[stage.index] for replica in plan.replicas for stage in replica.stages for device in stage.virtual_device.devices}
+    assert keeper_groups(plan, [hosts[device] for device in plan.devices]) == ()
+    assert keeper_groups(plan, ["a", "a", "b", "b"]) == (0, 0, 1, 1)

@@ -90,6 +90,15 @@ def test_bytes_are_shared_out(stages: int, hosts: str, copied: int, sent: int) -
     assert {found.kept_bytes(device) for device in range(4)} == {sent * layer}
 
 
+def test_what_each_host_keeps_a_copy_of_is_sent_to_none() -> None:
+    plan, graph, shardings = planned(4, 4, keeps=True)
+    assert any(second_owners(plan, graph, shardings, "aabb").sent_bytes)
+    plan = replace(plan, keeper_groups=(0, 0, 1, 1))
+    found = second_owners(plan, graph, parameter_shardings(plan, graph, None), "aabb")
+    check_survives(found, parameter_shardings(plan, graph, None), tuple("aabb"))
+    assert not any(found.sent_bytes)
+
+
 def test_a_host_without_work_keeps_what_another_alone_holds() -> None:
     plan, graph, shardings = planned(2, 2, num_stages=2)
     found = second_owners(plan, graph, shardings, "aabb")

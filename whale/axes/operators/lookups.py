@@ -224,18 +224,20 @@ def _is_mask(name: str, reading: Reading) -> bool:
 
 
 LOOKUPS: Family = {
-    "embedding": Moves(embedding, "tables.embedding", gathers=True, weights="embedding"),
+    "embedding": Moves(embedding, "tables.embedding", looks_up=True, weights="embedding"),
     "embedding_bag": Operator(bags),
-    "index_select": Operator(chosen_rows, "tables.index_select", gathers=True, rows="moved"),
-    "gather": Operator(gathering(dim=1, index=2), "tables.gather", gathers=True, rows="moved"),
-    "index": Operator(index, "tables.index", gathers=True, rows="moved"),
-    "take_along_dim": Operator(gathering(dim=2, index=1), "tables.gather", gathers=True, rows="moved"),
+    "index_select": Operator(chosen_rows, "tables.index_select", looks_up=True, indexed="along one", rows="moved"),
+    "gather": Operator(gathering(dim=1, index=2), "tables.gather", looks_up=True, rows="moved"),
+    "index": Operator(index, "tables.index", looks_up=True, indexed="per dimension", rows="moved"),
+    "take_along_dim": Operator(gathering(dim=2, index=1), "tables.gather", looks_up=True, rows="moved"),
     "one_hot": Operator("self[...] -> [... classes^]", "tables.one_hot"),
     "bucketize": Operator("self[...] boundaries[n!] -> [...]"),
     "searchsorted": Operator("sorted_sequence[... n!] self[... m] -> [... m]"),
-    "scatter scatter_reduce index_fill index_copy": Operator(scattering),
-    "scatter_add index_add": Operator(scattering, rows="scattered"),
-    "index_put": Operator(index_written, rows="scattered"),  # if it accumulates
+    "scatter scatter_reduce": Operator(scattering),
+    "index_fill index_copy": Operator(scattering, indexed="along one"),
+    "scatter_add": Operator(scattering, rows="scattered"),
+    "index_add": Operator(scattering, indexed="along one", rows="scattered"),
+    "index_put": Operator(index_written, indexed="per dimension", rows="put"),
     "nonzero nonzero_numpy argwhere where.default": Operator(nonzero, rows="selected"),
     "select_scatter slice_scatter": Operator(part_written),
 }

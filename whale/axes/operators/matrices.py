@@ -109,19 +109,24 @@ MATRICES: Family = {
         weights="addmm",
         rows="product",
     ),
-    "mm": Operator("self[i k] mat2[k j] -> [i j]", weights="matmul", rows="product"),
-    "bmm": Operator("self[b i k] mat2[b k j] -> [b i j]", rows="product"),
+    "mm": Operator("self[i k] mat2[k j] -> [i j]", weights="matmul", core="product", rows="product"),
+    "bmm": Operator("self[b i k] mat2[b k j] -> [b i j]", core="product", rows="product"),
     "baddbmm": Operator(
-        "+self[b i j] batch1[b i k] batch2[b k j] -> [b i j]", "contractions.added_product", ("self", 0), factors=(1, 2), rows="product"
+        "+self[b i j] batch1[b i k] batch2[b k j] -> [b i j]",
+        "contractions.added_product",
+        ("self", 0),
+        factors=(1, 2),
+        core="product",
+        rows="product",
     ),
-    "matmul": Operator(matmul, flops=rows_by_matrix, weights="matmul", rows="product"),
+    "matmul": Operator(matmul, flops=rows_by_matrix, weights="matmul", core="product", rows="product"),
     "mv": Operator("self[i k] vec[k] -> [i]", flops=rows_by_matrix, rows="product"),
     "dot": Operator("self[k] tensor[k] -> []", flops=rows_by_matrix, rows="product"),
     "vdot": Operator("self[k] other[k] -> []", flops=rows_by_matrix, rows="product"),
     "inner": Operator(flops=rows_by_matrix, rows="product"),
     "outer": Operator("self[i] vec2[j] -> [i j]", rows="product"),
     "bilinear": Operator("input1[... i] input2[... j] weight[o i j] +bias[o] -> [... o]", "contractions.with_bias", ("bias", 3)),
-    "einsum": Operator(einsum, flops=all_letters, rows="product"),
+    "einsum": Operator(einsum, flops=all_letters, core="product", rows="product"),
     "tensordot": Operator(tensordot, rows="product"),
     "cdist": Operator("x1[... i d!] x2[... j d!] -> [... i j]"),
     "linalg_slogdet": Operator("A[... i! j!] -> [...] [...]"),
@@ -139,7 +144,7 @@ MATRICES: Family = {
 
 ATTENTION: Family = {
     "scaled_dot_product_attention": Operator(
-        attention, "contractions.attention", flops=scores_and_values, factors=(0, 1, 2), keeps="inputs and result"
+        attention, "contractions.attention", flops=scores_and_values, factors=(0, 1, 2), core="all", keeps="inputs and result"
     ),
 }
 

@@ -88,7 +88,8 @@ POINTWISE: Family = {
     "gt ge greater greater_equal": Operator(pointwise, rows="rising"),
     "lt le less less_equal logical_not bitwise_not": Operator(pointwise, rows="falling"),
     "clamp clamp_min": Operator(pointwise, rows="bounded"),
-    "tanh sigmoid exp sqrt rsqrt relu hardtanh dropout native_dropout": Operator(pointwise, keeps="result"),
+    "tanh sigmoid exp sqrt rsqrt relu hardtanh native_dropout": Operator(pointwise, keeps="result"),
+    "dropout": Operator(pointwise, keeps="result", by_place=True),
     (
         "broadcast_tensors fill alpha_dropout bernoulli where nan_to_num softplus rrelu_with_noise relu6 selu celu normal uniform _conj "
         "resolve_conj resolve_neg requires_grad __and__ __or__ __xor__ __lshift__ __rshift__ __iand__ __ior__ __ixor__ floor_divide "

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 
 from whale.axes.operators.entry import Family, Moves, Operator, Template, along, chosen, letters_of, names, operand, put, write
 from whale.axes.outcome import Dims, Reading, argument, number
-from whale.ir.graph import Op
+from whale.ir.graph import Argument, Op
 
 
 def reduction(how: str = "", position: int = 1) -> Template:
@@ -168,7 +169,8 @@ NORMALISATIONS: Family = {
     "instance_norm": Operator(
         "input[n channels ...!] weight[channels] bias[channels] running_mean[channels] running_var[channels] -> [n channels ...!]"
     ),
-    "softmax _softmax _safe_softmax log_softmax _log_softmax": Operator(along(), keeps="result"),
+    "softmax _softmax _safe_softmax": Operator(along(), keeps="result", core="softmax"),
+    "log_softmax _log_softmax": Operator(along(), keeps="result"),
     "_weight_norm": Operator(weight_norm),
     "glu": Operator(halved),
 }
@@ -177,16 +179,22 @@ NORMALISATIONS: Family = {
 NONE, MEAN, SUM = 0, 1, 2  # torch's numbers for the reduction of a loss
 
 
-def pointwise_loss(position: int, num_weights: int = 0) -> Template:
+def reduced(letters: Sequence[str], how: Argument, mean: str = "mean") -> list[str]:
+    """The terms of dimensions over which a loss is combined, by its argument ``reduction``."""
+    combine = {NONE: "", MEAN: mean, SUM: "sum"}[number(how)]
+    return [f"({letter}:{combine})" if combine else letter for letter in letters]
+
+
+def pointwise_loss(position: int, num_weights: int = 0, read: Sequence[str] = ("input", "target")) -> Template:
     """A loss of equal shapes, element by element, then reduced."""
 
     def rule(op: Op, reading: Reading) -> str:
-        shapes = [operand(op, reading), operand(op, reading, 1)]
+        shapes = [operand(op, reading, place) for place in range(len(read))]
         rank = max(len(dims) for dims in shapes)
         how = argument(op, position, "reduction", MEAN)
         letters = names(rank)
-        terms = letters if how == NONE else [f"({letter}:{'mean' if how == MEAN else 'sum'})" for letter in letters]
-        operands = [(name, terms[rank - len(dims) :]) for name, dims in zip(("input", "target"), shapes, strict=True)]
+        terms = reduced(letters, how)
+        operands = [(name, terms[rank - len(dims) :]) for name, dims in zip(read, shapes, strict=True)]
         for name in ("weight", "pos_weight")[:num_weights]:
             dims = _named(op, reading, name, 2 if name == "weight" else 3)
             operands.append((name, terms[rank - len(dims) :] if dims is not None else []))
@@ -207,9 +215,8 @@ def classification_loss(op: Op, reading: Reading) -> str:
     dims, target = operand(op, reading), operand(op, reading, 1)
     plain = entropy and smoothing == 0.0 and len(target) < len(dims) and _named(op, reading, "weight", 2) is None
     classes = "(classes:softmax)" if plain else "classes!"
-    combine = {NONE: "", MEAN: ":weighted_mean", SUM: ":sum"}[number(how)]
     letters = names(len(dims) - 1)
-    rest = [f"({letter}{combine})" if combine else letter for letter in letters]
+    rest = reduced(letters, how, mean="weighted_mean")
     full = [*rest[:1], classes, *rest[1:]] if len(dims) > 1 else [classes]
     hard = rest if len(target) < len(dims) else full
     results = [letters if how == NONE else []]
@@ -225,18 +232,42 @@ def ctc_loss(op: Op, reading: Reading) -> str:
     return "log_probs[t! n! c!] targets[s!] input_lengths[n!] target_lengths[n!] -> [n!]"
 
 
-Classes = partial(Operator, classification_loss, "contractions.class_loss", keeps="inputs and result", rows="class loss")
-Elements = partial(Operator, rows="element loss")
+def embedded_loss(num_embeddings: int, reduction: int, target: bool) -> Template:
+    """A loss of each row of several embeddings ``[n d]`` or ``[d]``, and perhaps its target, then reduced."""
+
+    def rule(op: Op, reading: Reading) -> str:
+        how = argument(op, reduction, "reduction", MEAN)
+        rows = reduced("n", how) if len(operand(op, reading)) == 2 else []
+        operands = [(f"x{index}", [*rows, "d!"]) for index in range(num_embeddings)]
+        return write([*operands, *([("target", rows)] if target else [])], ["n"] if how == NONE and rows else [])
+
+    return rule
+
+
+def margin_loss(op: Op, reading: Reading) -> str:
+    """``multi_margin_loss``: of each row's scores and its target, then reduced. ``multilabel_margin_loss`` has targets in a row too."""
+    is_single = "multi_margin" in op.target
+    how = argument(op, 5 if is_single else 2, "reduction", MEAN)
+    rows = reduced("n", how) if len(operand(op, reading)) == 2 else []
+    weight = [("weight", ["c!"])] if is_single and _named(op, reading, "weight", 4) is not None else []
+    targets = rows if is_single else [*rows, "c!"]
+    return write([("self", [*rows, "c!"]), ("target", targets), *weight], ["n"] if how == NONE and rows else [])
+
+
+Classes = partial(Operator, classification_loss, "contractions.class_loss", keeps="inputs and result")
 
 LOSSES: Family = {
     "cross_entropy_loss": Classes(is_two=True),
     "nll_loss nll_loss_nd nll_loss2d": Classes(),
-    "nll_loss_forward": Classes(rows=None),  # two results
-    "mse_loss l1_loss smooth_l1_loss huber_loss soft_margin_loss kl_div": Elements(pointwise_loss(2)),
+    "nll_loss_forward": Classes(),  # two results
+    "mse_loss l1_loss smooth_l1_loss huber_loss soft_margin_loss kl_div": Operator(pointwise_loss(2)),
     "ctc_loss": Operator(ctc_loss),
-    "poisson_nll_loss": Elements(pointwise_loss(5)),
-    "binary_cross_entropy": Elements(pointwise_loss(3, num_weights=1)),
-    "binary_cross_entropy_with_logits": Elements(pointwise_loss(4, num_weights=2)),
-    "hinge_embedding_loss margin_ranking_loss": Elements(on_parts=None),
-    "cosine_embedding_loss triplet_margin_loss multi_margin_loss multilabel_margin_loss": Operator(on_parts=None, rows="row loss"),
+    "poisson_nll_loss": Operator(pointwise_loss(5)),
+    "binary_cross_entropy": Operator(pointwise_loss(3, num_weights=1)),
+    "binary_cross_entropy_with_logits": Operator(pointwise_loss(4, num_weights=2)),
+    "hinge_embedding_loss": Operator(pointwise_loss(3)),
+    "margin_ranking_loss": Operator(pointwise_loss(4, read=("input1", "input2", "target"))),
+    "cosine_embedding_loss": Operator(embedded_loss(2, reduction=4, target=True)),
+    "triplet_margin_loss": Operator(embedded_loss(3, reduction=7, target=False)),
+    "multi_margin_loss multilabel_margin_loss": Operator(margin_loss),
 }

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextvars import ContextVar
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache
 from types import MappingProxyType
+from typing import Literal
 
 from whale.axes.notation import parse, placed_operands
 from whale.axes.operators.entry import Family, Operator, Rows
@@ -47,10 +48,18 @@ OPERATORS: Mapping[str, Operator] = MappingProxyType(
 # defaults: of torch's operators without an entry, of those tagged ``pointwise``, and of other libraries
 UNKNOWN, PLAIN, OWN = Operator(on_parts=None), Operator(pointwise), Operator()
 
-_own_rules: ContextVar[Mapping[str, str]] = ContextVar("own_rules", default=MappingProxyType({}))
+_own_rules: ContextVar[Mapping[str, OwnRule]] = ContextVar("own_rules", default=MappingProxyType({}))
 
 
-def register_rule(target: str, notation: str) -> None:
+@dataclass(frozen=True, slots=True)
+class OwnRule:
+    """What a user says of an operator."""
+
+    axes: str
+    rows: Rows | None
+
+
+def register_rule(target: str, notation: str, rows: Literal["linear"] | None = None) -> None:
     """Gives an op of your own a rule, so that its axes can be cut.
 
     Args:
@@ -58,24 +67,32 @@ def register_rule(target: str, notation: str) -> None:
             torch's own ops replaces the built-in one.
         notation: for example ``"input[... i] weight[o i] -> [... o]"``; docs/axes.md explains it. Operands are the op's tensor arguments in
             order. The rule is not checked: it must hold for any part of a letter.
+        rows: ``linear`` if it is a linear function of its first operand: then it makes sums, or means, over rows of such. What it does
+            with rows themselves follows from the notation.
 
     Raises:
-        ConfigError: the notation cannot be read, or the target names no library.
+        ConfigError: the notation or `rows` cannot be read, or the target names no library.
     """
     name = target.replace("::", ".")
     if "." not in name:
         raise ConfigError(f"operator name {target!r} lacks its library", hint=f"for example: mylib.{target}")
     parse(notation)
-    _own_rules.set(MappingProxyType({**_own_rules.get(), name: notation}))
+    if rows not in (None, "linear"):
+        raise ConfigError(f"rows={rows!r} of {target!r} is unknown", hint="'linear', or leave it out")
+    _own_rules.set(MappingProxyType({**_own_rules.get(), name: OwnRule(notation, rows)}))
 
 
 def operator_of(op: Op) -> Operator:
     """The entry of an op's operator, with the user's own rule if there is one."""
-    entry, own = entry_of(op.target, "pointwise" in op.tags), _own_rules.get()
+    return _with_own(entry_of(op.target, "pointwise" in op.tags), op.target)
+
+
+def _with_own(entry: Operator, target: str) -> Operator:
+    own = _own_rules.get()
     if not own:
         return entry
-    rule = own.get(op.target) or own.get(op.target.rpartition(".")[0] if op.target.count(".") > 1 else op.target)
-    return replace(entry, axes=rule) if rule else entry
+    rule = own.get(target) or own.get(target.rpartition(".")[0] if target.count(".") > 1 else target)
+    return replace(entry, axes=rule.axes, rows=rule.rows or entry.rows) if rule else entry
 
 
 @cache
@@ -92,9 +109,13 @@ def entry_of(target: str, is_pointwise: bool = False) -> Operator:
 _TAKEN: Mapping[str, Rows] = MappingProxyType({"whale.held": "same", "operator.getitem": "moved"})
 
 
-@cache
 def entry_of_call(target: str) -> Operator:
     """The entry of an operator on tensors or integers (``operator.mul``), for what it makes of values that are combined over rows."""
+    return _with_own(_entry_of_call(target), target)
+
+
+@cache
+def _entry_of_call(target: str) -> Operator:
     library, _, name = target.partition(".")
     if target in _TAKEN:
         return Operator(rows=_TAKEN[target])

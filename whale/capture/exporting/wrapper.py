@@ -90,7 +90,7 @@ class Wrapper(nn.Module):
         loss = self._loss[0]
         outputs: list[Tensor] = []
         if self._mode in ("predict", "eval_predict"):
-            self.found.outputs = _structure(output, outputs)
+            self.found.outputs = _structure(output, outputs, line_of_function(self.model.forward))
             if self._mode == "predict" and (loss is not None or not _has_loss(output)):
                 return tuple(outputs)
         value = _own_loss(output) if loss is None else loss(output, batch)
@@ -237,8 +237,8 @@ def _describe(value: Any) -> str:
     return type(value).__name__
 
 
-def _structure(output: Any, tensors: list[Tensor]) -> OutputStructure:
-    """The structure of an output; its tensors are appended to `tensors`."""
+def _structure(output: Any, tensors: list[Tensor], where: SourceLine | None) -> OutputStructure:
+    """The structure of an output of the function at a line; its tensors are appended to `tensors`."""
     leaves, spec = pytree.tree_flatten(output)
     parts: list[tuple[int | None, object]] = []
     for leaf in leaves:
@@ -247,10 +247,10 @@ def _structure(output: Any, tensors: list[Tensor]) -> OutputStructure:
             tensors.append(leaf)
             continue
         if any(isinstance(each, (torch.SymInt, torch.SymFloat, torch.SymBool)) for each in (leaf if isinstance(leaf, tuple) else (leaf,))):
-            raise CaptureError("the model's output has a number that depends on the batch; it may hold tensors and constants")
+            raise CaptureError("the model's output has a number that depends on the batch; it may hold tensors and constants", where=where)
         attributes = _attributes(leaf)
         holds_tensors = any(isinstance(each, Tensor) for each in pytree.tree_leaves(attributes))
-        parts.append((None, ObjectStructure(leaf, _structure(attributes, tensors)) if holds_tensors else leaf))
+        parts.append((None, ObjectStructure(leaf, _structure(attributes, tensors, where)) if holds_tensors else leaf))
     return OutputStructure(spec, tuple(parts))
 
 

@@ -11,6 +11,7 @@ What is not read any more becomes dead code.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any, Literal
 
 import torch
@@ -18,9 +19,12 @@ from torch import Tensor, fx
 from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
-from whale.capture.flat.aliasing import ancestors, memory_roots, written_arguments
-from whale.capture.flat.sizes import hint_of
-from whale.ir.graph import NUM_ROWS
+from whale.axes.operators import Operator, entry_of_call
+from whale.axes.outcome import BROADCAST, NUMBERS
+from whale.capture.flat.aliasing import ancestors, memory_roots, takes_shape, viewed_arguments, written_arguments
+from whale.capture.flat.ops import what_rows_meet
+from whale.capture.flat.sizes import RowSizes, hint_of
+from whale.ir.graph import NUM_ROWS, TensorSpec
 
 aten = torch.ops.aten
 
@@ -31,14 +35,7 @@ _LARGEST_HEAD = 256
 _LARGEST = 1 << 26
 """Elements of a mask that is examined."""
 
-_COUNTS = frozenset((aten.arange.default, aten.arange.start))
-_FILLED = frozenset((aten.zeros, aten.ones, aten.full, aten.zeros_like, aten.ones_like, aten.full_like))
-_FILLED |= {aten.new_zeros, aten.new_ones, aten.new_full}
-_PER_ELEMENT = frozenset((aten.where, aten.__and__, aten.__or__, aten.__xor__, aten.to, aten._to_copy, aten.contiguous))
-_MOVES = frozenset((aten.expand, aten.unsqueeze, aten.squeeze, aten.alias, aten.permute, aten.transpose, aten.slice, aten.select))
-_ALONG = {aten.cumsum: 1, aten.diff: 2}
-"""Ops along a dimension, with the position of that argument."""
-_RESHAPES = frozenset((aten.view, aten.reshape))
+_RESHAPES = (aten.view, aten.reshape)
 _WHERE = frozenset((aten.where.self, aten.where.ScalarOther))
 
 Kind = Literal["size", "fixed", "rows", "count"]
@@ -51,14 +48,10 @@ count      0, 1, 2 ... over the rows, which may only pick rows
 """
 
 
-def settle_masks(graph: fx.Graph, num_rows: int) -> None:
-    """Rewrites the masks of all attentions. Not for a graph of fixed rows, in which a length may be their number.
-
-    Args:
-        num_rows: of the example.
-    """
+def settle_masks(graph: fx.Graph, sizes: RowSizes) -> None:
+    """Rewrites the masks of all attentions. Not for a graph of fixed rows, in which a length may be their number."""
     nodes = graph.find_nodes(op="call_function", target=_ATTENTION)
-    known = _Known(graph, num_rows) if nodes else None
+    known = _Known(graph, sizes) if nodes else None
     for node in nodes:
         mask, is_causal = (*node.args, None, 0.0, False)[_MASK], (*node.args[_IS_CAUSAL:], node.kwargs.get("is_causal", False))[0]
         if known is None or len(node.args) <= _MASK or not isinstance(mask, fx.Node) or is_causal or not _has_fixed_lengths(node):
@@ -99,8 +92,8 @@ def _is_causal(value: Tensor) -> bool:
 class _Known:
     """The values in a graph that depend on no batch and no weights, and are the same for each row, for any number of rows."""
 
-    def __init__(self, graph: fx.Graph, num_rows: int) -> None:
-        self._graph, self._num_rows = graph, num_rows
+    def __init__(self, graph: fx.Graph, sizes: RowSizes) -> None:
+        self._graph, self._sizes = graph, sizes
         self._roots = memory_roots(graph)
         self._written = {self._roots[written] for node in graph.nodes for written in written_arguments(node)}
         self._kinds = dict[fx.Node, Kind | None]()
@@ -125,7 +118,7 @@ class _Known:
         try:
             for each in self._graph.nodes:
                 if each in made_of:
-                    values[each] = self._num_rows if each.op == "placeholder" else _on_host(each, values)
+                    values[each] = self._sizes.rows if each.op == "placeholder" else _on_host(each, values)
         except Exception:  # what cannot be computed here is not known
             return None
         found: Tensor = values[node]
@@ -141,22 +134,33 @@ class _Known:
             return "size" if isinstance(value, (int, torch.SymInt)) and set(kinds.values()) == {"size"} else None
         if None in kinds.values() or self.is_written(node) or _is_unknown(node):
             return None
-        packet = getattr(node.target, "overloadpacket", None)
-        if any(kinds.get(item) == "size" for item in (*node.args, *node.kwargs.values()) if isinstance(item, fx.Node)):
-            return "count" if node.target in _COUNTS else None
-        if "size" in kinds.values() and packet not in _FILLED | _MOVES | _RESHAPES:
-            return None
         if set(kinds.values()) <= {"fixed"} and not _has_rows(node):
             return "fixed"
-        return self._kind_over_rows(node, packet, kinds)
+        return self._kind_over_rows(node, entry_of_call(str(node.target)), set(kinds.values()))
 
-    def _kind_over_rows(self, node: fx.Node, packet: Any, kinds: dict[fx.Node, Kind | None]) -> Kind | None:
-        is_moved = packet in _MOVES or (packet in _RESHAPES and _keeps_rows(node)) or (packet in _ALONG and _is_within_rows(node, packet))
-        if node.target is aten.index.Tensor:
+    def _kind_over_rows(self, node: fx.Node, entry: Operator, kinds: set[Kind | None]) -> Kind | None:
+        """What an op makes of constants, of some along the rows, or for so many rows: by its rule."""
+        if entry.looks_up and entry.indexed == "per dimension":
             return "rows" if self._picks_equal(node) else None
-        if "count" in kinds.values():
-            return "count" if is_moved and packet not in _ALONG else None
-        return "rows" if is_moved or packet in _FILLED | _PER_ELEMENT or torch.Tag.pointwise in node.target.tags else None  # type: ignore[union-attr]
+        read, is_moved = node.all_input_nodes, entry.rows in ("same", "moved") and not entry.looks_up
+        if is_moved and "size" not in kinds and not _has_rows(node):  # of one of them
+            return None if "count" in kinds else "rows"
+        specs = {each: self._sizes.spec(value, each) for each in (node, *read) if isinstance(value := each.meta["val"], Tensor)}
+        roles = set(what_rows_meet(node, specs))
+        if roles == {NUMBERS}:
+            return "count"
+        if "size" in kinds and not self._takes_sizes(node, is_moved):
+            return None
+        is_regrouped = is_moved and BROADCAST not in roles and len({_factors_of_rows(specs[each]) for each in (node, read[0])}) > 1
+        if is_regrouped or not all(role.kind == "kept" or role == BROADCAST for role in roles):
+            return None
+        return "rows" if "count" not in kinds else "count" if is_moved else None
+
+    def _takes_sizes(self, node: fx.Node, is_moved: bool) -> bool:
+        """Whether an op that reads the number of rows does so for the shape of its result alone."""
+        is_view = is_moved and (bool(viewed_arguments(node)) or _calls(node, _RESHAPES))
+        given = (self._kinds[each] for each in (*node.args, *node.kwargs.values()) if isinstance(each, fx.Node))
+        return "size" not in given and (is_view or takes_shape(node))
 
     def _picks_equal(self, node: fx.Node) -> bool:
         """Whether an index by rows picks among rows, which are equal."""
@@ -171,18 +175,12 @@ def _has_rows(node: fx.Node) -> bool:
     return any(not isinstance(size, int) for size in node.meta["val"].shape)
 
 
-def _is_within_rows(node: fx.Node, packet: Any) -> bool:
-    """Whether an op along a dimension, which is not left out, works within each row."""
-    dim = node.args[_ALONG[packet]] if len(node.args) > _ALONG[packet] else None
-    return isinstance(dim, int) and isinstance(node.args[0].meta["val"].shape[dim], int)  # type: ignore[union-attr]
+def _factors_of_rows(spec: TensorSpec) -> tuple[int, ...]:
+    return tuple(sorted(filter(None, spec.row_factors)))
 
 
-def _keeps_rows(node: fx.Node) -> bool:
-    """Whether a reshape has the rows as its first dimension before and after, and only there."""
-    before, after = node.args[0].meta["val"].shape, node.meta["val"].shape  # type: ignore[union-attr]
-    if not before or not after or not _are_same(before[0], after[0]):
-        return False
-    return not isinstance(before[0], int) and all(isinstance(size, int) for size in (*before[1:], *after[1:]))
+def _calls(node: Any, packets: Collection[Any]) -> bool:
+    return isinstance(node, fx.Node) and getattr(node.target, "overloadpacket", None) in packets
 
 
 def _are_same(one: Any, other: Any) -> bool:
@@ -276,9 +274,9 @@ def _before_repetition(heads: Any, known: _Known) -> fx.Node | None:
         source = _before_repetition(heads.args[0], known)
         return None if source is None else _call(heads, aten.to.dtype, source, heads.args[1])
     chain = [heads]
-    for packets in (_RESHAPES, {aten.expand}, {aten.unsqueeze}):
+    for packets in (_RESHAPES, (aten.expand,), (aten.unsqueeze,)):
         last = chain[-1]
-        if not isinstance(last, fx.Node) or getattr(last.target, "overloadpacket", None) not in packets or known.is_written(last):
+        if not _calls(last, packets) or known.is_written(last):
             return None
         chain.append(last.args[0])
     result, expanded, source = (chain[place].meta["val"].shape for place in (0, 1, 3))

@@ -17,6 +17,8 @@ from torch.fx import Node
 from torch.utils.flop_counter import flop_registry
 
 from whale.axes.operators import Operator, entry_of
+from whale.axes.over_rows import roles_of_rows
+from whale.axes.values import Role
 from whale.capture.exporting.functions import region_of
 from whale.capture.exporting.reads import held
 from whale.capture.flat.aliasing import gradient_flow, may_have_gradient, viewed_arguments, written_arguments
@@ -104,6 +106,15 @@ def _op(node: fx.Node, flat: Flat, flow: Mapping[fx.Node, bool], tags: Tags) -> 
         tags=_tags(node, flat),
         requires_grad=flow[node],
     )
+
+
+def what_rows_meet(node: fx.Node, specs: Mapping[fx.Node, TensorSpec]) -> tuple[Role, ...]:
+    """What an op does with each axis of rows, by its rule and the sizes of its tensors (`specs`, those that it reads and makes) alone."""
+    sources = [Op(each.name, "input", each.name, outputs=(specs[each],) if each in specs else ()) for each in node.all_input_nodes]
+    named = tuple((name, argument(item)) for name, item in node.kwargs.items())
+    tags = frozenset({"pointwise"} if torch.Tag.pointwise in getattr(node.target, "tags", ()) else ())
+    op = Op(node.name, "call", target_name(node.target), tuple(map(argument, node.args)), named, (specs[node],), tags=tags)
+    return roles_of_rows(op, sources)
 
 
 def target_name(target: Any) -> str:
@@ -212,7 +223,8 @@ def op_flops(node: Node, gradients: Mapping[Node, bool] | None = None) -> tuple[
         factors = {item for place in places for item in (place if isinstance(place, (list, tuple)) else (place,)) if isinstance(item, Node)}
         backward = product * sum(operand in factors for operand in operands)
         return product, backward if gets_gradient else 0
-    elements = max(sum(math.prod(shape) for shape in _shapes_of(read)) for read in (node, *(() if entry.gathers else node.all_input_nodes)))
+    read = (node,) if entry.looks_up else (node, *node.all_input_nodes)
+    elements = max(sum(math.prod(shape) for shape in _shapes_of(each)) for each in read)
     return elements, elements * len(operands) if gets_gradient else 0
 
 

@@ -1,30 +1,26 @@
-"""What the loss rules ask of a graph: which nodes depend on the batch, need a gradient, mix rows, or grow with them.
-
-x [b d] -> sum(0) [d] -> mean []       a sum: the values of pieces add up to that of the batch
-x [b d] -> mean(0) [d] -> sum []       a mean: add up weighted by rows
-x [b d] -> sum(0) [d] -> square        neither
-"""
+"""What the loss rules ask of a graph: which nodes depend on the batch, need a gradient, and how they combine over rows."""
 
 from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from fractions import Fraction
 
 import torch
 from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
+from whale.axes.mixing import combination
 from whale.axes.operators import Operator, Rows, entry_of_call
-from whale.axes.operators.entry import CONSTANT, LINEAR, Kind, combined, operands_of
+from whale.axes.over_rows import PER_ROW, Combining, Kind, operands_of
 from whale.capture.flat.aliasing import DETACH, may_have_gradient, memory_roots, takes_shape, written_arguments
-from whale.capture.flat.ops import target_name
-from whale.capture.flat.sizes import READS_ROWS, tensors_of
+from whale.capture.flat.ops import target_name, what_rows_meet
+from whale.capture.flat.sizes import READS_ROWS, dtype_name, hint_of, tensors_of
+from whale.ir.graph import TensorSpec
 
 RowFactors = Callable[[Node], tuple[int, ...] | None]
-
-aten = torch.ops.aten
 
 
 class BatchFacts:
@@ -41,7 +37,6 @@ class BatchFacts:
         self._factors = row_factors
         self._dependent: set[Node] = set()
         self._differentiable: set[Node] = set()
-        self._mixed: dict[Node, Node] = {}
         self._kinds: dict[Node, Kind] = {}
         self._masks: dict[object, Node] = {}  # per size that depends on values, the mask that selects so many elements
         self._of_batch: set[Node] = set()  # made of the batch alone, without parameters and random numbers
@@ -67,14 +62,6 @@ class BatchFacts:
     @property
     def has_symbolic_rows(self) -> bool:
         return self._rows is not None
-
-    def mixed(self, nodes: Iterable[object]) -> Node | None:
-        """The op, if any, because of which a row of these nodes depends on other rows of the batch.
-
-        Found by shape: a reduction over the rows that is used again, or rows against rows. Ops that keep the shape (batch normalisation
-        in training, a cumulative sum) are not found.
-        """
-        return next((self._mixed[node] for node in nodes if isinstance(node, Node) and node in self._mixed), None)
 
     def row_dims(self, node: object) -> tuple[int, ...] | None:
         """Dimensions of rows, all or selected ones; None if some size depends on them in another way, or for no tensor."""
@@ -127,57 +114,66 @@ class BatchFacts:
             return bool(value.node.expr.free_symbols <= rows.node.expr.free_symbols)
         return self.proportion(number) is not None
 
+    def are_per_row(self, nodes: Iterable[Node]) -> bool:
+        """Whether values are one, or a slice of them, per row, or the same for any rows."""
+        return all(self.over_rows(node) in PER_ROW for node in nodes)
+
     def over_rows(self, value: object) -> Kind:
-        """How a value combines over rows. Unknown for memory that is written."""
-        if not isinstance(value, Node) or not (self.depends(value) or self.is_written(value)):
+        """How a value combines over rows. Unknown for memory that is written, unless it has rows.
+
+        Whether one row depends on others is not asked: `whale.axes.mixing` says that of the graph.
+        """
+        if not isinstance(value, Node):
             return "constant"
         if value not in self._kinds:
-            self._kinds[value] = "other" if self.is_written(value) else self._over_rows(value)
+            self._kinds[value] = self._over_rows(value)
         return self._kinds[value]
 
     def _over_rows(self, node: Node) -> Kind:
+        entry = entry_of_node(node)
+        if not self.depends(node) and not self.is_written(node):
+            return "zero" if entry.rows == "zeros" else "constant"
         if tensor_of(node) is None:
             return "count" if self.proportion(node) else "other"
         if self.row_dims(node) != ():
-            return "rows" if self.has_rows(node) and self.mixed([node]) is None else "other"
-        entry = entry_of_node(node)
-        if entry.rows is None or node.kwargs.get("rounding_mode") is not None or (entry.rows in LINEAR and rounds(node)):
+            return "rows" if self.has_rows(node) else "other"
+        if self.is_written(node) or node.kwargs.get("rounding_mode") is not None:
             return "other"
-        operands, options = operands_of(entry, node.args, node.kwargs)
-        tensors = [operand for operand in operands if isinstance(operand, Node) and tensor_of(operand) is not None]
-        if entry.rows == "filled":  # with a number, in the shape of a tensor
-            operands, tensors = [operand for operand in operands if operand not in tensors], []
-        kinds = [self.over_rows(operand) for operand in operands]
-        if not CONSTANT.issuperset(map(self.over_rows, options)):
-            return "other"
-        if "rows" in kinds:
-            return self._of_rows(node, entry.rows, tensors)
-        may_be_rows = self._rows is None and any(constant_of(operand) is not None for operand in operands[:2])
-        found = combined(entry, kinds, may_be_rows=may_be_rows) or "other"
+        operands, options = operands_of(entry, node.args, node.kwargs, lambda each: isinstance(each, Node) and tensor_of(each) is not None)
+        call = Combining(
+            entry,
+            [self.over_rows(each) for each in operands],
+            [self._spec(each).shape if isinstance(each, Node) and tensor_of(each) is not None else None for each in operands],
+            [self.over_rows(each) for each in options],
+            accumulates=any(each is True for each in node.args[3:4]) or node.kwargs.get("accumulate") is True,
+            rounds=rounds(node),
+            may_be_rows=self._rows is None and any(constant_of(each) is not None for each in operands[:2]),
+        )
+        if call.reads_rows and not call.adds_rows:
+            how = self.combination(node)
+            is_counted = not any(-1 in (self._factors(each) or ()) for each in node.all_input_nodes)  # not of what a mask selects
+            call = replace(call, over_rows=how if how != "mean" or is_counted else "")
         made = tensor_of(node)
-        if made is not None and made.dtype == torch.bool and found != "constant":
+        assert made is not None
+        found = call.kind or "other"
+        if made.dtype == torch.bool and found != "constant":
             return "other"
         return "sum" if found == "count" else found  # of a tensor
 
-    def _of_rows(self, node: Node, how: Rows | None, operands: Sequence[Node]) -> Kind:
-        """What an op without rows makes of operands that have some."""
-        if any(self.over_rows(operand) != "rows" for operand in operands):
-            return "other"
-        if how == "mean":
-            value = tensor_of(operands[0])
-            return "other" if value is None or self.proportion(value.numel()) is None else "mean"  # else its rows are chosen
-        return "sum" if how in ("sum", "counted") or (how == "product" and self._meet(node, operands)) else "other"
+    def combination(self, node: Node) -> str:
+        """How an op combines rows to something that has none, by its rule; "" if it does not."""
+        specs = {each: self._spec(each) for each in (node, *node.all_input_nodes) if tensor_of(each) is not None}
+        if node not in specs or any(each not in specs and tensors_of(each) for each in node.all_input_nodes):
+            return ""  # one of them has several tensors
+        return combination(what_rows_meet(node, specs))
 
-    def _meet(self, node: Node, operands: Sequence[Node]) -> bool:
-        """Whether a product sums over the rows of its operands together, which leaves no other way unless it is an equation."""
-        equation = node.args[0]
-        if not isinstance(equation, str):
-            return True
-        terms = equation.replace(" ", "").partition("->")[0].split(",")
-        if "." in equation or len(terms) != len(operands):
-            return False
-        letters = {term[dim] for term, operand in zip(terms, operands, strict=True) for dim in self.row_dims(operand) or ()}
-        return len(letters) == 1
+    def _spec(self, node: Node) -> TensorSpec:
+        """The tensor of a node, with what a mask selects as rows."""
+        value, factors = node.meta["val"], self._factors(node) or ()
+        selected = (
+            (self.selected(size) or (None, -1))[1] if factor < 0 else factor for size, factor in zip(value.shape, factors, strict=True)
+        )
+        return TensorSpec(tuple(map(hint_of, value.shape)), dtype_name(value.dtype), tuple(selected))
 
     def _visit(self, node: Node) -> None:
         factors = self._factors(node)
@@ -196,8 +192,6 @@ class BatchFacts:
                 self._masks |= dict.fromkeys(free_unbacked_symbols(size), mask)
         if may_have_gradient(node) and self._gets_gradient(node):
             self._differentiable.add(node)
-        if node in self._dependent and node.op == "call_function":
-            self._find_mixing(node)
 
     def _gets_gradient(self, node: Node) -> bool:
         if node.op in ("placeholder", "get_attr"):
@@ -211,38 +205,13 @@ class BatchFacts:
         writers = (self._writer.get(self._roots[source]) for source in node.all_input_nodes)
         return [*node.all_input_nodes, *(writer for writer in writers if writer is not None)]
 
-    def _find_mixing(self, node: Node) -> None:
-        for source in self._read(node):
-            if source in self._mixed:
-                self._mixed[node] = self._mixed[source]
-                return
-        if not may_have_gradient(node):
-            return
-        is_pointwise = torch.Tag.pointwise in getattr(node.target, "tags", ())
-        suspects = [node, *(source for source in node.all_input_nodes if is_pointwise)]
-        for suspect in suspects:
-            if self._crosses_rows(suspect):
-                self._mixed[node] = suspect
-                return
-
-    def _crosses_rows(self, node: Node) -> bool:
-        """Whether a value that depends on the batch is not one value, or slice of values, per row."""
-        if node not in self._dependent:
-            return False
-        value = node.meta.get("val")
-        if not isinstance(value, torch.Tensor):
-            return isinstance(value, (int, float, torch.SymInt, torch.SymFloat))
-        factors = self._factors(node) or ()
-        if any(factor < 0 for factor in factors):
-            return not free_unbacked_symbols(value)
-        return sum(factor > 0 for factor in factors) != 1
-
 
 def _mask_of(node: Node) -> Node | None:
     """What selects the elements that an op returns, or the positions of; None for any other op."""
-    if rows_of(node) == "selected":
+    entry = entry_of_node(node)
+    if entry.rows == "selected":
         return node.args[0]  # type: ignore[return-value]
-    if node.target is not aten.index.Tensor:
+    if not entry.looks_up or entry.indexed != "per dimension":
         return None
     found = [item for item in node.args[1] if isinstance(item, Node)]  # type: ignore[union-attr]
     return found[0] if len(found) == 1 and found[0].meta["val"].dtype == torch.bool else None

@@ -15,7 +15,7 @@ import torch
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
-from whale.capture.loss.facts import BatchFacts, constant_of, rows_of, tensor_of
+from whale.capture.loss.facts import BatchFacts, constant_of, tensor_of
 
 aten = torch.ops.aten
 
@@ -87,18 +87,24 @@ class LossCall:
 
 
 def leaf_part(node: Node, facts: BatchFacts) -> LossPart | None:
-    """A loss op as a sum over rows and a divisor; None if no rule says that it is one."""
-    does = rows_of(node)
-    if does == "class loss":
-        return _class_loss(LossCall.of(node), facts)
-    if does in ("element loss", "row loss"):
-        return _element_loss(LossCall.of(node), facts, from_left=does == "row loss")
-    return None
+    """A loss op as a sum over rows and a divisor; None if its rule does not say that it is one."""
+    call = LossCall.of(node) if isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "aten" else None
+    if call is None or call.values.get("reduction") not in (_MEAN, _SUM) or not facts.are_per_row(call.tensors):
+        return None
+    how, divisor = facts.combination(node), None
+    if how == "weighted_mean" and {"self", "target", "weight"} <= call.values.keys():
+        divisor = _weight(call, facts)
+    elif how == "mean":
+        positional, named = call.arguments(reduction=_NONE)
+        divisor = _elements(example(node.target, *positional, **named, like=node), facts)  # type: ignore[arg-type]
+    elif how != "sum":
+        return None
+    return None if divisor is None and how != "sum" else LossPart(node, lambda build: _with_sum(build, call), divisor)
 
 
 def reduction_part(node: Node, operand: Node, facts: BatchFacts, *, mean: bool) -> LossPart | None:
     """The sum or mean of `operand`, a tensor with rows, over all its dimensions."""
-    if not facts.has_rows(operand):
+    if not facts.has_rows(operand) or not facts.are_per_row([operand]):
         return None
     kept = not mean and node.args[0] is operand
     dtype = node.kwargs.get("dtype")
@@ -106,43 +112,19 @@ def reduction_part(node: Node, operand: Node, facts: BatchFacts, *, mean: bool) 
     divisor = _elements(tensor_of(operand), facts) if mean else None
     if mean and divisor is None:
         return None
-    return _checked(LossPart(node, total, divisor), [operand], facts)
+    return LossPart(node, total, divisor)
 
 
-def _element_loss(call: LossCall, facts: BatchFacts, *, from_left: bool) -> LossPart | None:
-    """A loss that is the mean or sum of one value per element, or per row."""
-    if call.values["reduction"] not in (_MEAN, _SUM) or not _one_row_dim(call.tensors, facts, from_left):
-        return None
-    divisor = None
-    if call.values["reduction"] == _MEAN:
-        positional, named = call.arguments(reduction=_NONE)
-        each = example(call.node.target, *positional, **named, like=call.node)  # type: ignore[arg-type]
-        divisor = _elements(each, facts)
-        if divisor is None:
-            return None
-    return _checked(LossPart(call.node, lambda build: _with_sum(build, call), divisor), call.tensors, facts)
-
-
-def _class_loss(call: LossCall, facts: BatchFacts) -> LossPart | None:
-    """Cross-entropy and negative log likelihood: divided by the weights of the targets that count."""
+def _weight(call: LossCall, facts: BatchFacts) -> PerRow | Counted | None:
+    """The divisor of cross-entropy and negative log likelihood: the weights of the targets that count."""
     logits, target, weights = call.values["self"], call.values["target"], call.values["weight"]
-    example_logits, example_target = tensor_of(logits), tensor_of(target)
-    if call.values["reduction"] not in (_MEAN, _SUM) or example_logits is None or example_target is None:
+    if weights is not None and facts.needs_gradient(weights):
         return None
-    class_dim = min(1, example_logits.ndim - 1)
-    if not facts.has_rows(logits) or not facts.has_rows(target) or facts.row_dims(logits) == (class_dim,):
-        return None
-    if weights is not None and (facts.depends(weights) or facts.needs_gradient(weights)):
-        return None
-    divisor: PerRow | Counted | None = None
-    if call.values["reduction"] == _MEAN and example_target.is_floating_point():  # probabilities: every row counts
-        divisor = _elements(example_logits, facts, int(example_logits.shape[class_dim]))
-        if divisor is None:
-            return None
-    elif call.values["reduction"] == _MEAN:
-        ignored = call.values["ignore_index"]
-        divisor = Counted(lambda build: _count_targets(build, target, weights, ignored))
-    return _checked(LossPart(call.node, lambda build: _with_sum(build, call), divisor), call.tensors, facts)
+    if target.meta["val"].is_floating_point():  # probabilities: every row counts
+        value = logits.meta["val"]
+        return _elements(value, facts, int(value.shape[min(1, value.ndim - 1)]))
+    ignored = call.values["ignore_index"]
+    return Counted(lambda build: _count_targets(build, target, weights, ignored))
 
 
 def _count_targets(build: NodeBuilder, target: Node, weights: Node | None, ignored: int) -> Node:
@@ -170,28 +152,9 @@ def _sum(build: NodeBuilder, operand: Node, dtype: object) -> Node:
     return build.call(aten.sum.default, operand) if kind is None else build.call(aten.sum.default, operand, dtype=kind)
 
 
-def _checked(part: LossPart, operands: Sequence[Node], facts: BatchFacts) -> LossPart:
-    """The part, marked as not exact if its operands' rows depend on each other."""
-    culprit = facts.mixed(operands)
-    if culprit is None:
-        return part
-    return LossPart(part.leaf, part.total, part.divisor, reason=f"{describe(culprit)} mixes the rows of the batch")
-
-
 def describe(node: Node) -> str:
     """An op as a user may know it."""
     return f"{node.target} (%{node.name})" if node.op == "call_function" else f"%{node.name}"
-
-
-def _one_row_dim(operands: Sequence[Node], facts: BatchFacts, from_left: bool) -> bool:
-    """Whether the rows of all operands are one dimension after broadcasting."""
-    met: set[int] = set()
-    for operand in operands:
-        dims, value = facts.row_dims(operand), tensor_of(operand)
-        if dims is None or value is None:
-            return False
-        met.update(dim if from_left else dim - value.ndim for dim in dims)
-    return len(met) == 1
 
 
 def _elements(value: torch.Tensor | None, facts: BatchFacts, over: int = 1) -> PerRow | Counted | None:
@@ -200,8 +163,7 @@ def _elements(value: torch.Tensor | None, facts: BatchFacts, over: int = 1) -> P
     per_row, selected = facts.proportion(value.numel()), facts.selected(value.numel())
     if per_row is not None:
         return PerRow(per_row / over)
-    assert selected is not None, "one dimension is of rows"
-    if not facts.is_known_before(selected[0]):
+    if selected is None or not facts.is_known_before(selected[0]):
         return None
     return Counted(lambda build: count_selected(build, selected[0], selected[1] // over))
 

@@ -239,8 +239,6 @@ class LossWalk:
         if found == "sum":
             return LossPart(node, the_node(node))
         reason = "" if found == "mean" else f"{describe(node)} is not a sum over the rows of the batch"
-        culprit = self._facts.mixed(source for source in node.all_input_nodes if reason and self._facts.has_rows(source))
-        reason = reason if culprit is None else f"{describe(culprit)} mixes the rows of the batch"
         return LossPart(node, lambda build: self._times_rows(build, node), PerRow(ONE), reason=reason)
 
     def _times_rows(self, build: NodeBuilder, node: Node) -> Node:

@@ -5,7 +5,7 @@ a/0 -- a/1                b/0 -- b/1        inside    the slowest of the links i
  |      |                  |      |
 card ===================== card             between   all devices of a host together, at most its card
 
-A collective uses the fastest algorithm, as NCCL does; among CPUs a ring, as Gloo does:
+A collective uses the fastest algorithm, as NCCL does; among CPUs, or parts of one GPU, a ring, as Gloo does:
 
 ring            every byte passes every device, one after the other             least traffic on equal links, long latency
 tree            up to a root and down again                                     latency grows with the logarithm
@@ -64,7 +64,7 @@ def fabric(cluster: Cluster, devices: Sequence[str]) -> Fabric:
             between = min(between, min(counts) * link.bandwidth)
             between_latency = max(between_latency, link.latency)
         between = min(between, *(_part_of_card(cluster, host, len(names)) for host, names in members.items()))
-    is_ring = any(by_name[name].model == CPU for name in devices)
+    is_ring = any(by_name[name].model == CPU or by_name[name].sharers > 1 for name in devices)
     return Fabric(len(devices), len(members), max(counts), min(counts), inside, between, inside_latency, between_latency, is_ring)
 
 
@@ -101,6 +101,13 @@ def fastest_way(over: Fabric, num_passes: int, num_bytes: float) -> Route:
         num_bytes: of the whole payload.
     """
     return min(_ways(over, num_passes), key=lambda way: way.latency + way.seconds_per_byte(over) * num_bytes)
+
+
+def within_and_between(over: Fabric, num_copies: int) -> Route:
+    """Groups of devices, each on hosts of its own, that each reduce-scatter a payload, and then all-reduce each part between them."""
+    hosts, inside, between = over.num_hosts, over.on_host - 1, 2 * (num_copies - 1)
+    crossed = between / num_copies + (hosts - num_copies) / hosts  # the latter is the reduce-scatter of a group on several hosts
+    return Route(inside / over.on_host, crossed, inside * over.inside_latency + between * over.between_latency)
 
 
 def _ways(over: Fabric, num_passes: int) -> Iterator[Route]:

@@ -11,7 +11,9 @@ from whale.estimate.costs.costs import Costs
 from whale.estimate.costs.line import Floats, Line, Started
 from whale.estimate.costs.measured import Measured
 from whale.estimate.costs.op_table import OpTable
+from whale.hardware import half_type
 from whale.ir.cluster import Device
+from whale.ir.precision import OWN_HALF
 
 Index = NDArray[np.int64]
 
@@ -92,6 +94,8 @@ def _as_measured(found: OpSeconds, table: OpTable, device: Device, known: Measur
 
 def _computed_in(dtype: str, device: Device, costs: Costs) -> str:
     """The dtype in which a device computes products of `dtype`."""
+    if dtype == OWN_HALF:
+        return half_type(device) or "float32"
     return "tf32" if dtype == "float32" and costs.allows_tf32 and "tf32" in dict(device.flops) else dtype
 
 

@@ -12,7 +12,7 @@ from whale.hardware.precision import HALVES
 from whale.ir.cluster import Cluster, Device
 from whale.ir.graph import ModelGraph
 from whale.ir.patterns import idle_patterns
-from whale.ir.plan import Zero
+from whale.ir.plan import Rounds, Zero
 from whale.ir.profile import read_profile
 
 _ON_HOST = {"optimizer": ("optimizer",), "optimizer+parameters": ("optimizer", "compute")}
@@ -29,20 +29,24 @@ class Costs:
     # on a current CPU core; unknown for GPUs
     waiting_seconds: float = 8e-6
     backward_traffic: float = 2.0  # relative to the forward pass: a backward pass reads the gradient and the saved values
-    fuses_pointwise: bool = False  # whether pointwise ops run in one kernel with their only reader, as under a compiler
+    fuses_pointwise: bool = False  # whether pointwise ops run in one kernel with their only reader, as kernels fused by hand
+    compiles: bool = False  # whether a compiler makes the kernels (`whale.estimate.costs.fusion`)
     allows_tf32: bool = False  # whether float32 matrix products run in TensorFloat-32 where the device has it
     optimizer_states: int = 2  # tensors that the optimizer keeps per parameter (Adam 2)
     zero: Zero = 0  # ZeRO stage, of all parameters or by name pattern
+    zero_within: str = "auto"  # as ``memory.zero_within``
     offload: str = "none"  # as ``memory.offload``
     brings_back: bool = False  # whether as much of that as fits returns to the devices
     host_bandwidth: float = 80e9  # bytes per second of a host's memory, shared by its devices; default 40 % of eight channels DDR4-3200
     gradient_dtype: str | None = None  # in which gradients accumulate; None for the parameter's
     sum_dtype: str | None = None  # in which gradients are summed across devices; None for their own
     feeds_back: bool = False  # whether the rounding error of that is added to the next gradient
+    rounds: Rounds | None = None  # as ``communication.sync_steps`` and the outer optimizer say, without groups; None for none
     bucket_bytes: int = 25 * 2**20  # approximate size of a gradient bucket
     defers_weights: bool = True  # whether all-gathers of sharded weights overlap the next step's forward passes
+    communicator_bytes: int | None = None  # of NCCL's buffers on each device of a communicator; None: by its links
     copies_every: int = 0  # steps between redundant copies of the state; 0 for none
-    memory_fraction: float = 0.9  # usable share of each device; the rest is for the driver's context, communicators, fragmentation
+    memory_fraction: float = 0.9  # usable share of each device; the rest is for the contexts of driver and libraries, fragmentation
     measured: Measured | None = None  # op times that replace computed ones; None for none
 
     @staticmethod
@@ -59,20 +63,32 @@ class Costs:
                 f"{wanted.sum_dtype}, gradient.dtype: {wanted.dtype})",
                 hint="set gradient.sum_dtype to bf16 or fp16, or leave gradient.error_feedback out",
             )
+        together = config.communication
+        rounds = Rounds((), together.sync_steps, together.outer_rate, together.outer_momentum)
+        if rounds.num_steps == 1 and not rounds.is_average:
+            raise ConfigError(
+                f"communication.outer_rate ({together.outer_rate:g}) and outer_momentum ({together.outer_momentum:g}) have no effect: "
+                "communication.sync_steps is 1, so gradients are summed in each step",
+                hint="set communication.sync_steps to the steps of a round, such as 32",
+            )
         accumulated, summed = (None if dtype == "own" else HALVES.get(dtype, dtype) for dtype in (wanted.dtype, wanted.sum_dtype))
         return Costs(
             message_seconds=config.estimate.message_seconds,
-            fuses_pointwise=config.estimate.fuses_pointwise or bool(config.runtime.compile),
+            fuses_pointwise=config.estimate.fuses_pointwise,
+            compiles=bool(config.runtime.compile),
             allows_tf32=config.estimate.allows_tf32 or config.precision.dtype == "tf32",
             optimizer_states=config.memory.optimizer_states,
             zero=_zero(config.memory.zero),
+            zero_within=_zero_within(config),
             offload=config.memory.offload,
             brings_back=config.memory.offload_as_needed,
             gradient_dtype=accumulated,
             sum_dtype=summed,
             feeds_back=wanted.error_feedback,
+            rounds=None if rounds.num_steps == 1 else rounds,
             bucket_bytes=config.communication.bucket_bytes,
             defers_weights=config.communication.defer_weights,
+            communicator_bytes=config.estimate.communicator_bytes,
             copies_every=config.memory.redundancy_steps if config.memory.redundancy != "0" else 0,
             memory_fraction=config.memory.fraction,
         )
@@ -87,12 +103,24 @@ class Costs:
         costs, file = Costs.of(config), config.cluster.profile
         if isinstance(costs.zero, tuple):
             _check_patterns(costs.zero, [each.name for each in graph.parameters if each.kind == "parameter"])
-        return costs if file is None else replace(costs, measured=measured(read_profile(file), graph, cluster))
+        if file is None:
+            return costs
+        return replace(costs, measured=measured(read_profile(file), graph, cluster, fused=costs.compiles))
 
     @property
     def on_host(self) -> tuple[str, ...]:
         """The forms of parameters that live on hosts."""
         return _ON_HOST.get(self.offload, ())
+
+    @property
+    def averaged_share(self) -> float:
+        """Bytes that are averaged over hosts in the mean step, relative to those of the weights that are stepped; 0 without rounds."""
+        return 0.0 if self.rounds is None else (1 + self.optimizer_states) / self.rounds.num_steps
+
+    @property
+    def outer_tensors(self) -> int:
+        """Tensors that the outer optimizer keeps per parameter: the weights before a round, and momentum."""
+        return 0 if self.rounds is None or self.rounds.is_average else 2
 
     @property
     def offloads_activations(self) -> bool:
@@ -108,6 +136,12 @@ def _zero(stated: Choice) -> Zero:
     if isinstance(stated, tuple):
         return tuple((pattern, int(stage)) for pattern, stage in stated)
     return 0 if stated == "auto" else int(stated)
+
+
+def _zero_within(config: Config) -> str:
+    """`memory.zero_within`; copies never take less memory."""
+    is_open = config.memory.zero_within == "auto"
+    return "all" if is_open and config.planning.objective == "memory" else config.memory.zero_within
 
 
 def _check_patterns(zero: tuple[tuple[str, int], ...], names: list[str]) -> None:

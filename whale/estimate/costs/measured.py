@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -66,8 +67,11 @@ def _lines(rows: Floats, seconds: Floats, at: Floats) -> tuple[Floats, Floats]:
     return np.maximum(value - slope * at, 0.0), np.minimum(slope, value / np.maximum(at, 1e-9))
 
 
-def measured(profile: Profile, graph: ModelGraph, cluster: Cluster) -> Measured:
+def measured(profile: Profile, graph: ModelGraph, cluster: Cluster, *, fused: bool = False) -> Measured:
     """The times that a profile has for a graph's ops on the devices of a cluster.
+
+    Args:
+        fused: whether a compiler puts several ops into one kernel: the times of these, measured one by one, do not count then.
 
     Raises:
         ConfigError: the profile is of another model, or lacks a device of the cluster.
@@ -81,7 +85,7 @@ def measured(profile: Profile, graph: ModelGraph, cluster: Cluster) -> Measured:
     kinds = {device.kind: device.name for device in cluster.devices}
     exact = {kind.device.kind: kind for kind in profile.kinds}
     alike = {_speed(kind): own for kind, own in exact.items()}
-    times: dict[Device, KindTimes] = {}
+    times, joined = dict[Device, KindTimes](), _joined(graph) if fused else frozenset[str]()
     for kind, name in kinds.items():
         own = exact.get(kind) or alike.get(_speed(kind))
         if own is None:
@@ -89,7 +93,7 @@ def measured(profile: Profile, graph: ModelGraph, cluster: Cluster) -> Measured:
                 f"the profile has no times for device {name} ({_told(kind)}); it was measured on {', '.join(map(_told, exact))}",
                 hint="whale profile ... --cluster with this cluster file, on that machine, adds it",
             )
-        times[kind] = _times(own, graph)
+        times[kind] = _times(own, graph, joined)
     return Measured(times)
 
 
@@ -102,10 +106,20 @@ def _told(kind: Device) -> str:
     return f"{kind.model} with {format_count(kind.peak_flops('float32'))}FLOP/s and {format_count(kind.bandwidth)}B/s"
 
 
-def _times(profile: KindProfile, graph: ModelGraph) -> KindTimes:
+def _joined(graph: ModelGraph) -> frozenset[str]:
+    """The ops that a compiler puts into a kernel with others."""
+    from whale.estimate.costs.fusion import fused  # needed here alone
+
+    kernels = fused(graph).of
+    sizes = Counter(kernels.values())
+    return frozenset(name for name, number in kernels.items() if sizes[number] > 1)
+
+
+def _times(profile: KindProfile, graph: ModelGraph, joined: Collection[str]) -> KindTimes:
     priced = np.array([not is_free(op) for op in graph.ops])
     trained = priced & np.array([op.requires_grad for op in graph.ops])
-    found = [profile.by_signature.get(signature(op, graph), OpTimes("")) for op in graph.ops]
+    unknown, known = OpTimes(""), profile.by_signature
+    found = [unknown if op.name in joined else known.get(signature(op, graph), unknown) for op in graph.ops]
     nothing = (np.nan,) * len(profile.rows)
     forward, backward = (
         np.array([times or nothing for times in each]) for each in zip(*((op.forward, op.backward) for op in found), strict=True)

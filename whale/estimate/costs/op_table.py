@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from whale.axes.operators import is_pointwise, operator_of
 from whale.estimate.costs.line import Floats, Line
 from whale.ir.graph import ModelGraph, Op, TensorSpec
+from whale.ir.precision import HALF, OWN_HALF
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,21 +115,65 @@ def is_free(op: Op) -> bool:
     return op.kind != "call" or not op.outputs or "view" in op.tags or op.target == "operator.getitem"
 
 
-def op_table(graph: ModelGraph, sizes: Mapping[str, Line] | None = None, *, fused: bool = False) -> OpTable:
+@dataclass(frozen=True)
+class Kernels:
+    """The kernels of a graph."""
+
+    of: Mapping[str, int]  # per op that is not free, the number of its kernel
+    writes: frozenset[str]  # the ops whose results leave their kernel
+    reads: Mapping[str, tuple[str, ...]]  # per op, what it is the first of its kernel to read, from outside of it
+    starts: frozenset[str]  # the first op of each kernel
+
+
+def _one_by_one(graph: ModelGraph) -> Kernels:
+    """A kernel for each op."""
+    computing = [op for op in graph.ops if not is_free(op)]
+    names = frozenset(op.name for op in computing)
+    return Kernels({name: number for number, name in enumerate(names)}, names, {op.name: op.inputs for op in computing}, names)
+
+
+def _by_hand(graph: ModelGraph) -> Kernels:
+    """Pointwise ops in the kernel of their only reader, if that returns a tensor of their size and is no matrix product."""
+    alone, inside = _one_by_one(graph), set[str]()
+    for op in graph.ops:
+        users = graph.users[op.name]
+        if is_pointwise(op) and not is_free(op) and len(users) == 1:
+            user = graph.by_name[users[0]]
+            alike = bool(user.outputs) and _form(user.outputs[0]) == _form(op.outputs[0]) and not is_free(user)
+            if alike and product_sizes(graph, user) == NO_PRODUCT:
+                inside.add(op.name)
+    reads = {name: tuple(each for each in read if each not in inside) for name, read in alone.reads.items()}
+    return Kernels(alone.of, alone.writes - inside, reads, alone.starts - inside)
+
+
+def _form(spec: TensorSpec) -> tuple[tuple[int, ...], ...]:
+    return spec.shape, spec.row_factors
+
+
+def _fused(graph: ModelGraph) -> Kernels:
+    from whale.estimate.costs.fusion import fused  # needed here alone
+
+    return fused(graph)
+
+
+def op_table(graph: ModelGraph, sizes: Mapping[str, Line] | None = None, *, fused: bool = False, by_hand: bool = False) -> OpTable:
     """Collects the figures of a graph.
 
     Args:
         sizes: its `output_lines`, where already known.
-        fused: whether pointwise ops run in one kernel with their only reader.
+        fused: whether a compiler puts several ops into one kernel.
+        by_hand: if not, whether pointwise ops are fused with their only reader.
     """
     sizes = output_lines(graph) if sizes is None else sizes
-    inside = fused_ops(graph) if fused else frozenset()
+    kernels = _fused(graph) if fused else _by_hand(graph) if by_hand else _one_by_one(graph)
     dtypes: dict[str, int] = {"float32": 0}
     rows: list[tuple[float, ...]] = []
     codes: list[int] = []
+    own_half = {HALF: OWN_HALF} if graph.half_by_device else {}
     for op in graph.ops:
-        codes.append(dtypes.setdefault(_compute_dtype(op), len(dtypes)))
-        rows.append(_FREE if is_free(op) else _figures(op, graph, sizes, inside))
+        dtype = _compute_dtype(op)
+        codes.append(dtypes.setdefault(own_half.get(dtype, dtype), len(dtypes)))
+        rows.append(_FREE if is_free(op) else _figures(op, graph, sizes, kernels))
     columns = np.array(rows, dtype=np.float64).reshape(len(rows), len(_FREE)).T
     number, whole = np.arange(len(rows)), np.ones(len(rows))
     return OpTable(graph.position, tuple(dtypes), np.array(codes, dtype=np.int64), number, whole, *columns)
@@ -144,35 +189,18 @@ def _compute_dtype(op: Op) -> str:
 _FREE = (0.0,) * 8 + (inf, inf, inf, 0.0)
 
 
-def _figures(op: Op, graph: ModelGraph, sizes: Mapping[str, Line], inside: frozenset[str]) -> tuple[float, ...]:
+def _figures(op: Op, graph: ModelGraph, sizes: Mapping[str, Line], kernels: Kernels) -> tuple[float, ...]:
     written = sizes[op.name]
-    read = written if operator_of(op).gathers else Line.sum(sizes[name] for name in op.inputs if name not in inside)
-    with_rows = (read + written).per_row > 0
-    moved = read if op.name in inside else read + written
+    read = written if operator_of(op).looks_up else Line.sum(sizes[name] for name in kernels.reads[op.name])
+    with_rows = written.per_row > 0 or any(sizes[name].per_row > 0 for name in op.inputs)
+    moved = read + written if op.name in kernels.writes else read
     product = product_sizes(graph, op)
     forward, backward = _spread(op.forward_flops, with_rows, graph.num_rows), _spread(op.backward_flops, with_rows, graph.num_rows)
     trains = 1.0 if op.requires_grad else 0.0
-    launches = 0.0 if op.name in inside else 1.0
+    launches = 1.0 if op.name in kernels.starts else 0.0
     height = (0.0, product.height / graph.num_rows) if product.height_grows else (product.height, 0.0)
     work = forward.fixed, forward.per_row, backward.fixed, backward.per_row, moved.fixed, moved.per_row
     return (launches, trains, *work, product.depth, product.width, *height)
-
-
-def fused_ops(graph: ModelGraph) -> frozenset[str]:
-    """Pointwise ops with one reader that returns a tensor of their size and is no matrix product."""
-    found = set()
-    for op in graph.ops:
-        users = graph.users[op.name]
-        if is_pointwise(op) and not is_free(op) and len(users) == 1:
-            user = graph.by_name[users[0]]
-            alike = bool(user.outputs) and _form(user.outputs[0]) == _form(op.outputs[0]) and not is_free(user)
-            if alike and product_sizes(graph, user) == NO_PRODUCT:
-                found.add(op.name)
-    return frozenset(found)
-
-
-def _form(spec: TensorSpec) -> tuple[tuple[int, ...], ...]:
-    return spec.shape, spec.row_factors
 
 
 def _spread(flops: int, with_rows: bool, num_rows: int) -> Line:

@@ -38,14 +38,17 @@ def kept_tensors(graph: ModelGraph) -> Mapping[str, tuple[str, ...]]:
     return result
 
 
-def keeps_parameter(graph: ModelGraph, op: Op, parameter: str) -> bool:
-    """Whether an op keeps a parameter for backward: a product does if a gradient flows to another of its operands.
+def keeps_read(graph: ModelGraph, kept: Mapping[str, tuple[str, ...]], reader: str, tensor: str) -> bool:
+    """Whether an op keeps for backward a tensor that it reads, given by the op that makes or brings it.
 
-    `parameter` is the op that brings it.
+    Of parameters a product keeps those besides which a gradient flows to another of its operands. `kept`: `kept_tensors` of the graph.
     """
-    if graph.mode != "train" or not op.requires_grad or parameter not in _kept_by(op):
+    if graph.by_name[tensor].kind == "call":
+        return graph.storage[tensor] in kept.get(reader, ())
+    op = graph.by_name[reader]
+    if graph.mode != "train" or not op.requires_grad or tensor not in _kept_by(op):
         return False
-    flows_on = any(graph.by_name[name].requires_grad for name in op.inputs if name != parameter and graph.by_name[name].kind == "call")
+    flows_on = any(graph.by_name[name].requires_grad for name in op.inputs if name != tensor and graph.by_name[name].kind == "call")
     return flows_on or operator_of(op).weights is None
 
 
@@ -130,7 +133,7 @@ def state_bytes(parameter: Parameter, state: ParameterState, *, training: bool =
 
 def optimizer_bytes(state: ParameterState, num_elements: int) -> int:
     """Bytes of optimizer state of so many elements, in any memory, besides what ops read."""
-    return (state.num_optimizer_tensors + state.is_copied) * num_elements * DTYPE_BYTES[state.kept.dtype]
+    return (state.num_optimizer_tensors + state.num_outer_tensors + state.is_copied) * num_elements * DTYPE_BYTES[state.kept.dtype]
 
 
 def kept_names(

@@ -29,8 +29,10 @@ from whale.estimate.costs.communication import (
 )
 from whale.estimate.costs.line import Line, Started
 from whale.estimate.prices.prices import Prices
+from whale.hardware import half_type
 from whale.ir.cluster import Device, Handling
 from whale.ir.graph import Op
+from whale.ir.precision import HALF
 from whale.sharding.bridges import GATHERED, ON_THE_SPOT, Bridge, Transport, summed_size
 
 
@@ -92,7 +94,16 @@ class CollectiveCosts:
         return self._known[key]
 
     def payload(self, op: Op) -> Line:
-        return self.prices.outputs[op.name]
+        """Bytes of an op's results as they travel: in float32 between devices of unlike half-precision types."""
+        num_bytes = self.prices.outputs[op.name]
+        return num_bytes * 2 if self._is_unlike and op.outputs[0].dtype == HALF else num_bytes
+
+    @cached_property
+    def _is_unlike(self) -> bool:
+        """Whether a group has devices of unlike half-precision types."""
+        by_name = self.prices.cluster.by_name
+        types = (len({half_type(by_name[name]) for name in group}) for group in self.site.groups if self.prices.graph.half_by_device)
+        return any(count > 1 for count in types)
 
     def both_ways(self, bridge: Bridge) -> tuple[Line, Line]:
         """Seconds of a bridge, forward and backward."""
@@ -106,7 +117,7 @@ class CollectiveCosts:
         if not bridge.is_sum:
             return (bridge.forward, self.payload(op)), backward
         summed, share = summed_size(bridge, self.prices.graph, self.prices.axes)
-        payload = self.prices.outputs[summed] * share
+        payload = self.payload(self.prices.graph.by_name[summed]) * share
         if bridge.combine in GATHERED:
             return ("all-gather", payload * self.site.width), backward
         return (bridge.forward, payload), backward

@@ -33,10 +33,6 @@ class Part:
         terms = (name for term in graph.loss for name in (term.sum, term.weight) if name)
         return frozenset(self.ops).intersection((*self.handed_on, *graph.outputs, *terms))
 
-    def crossing(self, graph: ModelGraph) -> tuple[str, ...]:
-        """The storages received and handed on, which live until a micro-batch is done."""
-        return tuple(dict.fromkeys(graph.storage[name] for name in (*self.arriving, *self.handed_on)))
-
     @cached_property
     def _hash(self) -> int:
         return hash((self.ops, self.parameters, self.received, self.handed_on))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -16,11 +17,10 @@ from whale.estimate.costs.compute import OpSeconds, copy_seconds, host_step_seco
 from whale.estimate.costs.costs import Costs
 from whale.estimate.costs.line import Floats, Line, Started
 from whale.estimate.costs.op_table import OpTable, op_table, output_line, output_lines
+from whale.estimate.memory.held import HeldTensors, held_tensors, kept_by_maker
 from whale.estimate.memory.memory import (
     StateBytes,
     activations_of,
-    kept_for_weights,
-    kept_names,
     kept_tensors,
     places_line,
     size_line,
@@ -93,6 +93,7 @@ class Prices:
     costs: Costs
     _seconds: dict[tuple[Device, float], OpSeconds] = field(default_factory=dict, init=False)
     _held: dict[tuple[str, int | None], StateBytes] = field(default_factory=dict, init=False)
+    _held_tensors: dict[tuple[Part, tuple[tuple[str, ...], ...], bool], HeldTensors] = field(default_factory=dict, init=False)
     _parts: dict[Hashable, PartCost] = field(default_factory=dict, init=False)
     _passes: dict[Hashable, tuple[Passes, PassStates]] = field(default_factory=dict, init=False)
     _started: dict[tuple[Part, Device, float], tuple[Started, Started]] = field(default_factory=dict, init=False)
@@ -105,7 +106,7 @@ class Prices:
 
     @cached_property
     def table(self) -> OpTable:
-        return op_table(self.graph, self.outputs, fused=self.costs.fuses_pointwise)
+        return op_table(self.graph, self.outputs, fused=self.costs.compiles, by_hand=self.costs.fuses_pointwise)
 
     @cached_property
     def outputs(self) -> dict[str, Line]:
@@ -120,30 +121,39 @@ class Prices:
     @cached_property
     def kept(self) -> dict[str, tuple[str, ...]]:
         """Per op, what it keeps for backward."""
-        return dict(kept_tensors(self.graph))
+        found = dict(kept_tensors(self.graph))
+        if not self.costs.compiles:
+            return found
+        from whale.estimate.costs.fusion import kept_by_kernels  # needed here alone
+
+        return kept_by_kernels(self.graph, self.outputs, found)
 
     @cached_property
     def kept_there(self) -> Mapping[str, tuple[str, ...]]:
         """Per op, what it keeps on the device."""
         return {} if self.costs.offloads_activations else self.kept
 
-    def kept_names(
-        self, ops: Sequence[str], segments: Sequence[tuple[str, ...]], num_alive: int = 0
-    ) -> tuple[dict[str, None], tuple[frozenset[str], ...]]:
-        """What a stage keeps on the device for one micro-batch, and what recomputing each segment restores.
+    @cached_property
+    def kept_by_maker(self) -> Floats:
+        """Bytes that ops keep there, each at the op that makes it, as lines by rows: ``[2, ops]``."""
+        return kept_by_maker(self.graph, [self.outputs[op.name] for op in self.graph.ops], self.kept_there)
 
-        With offloaded activations only what R has recomputed (`num_alive`) is kept there.
-        """
-        names, inside = kept_names(self.graph, ops, self.kept, segments)
-        return ({} if self.costs.offloads_activations and not num_alive else names), inside
+    def held_tensors(self, part: Part, segments: Sequence[tuple[str, ...]] = (), *, is_away: bool = False) -> HeldTensors:
+        """What a part holds of one micro-batch; arguments as of `whale.estimate.memory.held.held_tensors`."""
+        key = part, tuple(segments), is_away
+        if key not in self._held_tensors:
+            self._held_tensors[key] = held_tensors(
+                self.graph, part.ops, self.kept, segments, received=part.arriving, handed_on=part.handed_on, is_away=is_away
+            )
+        return self._held_tensors[key]
+
+    def waits_away(self, recompute: Recompute) -> bool:
+        """Whether what a stage keeps waits on the host: not what R has recomputed, which B takes soon."""
+        return self.costs.offloads_activations and not recompute.num_alive
 
     def away(self, part: Part, segments: Sequence[tuple[str, ...]]) -> Line:
-        """Bytes that a stage keeps on the host for one micro-batch; what arrives stays on the device."""
-        graph, repeated = self.graph, frozenset(name for segment in segments for name in segment)
-        arriving = {graph.storage[name] for name in part.arriving}
-        names = kept_names(graph, part.ops, self.kept, segments)[0]
-        own = size_line(self.outputs, (name for name in names if name not in arriving))
-        return own + places_line(graph, self.outputs, (name for name in part.ops if name not in repeated))
+        """Bytes that a stage keeps on the host for one micro-batch."""
+        return self.held_tensors(part, segments, is_away=True).bytes_away(self.graph, self.outputs)
 
     def copying(self, device: Device, num_bytes: Line) -> Started:
         """A copy of so many bytes between a device and its host."""
@@ -179,8 +189,13 @@ class Prices:
 
     def _kept_share(self, budget: Budget) -> float:
         """The approximate share of the state of each parameter on each device."""
-        part = 1 / (budget.num_keepers or len(self.cluster.devices))
+        part = 1 / self._num_keepers(budget)
         return part * self._shared_share + (1 - self._shared_share)
+
+    def _num_keepers(self, budget: Budget) -> int:
+        """The devices that keep a copy of sharded state together, where each has an equal part."""
+        found = budget.num_keepers or len(self.cluster.devices)
+        return found if self.costs.zero_within != "host" else min(found, max(len(host.devices) for host in self.cluster.hosts))
 
     @cached_property
     def _shared_share(self) -> float:
@@ -260,9 +275,26 @@ class Prices:
         return self.graph.mode == "train"
 
     def capacity(self, device: str, budget: Budget = ALL) -> int:
-        """Bytes that a plan may fill."""
-        known = self.cluster.by_name[device]
-        return self.costs.capacity(known) - budget.reserved_on(known.kind)
+        """Bytes that a plan may fill, beside the communicator of all devices."""
+        return self.room(self.cluster.by_name[device].kind, budget)
+
+    def room(self, kind: Device, budget: Budget = ALL) -> int:
+        """`capacity` of the devices of a type."""
+        return self.costs.capacity(kind) - self.everyones_buffers - budget.reserved_on(kind)
+
+    @cached_property
+    def everyones_buffers(self) -> int:
+        """Bytes on each device of the communicator of all, which is made for the devices that a plan leaves idle too."""
+        devices = [device.name for device in self.cluster.devices]
+        return self.group_buffers(devices) if len(devices) > 1 and self.cluster.has_nccl else 0
+
+    def group_buffers(self, devices: Sequence[str]) -> int:
+        """Bytes on each device of the communicator of those that sum together, where NCCL carries sums."""
+        if self.costs.communicator_bytes is not None:
+            return self.costs.communicator_bytes
+        from whale.estimate.costs.communicators import group_bytes  # needed here alone
+
+        return group_bytes(self.cluster, devices)
 
     def seconds(self, device: Device, num_rows: float) -> OpSeconds:
         """Times of all ops on a device, as lines about a number of rows; without training nothing runs backward."""
@@ -320,6 +352,7 @@ class Prices:
         return states_of(
             self.graph.parameters,
             costs.optimizer_states,
+            num_outer_tensors=costs.outer_tensors,
             zero=costs.zero,
             on_host=costs.on_host,
             gradient_dtype=costs.gradient_dtype,
@@ -351,13 +384,20 @@ class Prices:
         key = name, budget.num_keepers
         if key not in self._held:
             own, state = self.graph.parameter_by_name[name], self.state_of[name]
-            part = -(-own.spec.num_elements // (budget.num_keepers or len(self.cluster.devices)))
+            part = -(-own.spec.num_elements // self._num_keepers(budget))
             whole, kept = (state_bytes(own, state, training=self.training, kept=each) for each in (None, part))
             self._held[key] = replace(kept, gradient=whole.gradient)
         return self._held[key]
 
+    def held_twice(self, parts: Sequence[Part], budget: Budget = ALL) -> int:
+        """Bytes of parameters that several parts hold, beyond the first: a device that has these parts holds them once."""
+        numbers = Counter(name for part in parts for name in part.parameters)
+        return sum((number - 1) * self.parameter_bytes(name, budget) for name, number in numbers.items() if number > 1)
+
     def let_go(self, num_bytes: Value, budget: Budget = ALL) -> Value:
-        """Of gradients of so many bytes, those never alive together with the others if one micro-batch makes them."""
+        """Of gradients of so many bytes, those never alive together with the others: where one micro-batch makes them."""
+        if not budget.sums_at_once:
+            return num_bytes * 0.0
         found: Value = np.maximum(0.0, num_bytes * self.spared_share(budget) - self._not_let_go)
         return found
 
@@ -407,21 +447,19 @@ class Prices:
     def _price_part(
         self, part: Part, num_rows: float, recompute: Recompute, budget: Budget, forms: tuple[BridgedTensor, ...], *, waits: bool
     ) -> PartCost:
-        names, inside = self.kept_names(part.ops, recompute.segments, recompute.num_alive)
-        crossing = dict.fromkeys(part.crossing(self.graph)) if self.training else {}
-        activation, recomputed = size_line(self.outputs, names | crossing) + self._places(part, recompute), Line()
+        tensors = self.held_tensors(part, recompute.segments, is_away=self.waits_away(recompute))
+        activation, recomputed = tensors.bytes_there(self.graph, self.outputs), Line()
         if recompute.num_alive:
-            activation, recomputed = size_line(self.outputs, crossing), activation * recompute.num_alive
+            activation, recomputed = size_line(self.outputs, tensors.crossing), activation * recompute.num_alive
         held = [self.held(name, budget) for name in part.parameters]
         gradients = float(sum(each.gradient for each in held))
-        deferred = kept_for_weights(self.graph, part.ops) if self.training and not recompute.num_alive else ()
         passes, states = self.passes(
             part,
             {name: float(own.gradient) for name, own in zip(part.parameters, held, strict=True) if own.gradient},
             segments=recompute.segments,
             recomputes=bool(recompute.num_alive),
             defers_weights=waits,
-            offloads=self.costs.offloads_activations and not recompute.num_alive,
+            offloads=tensors.is_away,
             forms=forms,
         )
         first, working = None, states.working(num_rows)
@@ -429,11 +467,11 @@ class Prices:
             backward = passes.backward(stay=passes.uses, defers_weights=waits)
             first = line_of(backward.totals, num_rows) + recomputed + self._on_the_way(part)
         return PartCost(
-            parameter_bytes=sum(each.total for each in held) - (round(self.let_go(gradients, budget)) if budget.sums_at_once else 0),
+            parameter_bytes=sum(each.total for each in held) - round(self.let_go(gradients, budget)),
             activation=activation,
-            for_weights=size_line(self.outputs, deferred),
+            for_weights=size_line(self.outputs, () if recompute.num_alive else tensors.for_weights),
             working=working + recomputed + self._on_the_way(part),
-            beside=recomputed + Line.largest(size_line(self.outputs, each) for each in inside) + self._on_the_way(part),
+            beside=recomputed + Line.largest(size_line(self.outputs, each) for each in tensors.restored) + self._on_the_way(part),
             first=first,
             gradient_bytes=round(gradients),
             largest_gradient=passes.largest_gradient,
@@ -456,11 +494,11 @@ class Prices:
         """The passes of a part, and what they hold; arguments as the fields of `Passes`, and of `StageKey`."""
         key = part, tuple(parameter_bytes.items()), segments, recomputes, defers_weights, offloads, forms, divided, fetched
         if key not in self._passes:
-            crossing = frozenset(part.crossing(self.graph)) if self.training else frozenset()
+            tensors = self.held_tensors(part, segments, is_away=offloads)
+            crossing, kept = frozenset(tensors.crossing), frozenset(tensors.there)
             made = Passes(
                 self.graph, self.result_bytes, part.ops, self.kept, segments, crossing, parameter_bytes, divided, forms, offloads, fetched
             )
-            kept = crossing.union(() if offloads else kept_names(self.graph, part.ops, self.kept, segments)[0])
             nothing: PerOp = np.zeros(0, dtype=np.complex128)
             if self.training:
                 states = PassStates(
@@ -472,10 +510,6 @@ class Prices:
                 states = PassStates(made.forward(part.returned(self.graph)), nothing, BackwardStates.of(()))
             self._passes[key] = made, states
         return self._passes[key]
-
-    def _places(self, part: Part, recompute: Recompute) -> Line:
-        is_away = self.costs.offloads_activations and not recompute.num_alive
-        return Line() if is_away else places_line(self.graph, self.outputs, part.ops)
 
     def _on_the_way(self, part: Part) -> Line:
         """Bytes of a micro-batch that arrives ahead of its use, and of gradients that arrive and leave."""

@@ -194,7 +194,7 @@ def work_on_parts(graph: ModelGraph, axes: Axes, table: OpTable, work: Mapping[s
 
 def _line(graph: ModelGraph, axes: Axes, op: Op, axis: str) -> Line:
     """Bytes that an op reads and writes of tensors with the axis; a lookup reads as much as it returns."""
-    if operator_of(op).gathers:
+    if operator_of(op).looks_up:
         return output_line(op, graph.num_rows) * (2 if axis in axes.in_results(op.name) else 1)
     whole = gathered_operands(op, axes.ops[op.name].roles[axis]) if op.name in axes.ops and axis in axes.ops[op.name].roles else frozenset()
     having = (graph.by_name[name] for name in (op.name, *op.inputs) if axis in axes.in_results(name) and name not in whole)

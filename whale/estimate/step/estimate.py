@@ -22,6 +22,7 @@ from whale.estimate.prices.prices import Prices
 from whale.estimate.step.memory_over_time import Waiting, memory_over_time
 from whale.estimate.step.program import Gathered, Program, gather, make_program, own_seconds_of
 from whale.estimate.step.step import DeviceEstimate, LinkUse, StepEstimate
+from whale.estimate.step.sync import averaging_seconds
 from whale.estimate.step.wires import Crosses, Sums
 from whale.estimate.step.workers import SimulatedWorker
 from whale.ir.cluster import Cluster
@@ -58,10 +59,12 @@ def estimate_with(prices: Prices, plan: Plan) -> StepEstimate:
     carried = _Carried(gathered, program, found)
     devices = tuple(_device(numbers, gathered, program, found, carried) for numbers in _at_the_same_times(gathered, program, found))
     copies = _redundancy(prices, plan)
-    seconds = max((times[-1][1] for times in found.tasks if times), default=0.0) + (copies.step_seconds if copies is not None else 0.0)
+    averaging = averaging_seconds(plan, prices)
+    beside = averaging + (copies.step_seconds if copies is not None else 0.0)
+    seconds = max((times[-1][1] for times in found.tasks if times), default=0.0) + beside
     spans = tuple(tuple(span for span in each.compute if span.action.kind in COMPUTE) for each in devices)
     links = tuple(_links(gathered, program, seconds))
-    return StepEstimate(seconds, devices, links, bubble_rate(Timeline(spans)), copies)
+    return StepEstimate(seconds, devices, links, bubble_rate(Timeline(spans)), copies, averaging)
 
 
 def _redundancy(prices: Prices, plan: Plan) -> Redundancy | None:

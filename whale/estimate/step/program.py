@@ -6,7 +6,7 @@ First everything that takes part is gathered: devices with their work, links, me
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -72,9 +72,26 @@ def gather(plan: Plan, prices: Prices) -> Gathered:
     rank = plan.rank_of
     wires = (*message_wires(plan, prices, links, rank), *sum_wires(plan, prices, links, deferred(shared.published, prices), shared.summed))
     workers = tuple(found[device] for device in plan.devices)
+    if prices.everyones_buffers:
+        from whale.estimate.step.library_buffers import library_buffers  # needed here alone
+
+        workers = tuple(_with_buffers(workers, library_buffers(plan, prices, shared.groups, wires, schedules)))
     followed = tuple(dict(zip(alike, schedules, strict=True)).values())
     pairs = tuple({number: edge_pairs(replica) for number, replica in zip(alike, plan.replicas, strict=True)}.values())
     return Gathered(plan.devices, workers, tuple(links.found), wires, followed, pairs)
+
+
+def _with_buffers(workers: Iterable[SimulatedWorker], buffers: Iterable[int]) -> Iterator[SimulatedWorker]:
+    """Workers with the bytes of their communicators; equal ones share theirs."""
+    known: dict[tuple[int, int], SimulatedWorker] = {}
+    for worker, num_bytes in zip(workers, buffers, strict=True):
+        if not num_bytes:
+            yield worker
+            continue
+        key = id(worker), num_bytes
+        if key not in known:
+            known[key] = replace(worker, held=replace(worker.held, communicators=float(num_bytes)))
+        yield known[key]
 
 
 _HANDING_BACK = frozenset({Kind.BACKWARD, Kind.BACKWARD_INPUT})

@@ -14,7 +14,7 @@ from whale.estimate.costs.compute import copy_seconds
 from whale.estimate.prices.prices import Prices
 from whale.ir.plan import Plan
 from whale.sharding.parameters import parameter_shardings
-from whale.sharding.second_owners import SecondOwners, element_bytes, second_owners
+from whale.sharding.second_owners import SecondOwners, second_owners
 from whale.units import format_bytes, format_seconds
 
 
@@ -87,7 +87,7 @@ def sendable_bytes(prices: Prices) -> float:
     every = prices.costs.copies_every
     if not every or len(prices.cluster.hosts) < 2:
         return 0.0
-    return sum(each.spec.num_elements * element_bytes(prices.state_of[each.name]) for each in prices.graph.parameters) / every
+    return sum(each.spec.num_elements * prices.state_of[each.name].element_bytes for each in prices.graph.parameters) / every
 
 
 def _sides(found: SecondOwners, devices: list[str], prices: Prices) -> Iterator[tuple[str, float]]:

@@ -29,6 +29,7 @@ class MemoryUse:
     received: float = 0.0  # tensors that arrive ahead of their use
     sent: float = 0.0  # gradients in flight
     working: float = 0.0  # of the running op
+    communicators: float = 0.0  # buffers of NCCL, which torch's allocator knows nothing of
 
     @property
     def total(self) -> float:
@@ -135,11 +136,13 @@ class LinkUse:
 class StepEstimate:
     """The estimate of one step of a plan."""
 
-    step_seconds: float  # from the first forward pass to the end of the optimizer's step on the last device, and of redundant copies
+    # from the first forward pass to the end of the optimizer's step on the last device, and of redundant copies and averages of weights
+    step_seconds: float
     devices: tuple[DeviceEstimate, ...]  # grouped by what they do; each device of the plan is in one group
-    links: tuple[LinkUse, ...]  # by use, without redundant copies
+    links: tuple[LinkUse, ...]  # by use, without redundant copies and averages of weights
     bubble_rate: float  # idle share of the rank with the longest span of computations
     redundancy: Redundancy | None = None  # cost of redundant copies; None without
+    averaging: float = 0.0  # seconds of the mean step in which groups that step on their own average their weights
 
     @cached_property
     def _of(self) -> dict[str, DeviceEstimate]:
@@ -150,16 +153,17 @@ class StepEstimate:
 
     @property
     def training_seconds(self) -> float:
-        """Of the step, without redundant copies."""
-        return self.step_seconds - (0.0 if self.redundancy is None else self.redundancy.step_seconds)
+        """Of the step, without redundant copies and averages of weights."""
+        return self.step_seconds - self.averaging - (0.0 if self.redundancy is None else self.redundancy.step_seconds)
 
     @property
-    def copying(self) -> str:
-        """The mean time of redundant copies in words, to be added to others; empty without."""
-        return "" if self.redundancy is None else f", {format_seconds(self.redundancy.step_seconds)} of copies"
+    def beside(self) -> str:
+        """The mean times of redundant copies and averages of weights in words, to be added to others; empty without."""
+        averages = f", {format_seconds(self.averaging)} of averages over hosts" if self.averaging else ""
+        return averages if self.redundancy is None else f"{averages}, {format_seconds(self.redundancy.step_seconds)} of copies"
 
     def idle(self, each: DeviceEstimate) -> float:
-        """Seconds in which a device neither computes, nor waits for something in flight, nor copies the state."""
+        """Seconds in which a device neither computes, nor waits for something in flight, nor copies or averages the state."""
         return max(0.0, self.training_seconds - each.busy - each.exposed)
 
     def own_seconds(self, devices: Iterable[str]) -> tuple[float, ...]:
@@ -179,7 +183,7 @@ class StepEstimate:
         yield (
             f"step {format_seconds(self.step_seconds)}: {slow.name} computes longest, {format_seconds(slow.busy)}, "
             f"waits {format_seconds(slow.exposed)} for communication and {format_seconds(self.idle(slow))} for other devices; "
-            f"bubble rate {self.bubble_rate:.3f}{self.copying}"
+            f"bubble rate {self.bubble_rate:.3f}{self.beside}"
         )
         for each in self.devices:
             yield (

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 
-from whale.estimate.costs.communication import fabric, fastest_way, ring_volume
+from whale.estimate.costs.communication import all_reduce_seconds, fabric, fastest_way, ring_volume
 from whale.estimate.costs.compute import copy_seconds, rounding_seconds
 from whale.estimate.costs.line import Floats, Line
 from whale.estimate.memory.passes import FetchedWeights
@@ -24,20 +24,34 @@ from whale.ir.plan import Plan, Replica, Stage
 from whale.ir.schedule import Schedule
 from whale.schedules import alike_schedules
 from whale.sharding.buckets import NUM_AT_ONCE, Bucket, Buckets, plan_buckets, visits_of
+from whale.sharding.communicators import groups_of
 from whale.sharding.parameters import parameter_shardings
 
 
 def buckets(plan: Plan, prices: Prices) -> Buckets:
-    """All buckets of a plan; none where nothing is trained."""
-    if not prices.training:
-        return Buckets()
+    """All buckets of a plan, none where nothing is trained; and who sums together."""
     alike = alike_schedules(plan)
 
     def make() -> Buckets:
-        found = parameter_shardings(plan, prices.graph, prices.axes if plan.is_sharded else None)
-        return plan_buckets(plan, found, prices.graph, alike, prices.costs.bucket_bytes)
+        shardings = parameter_shardings(plan, prices.graph, prices.axes if plan.is_sharded else None)
+        found = plan_buckets(plan, shardings, prices.graph, alike, prices.costs.bucket_bytes) if prices.training else Buckets()
+        return replace(found, groups=groups_of(plan, prices.graph, shardings))
 
-    return prices.buckets((alike, plan.devices, plan.parameter_states, plan.keeper_shares, tuple(map(_held, plan.replicas))), make)
+    groups = plan.keeper_shares, plan.keeper_groups, plan.sync_groups
+    return prices.buckets((alike, plan.devices, plan.parameter_states, groups, tuple(map(_held, plan.replicas))), make)
+
+
+def averaging_seconds(plan: Plan, prices: Prices) -> float:
+    """Seconds of the mean step in which weights and optimizer state of sync groups are averaged; all devices wait for it."""
+    if plan.rounds is None or not prices.training:
+        return 0.0
+    taken = dict[str, float]()
+    for bucket in buckets(plan, prices).outer:
+        devices = [plan.devices[owner] for owner in bucket.owners]
+        seconds = all_reduce_seconds(prices.cluster, devices, bucket.num_bytes) * prices.costs.averaged_share
+        for device in devices:
+            taken[device] = taken.get(device, 0.0) + seconds
+    return max(taken.values(), default=0.0)
 
 
 def deferred(published: Iterable[Bucket], prices: Prices) -> Iterator[Bucket]:

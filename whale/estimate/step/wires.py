@@ -6,15 +6,16 @@ from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, product
 
-from whale.estimate.costs.communication import Fabric, Route, Volume, fabric, fastest_way, ring_volume
+from whale.estimate.costs.communication import Fabric, Route, Volume, fabric, fastest_way, ring_volume, within_and_between
 from whale.estimate.costs.line import Line
 from whale.estimate.prices.prices import Prices
 from whale.estimate.step.alike import Path, Role, Wire
 from whale.estimate.step.sync import Readiness, first_uses, readiness
 from whale.ir.cluster import Device, Link
 from whale.ir.plan import BatchAxis, Plan, Replica, Stage
-from whale.sharding.buckets import Bucket, Places
+from whale.sharding.buckets import Bucket
 from whale.sharding.crossings import DIRECTIONS, Crossings
+from whale.sharding.parameters import Places
 
 _SENDS_AND_RECEIVES: tuple[Role, ...] = ((0,), (1,))
 _BEYOND = ", network"  # suffix of a device's link to other hosts
@@ -51,16 +52,18 @@ class Sums:
     """
 
     num_bytes: float  # of the gradients as they are sent
-    num_owners: int  # participants
+    num_owners: int  # participants, of each copy that is kept
     num_passes: int  # 2 where each gets the sum, 1 where each gets the part that it keeps
     latency: float  # seconds independent of the bytes
     queue: int  # position among those of the same owners
     gives: bool = False  # whether keepers of weights send them to the others
+    num_copies: int = 1  # groups of owners that each keep one, between which a part is summed again
 
     @property
     def volume(self) -> Volume:
         """Handled by each owner."""
-        return ring_volume(self.num_owners, Line(self.num_bytes), self.num_passes)
+        inside = ring_volume(self.num_owners, Line(self.num_bytes), self.num_passes)
+        return inside + ring_volume(self.num_copies, Line(self.num_bytes / self.num_owners), 2) if self.num_copies > 1 else inside
 
 
 class Links:
@@ -192,12 +195,14 @@ def sum_wires(plan: Plan, prices: Prices, links: Links, given: Iterable[Bucket],
         devices = [plan.devices[owner] for owner in bucket.owners]
         if bucket.owners not in fabrics:
             fabrics[bucket.owners] = fabric(prices.cluster, devices)
-        num_passes = 1 if bucket.runs else 2
-        way = fastest_way(fabrics[bucket.owners], num_passes, bucket.sent_bytes)
+        num_passes, copies = 1 if bucket.runs else 2, max(1, len(bucket.groups))
+        over = fabrics[bucket.owners]
+        way = fastest_way(over, num_passes, bucket.sent_bytes) if copies == 1 else within_and_between(over, copies)
         if (bucket.owners, way) not in paths:
             paths[bucket.owners, way] = links.collective(devices, way)
-        latency = (way.latency + prices.costs.message_seconds) * max(1, len(bucket.runs))
-        kind = Sums(bucket.sent_bytes, len(bucket.owners), num_passes, latency, position, gives)
+        latency = (way.latency + prices.costs.message_seconds) * max(1, len(bucket.runs) // copies)
+        num_owners = max(map(len, bucket.groups), default=len(bucket.owners))
+        kind = Sums(bucket.sent_bytes, num_owners, num_passes, latency, position, gives, copies)
         yield Wire(kind, bucket.owners, roles.of(bucket, gives=gives), paths[bucket.owners, way])
 
 

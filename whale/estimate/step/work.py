@@ -10,7 +10,7 @@ from itertools import pairwise
 import numpy as np
 
 from whale.estimate.costs.line import Line, Started
-from whale.estimate.memory.memory import kept_for_weights, kept_names, places_line, size_line, state_bytes
+from whale.estimate.memory.memory import size_line, state_bytes
 from whale.estimate.memory.passes import BackwardStates, BridgedTensor, FetchedWeights, Fullest, bytes_at
 from whale.estimate.prices.collective_costs import CollectiveCosts, StagePlace, halved, messages_of
 from whale.estimate.prices.part import Part
@@ -146,12 +146,11 @@ class Works:
         if key.shards:
             repeated = self._repeating(key)
             copies, forms = repeated.copies(position), repeated.forms(position)
-        names = frozenset(kept_names(prices.graph, key.part.ops, prices.kept, key.segments)[0]) if prices.training else None
         away = 0.0
-        if names is not None and key.offloads:
+        if prices.training and key.offloads:
             away = self._away(prices, key, position).at(num_rows)
-            names, copies, forms = frozenset(), Line(), tuple(replace(form, is_kept=False) for form in forms)
-        return _kept(prices, key, num_rows, names, copies), self._pass_memory(prices, key, num_rows, forms, fetched), away
+            copies, forms = Line(), tuple(replace(form, is_kept=False) for form in forms)
+        return _kept(prices, key, num_rows, copies), self._pass_memory(prices, key, num_rows, forms, fetched), away
 
     def _in_group(self, key: StageKey, group: Sequence[str], num_rows: int) -> _InGroup:
         """`_together`, cached."""
@@ -272,13 +271,13 @@ def _slowest(passes: Iterable[Started], num_rows: int) -> Started:
     return Started(max((each.device for each in found), key=lambda line: line.at(num_rows)), max(each.host for each in found))
 
 
-def _kept(prices: Prices, key: StageKey, num_rows: int, names: frozenset[str] | None, copies: Line) -> tuple[float, float, float]:
-    """Bytes of `Work`: kept, left, for_weights."""
-    if names is None:
-        return 0.0, 0.0, 0.0
-    graph, sizes = prices.graph, prices.outputs
-    crossing = key.part.crossing(graph)
-    repeated = frozenset(name for run in key.segments for name in run)
-    places = places_line(graph, sizes, (name for name in key.part.ops if name not in repeated and not key.offloads))
-    kept, left = size_line(sizes, names.union(crossing)) + places + copies, size_line(sizes, crossing)
-    return kept.at(num_rows), left.at(num_rows), size_line(sizes, kept_for_weights(graph, key.part.ops)).at(num_rows)
+def _kept(prices: Prices, key: StageKey, num_rows: int, copies: Line) -> tuple[float, float, float]:
+    """Bytes of `Work`: kept, left, for_weights; `copies`: that its split group makes and keeps."""
+    held = prices.held_tensors(key.part, key.segments, is_away=key.offloads)
+    lines = (
+        held.bytes_there(prices.graph, prices.outputs) + copies,
+        size_line(prices.outputs, held.crossing),
+        size_line(prices.outputs, held.for_weights),
+    )
+    kept, left, for_weights = (line.at(num_rows) if prices.training else 0.0 for line in lines)
+    return kept, left, for_weights

@@ -10,7 +10,7 @@ from itertools import zip_longest
 from typing import NamedTuple
 
 from whale.estimate.costs.compute import host_step_seconds, optimizer_seconds
-from whale.estimate.memory.memory import state_bytes
+from whale.estimate.memory.memory import StateBytes, state_bytes
 from whale.estimate.prices.part import Part
 from whale.estimate.prices.prices import Prices
 from whale.estimate.step.step import MemoryUse
@@ -18,7 +18,7 @@ from whale.estimate.step.sync import Brought, Gathering, SummedBuckets, SummedHe
 from whale.estimate.step.work import StageKey, Work, Works, first_alike
 from whale.ir.cluster import NO_HANDLING, Device, Handling
 from whale.ir.graph import DTYPE_BYTES, Parameter
-from whale.ir.plan import Plan, Replica, Stage
+from whale.ir.plan import ParameterState, Plan, Replica, Stage
 from whale.ir.schedule import Kind, Schedule
 from whale.schedules import count_in_flight
 from whale.sharding.buckets import Bucket, Buckets, BucketSlot, filled_up
@@ -137,7 +137,8 @@ class Workers:
                     self._published.setdefault(owner, []).append(bucket.num_bytes)
         let_go = frozenset(name for bucket in buckets.summed if bucket.form.sharding == "owners" for name in bucket.names)
         self._works = Works(prices, plan.state_of, bucketed)
-        self._held = _ParameterMemory(prices, plan, bucketed, let_go, are_shared=bool(self._kept))
+        unlike = frozenset(name for bucket in buckets.gathered if bucket.is_unlike for name in bucket.names)
+        self._held = _ParameterMemory(prices, plan, bucketed, let_go, unlike, are_shared=bool(self._kept))
         self._rows = plan.all_micro_batch_rows(plan.planned_rows)
         self._of_kind: dict[int, set[tuple[int | None, Kind]]] = {}
         self._in_flight: dict[int, tuple[int, ...]] = {}
@@ -309,11 +310,15 @@ class _ParameterMemory:
     """Bytes of parameters on a device, with gradients and optimizer state; what several stages of a device hold counts once.
 
     Args:
+        unlike: those whose keepers send them as they are stepped.
         are_shared: whether some are sharded over owners.
     """
 
-    def __init__(self, prices: Prices, plan: Plan, bucketed: frozenset[str], let_go: frozenset[str], *, are_shared: bool) -> None:
+    def __init__(
+        self, prices: Prices, plan: Plan, bucketed: frozenset[str], let_go: frozenset[str], unlike: frozenset[str], *, are_shared: bool
+    ) -> None:
         self._prices, self._plan, self._bucketed, self._let_go, self._are_shared = prices, plan, bucketed, let_go, are_shared
+        self._unlike = unlike
         self._known: dict[Held, tuple[Mapping[str, Parameter], _Sums, dict[tuple[str, int], _Sums]]] = {}
 
     def of(self, keys: tuple[StageKey, ...], positions: tuple[int, ...]) -> _Sums:
@@ -349,6 +354,8 @@ class _ParameterMemory:
         held = made = state_bytes(known, state, training=training)
         if own is not None:
             held = state_bytes(known, state, training=training, kept=own)
+        if own is not None and name in self._unlike:
+            held = _with_sent(held, state, own, is_whole=own == known.spec.num_elements)
         if state.gradient is None or not made.gradient:
             return held.compute, made.gradient, held.optimizer, 0, 0, 0, made.gradient, 0, 0, 0, 0, held.on_host
         is_bucketed, num_kept = name in self._bucketed, known.spec.num_elements if own is None else own
@@ -363,6 +370,15 @@ class _ParameterMemory:
         is_cast = state.casts_gradient and name not in self._let_go
         casts = max(0, num_bytes - unbucketed) if is_cast else 0  # what is apart is let go as it is cast
         return *uses, weights, held.gradient, num_bytes * state.num_optimizer_tensors, unbucketed, casts, 0, 0, 0, 0
+
+
+def _with_sent(held: StateBytes, state: ParameterState, kept: int, *, is_whole: bool) -> StateBytes:
+    """The bytes of a keeper that sends its part as it is stepped: a copy where that is elsewhere; what it holds all of, it also reads."""
+    reads_there, num_bytes = state.compute.home == "host", kept * DTYPE_BYTES[state.compute.dtype]
+    sent = 0 if state.kept.home == state.compute.home else kept * DTYPE_BYTES[state.kept.dtype]
+    if reads_there:
+        return replace(held, on_host=held.on_host - num_bytes + sent)
+    return replace(held, compute=sent + (num_bytes if is_whole else 0))
 
 
 def _added(rows: Iterable[_Sums]) -> _Sums:

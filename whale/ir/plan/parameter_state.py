@@ -51,6 +51,7 @@ class ParameterState:
     gradient: Form | None = None  # None if not trained
     optimizer: Form | None = None  # the weight that is stepped, and each optimizer tensor of its size; None if not trained
     num_optimizer_tensors: int = 0  # optimizer tensors per trained parameter
+    num_outer_tensors: int = 0  # likewise of an outer optimizer (`Rounds`), which are there throughout and used once a round
     sum_dtype: str | None = None  # dtype of gradients where owners sum them; None for that of the gradient form
     feeds_back: bool = False  # whether a device adds the rounding error of that to its next gradient
 
@@ -58,6 +59,11 @@ class ParameterState:
     def kept(self) -> Form:
         """The lasting form: for trained parameters that of the optimizer."""
         return self.compute if self.optimizer is None else self.optimizer
+
+    @property
+    def element_bytes(self) -> int:
+        """Bytes of an element of the lasting form, with what the optimizer keeps for it."""
+        return DTYPE_BYTES[self.kept.dtype] * (1 + (0 if self.gradient is None else self.num_optimizer_tensors + self.num_outer_tensors))
 
     @property
     def sent_dtype(self) -> str | None:
@@ -112,6 +118,7 @@ def states_of(
     gradient_dtype: str | None = None,
     sum_dtype: str | None = None,
     feeds_back: bool = False,
+    num_outer_tensors: int = 0,
 ) -> tuple[ParameterState, ...]:
     """The states of a model's parameters and buffers, equal ones together.
 
@@ -126,10 +133,16 @@ def states_of(
         gradient_dtype: dtype in which real gradients are accumulated; None for that of the form.
         sum_dtype: dtype in which real gradients are summed; None for their own.
         feeds_back: whether the error of rounding to a dtype that is no wider is added to the next gradient.
+        num_outer_tensors: that an outer optimizer keeps per trained parameter.
     """
     found = _states(parameters, num_optimizer_tensors, gradient, optimizer, zero, on_host)
     made = ((name, _accumulated_in(state, gradient_dtype)) for name, state in found)
-    return _grouped((name, _summed_in(state, sum_dtype, feeds_back=feeds_back)) for name, state in made)
+    summed = ((name, _summed_in(state, sum_dtype, feeds_back=feeds_back)) for name, state in made)
+    if not num_outer_tensors:
+        return _grouped(summed)
+    return _grouped(
+        (name, state if state.optimizer is None else replace(state, num_outer_tensors=num_outer_tensors)) for name, state in summed
+    )
 
 
 def brought_back(states: Iterable[ParameterState], names: Collection[str], *, compute_only: bool = False) -> tuple[ParameterState, ...]:

@@ -15,6 +15,7 @@ from whale.errors import first_few
 from whale.ir.division import divide, divide_evenly, intervals
 from whale.ir.plan.parameter_state import Form, ParameterState
 from whale.ir.plan.stage import Stage, describe_shards
+from whale.ir.precision import HALF
 from whale.units import counted, each_counted, format_bytes, format_seconds, listed
 
 
@@ -50,6 +51,7 @@ class Pipeline:
     num_chunks: int = 1  # stages per virtual device of an interleaved schedule
     group_size: int | None = None  # of an interleaved schedule; None for others
     recomputed_stages: tuple[int, ...] = ()  # stages recomputed as a whole, by R actions; empty if that is left to the schedule
+    receive_early: bool = True  # whether a POST stands one computation before what needs the message; else right before its RECV
 
     @property
     def num_stages(self) -> int:
@@ -67,8 +69,8 @@ class Pipeline:
     @property
     def settings(self) -> tuple[tuple[str, str | int], ...]:
         """Its keys of the configuration, without stages."""
-        found = ((name, getattr(self, name)) for name in ("schedule", "num_micro_batch", "num_chunks", "group_size"))
-        return tuple((name, value) for name, value in found if value is not None)
+        names = ("schedule", "num_micro_batch", "num_chunks", "group_size", *(() if self.receive_early else ("receive_early",)))
+        return tuple((name, getattr(self, name)) for name in names if getattr(self, name) is not None)
 
     @property
     def order(self) -> str:
@@ -193,6 +195,36 @@ def _describe_stage(stage: Stage, micro_batch: tuple[int, int]) -> Iterator[str]
         yield line
 
 
+def members_of(groups: Sequence[int]) -> list[list[int]]:
+    """The ranks of each group, by number, from a number per rank."""
+    found: dict[int, list[int]] = {}
+    for rank, group in enumerate(groups):
+        found.setdefault(group, []).append(rank)
+    return [found[group] for group in sorted(found)]
+
+
+@dataclass(frozen=True, slots=True)
+class Rounds:
+    """Groups of ranks that take some steps on their own; then weights and optimizer state become averages over all groups.
+
+    An outer optimizer may let weights go on from those before the round (`whale.runtime.state.local_steps`).
+    """
+
+    groups: tuple[int, ...]  # per rank, the number of its group
+    num_steps: int  # of a round
+    rate: float = 1.0  # learning rate of the outer optimizer
+    momentum: float = 0.0  # its Nesterov momentum
+
+    @property
+    def is_average(self) -> bool:
+        """Whether weights become the average itself."""
+        return self.rate == 1 and not self.momentum
+
+    def __str__(self) -> str:
+        how = "" if self.is_average else f", by an outer optimizer at rate {self.rate:g} with Nesterov momentum {self.momentum:g}"
+        return f"weights are averaged every {self.num_steps} steps{how}"
+
+
 @dataclass(frozen=True, slots=True)
 class BatchAxis:
     """The place of the batch in a tensor dimension: the dimension is ``outer x rows x inner``."""
@@ -219,6 +251,16 @@ class Plan:
     parameter_states: tuple[ParameterState, ...] = ()  # the forms of parameters and buffers, each named once
     device_models: tuple[str, ...] = ()  # catalogue names of the devices in use (``V100-32GB``), by rank; empty in old plans
     keeper_shares: tuple[int, ...] = ()  # per rank, its weight where state is sharded over owners; empty if all are equal
+    half_types: tuple[str, ...] = ()  # per rank, its half-precision dtype; empty where the model's types are those of all devices
+    # per rank, a number of the group of ranks, such as those of a host, that keeps a copy of its own of what is sharded over owners;
+    # empty where all ranks keep one together
+    keeper_groups: tuple[int, ...] = ()
+    rounds: Rounds | None = None  # of groups of ranks that step on their own; None where gradients are summed over all ranks in each step
+
+    @property
+    def sync_groups(self) -> tuple[int, ...]:
+        """Per rank, the number of the group that sums gradients in each step; empty where all do."""
+        return () if self.rounds is None else self.rounds.groups
 
     def is_alike(self, stage: Stage) -> bool:
         """Whether the devices of each split group of a stage are of one model, so that from equal values they compute equal bits."""
@@ -226,9 +268,45 @@ class Plan:
         groups = (names[start : start + stage.split] for start in range(0, len(names), stage.split))
         return all(len({models.get(name) for name in own}) == 1 for own in groups)
 
+    def type_on(self, rank: int, dtype: str) -> str:
+        """The dtype that a rank has where the model's graph has `dtype`."""
+        return self.half_types[rank] if dtype == HALF and self.half_types else dtype
+
+    def are_unlike(self, ranks: Iterable[int]) -> bool:
+        """Whether some of these ranks have another half-precision dtype than others: what they exchange in it is in float32."""
+        return bool(self.half_types) and len({self.half_types[rank] for rank in ranks}) > 1
+
     @cached_property
     def rank_of(self) -> dict[str, int]:
         return {device: rank for rank, device in enumerate(self.devices)}
+
+    @cached_property
+    def sync_members(self) -> tuple[tuple[int, ...], ...]:
+        """The ranks of each sync group, ascending; one group of all where there are none."""
+        return tuple(map(tuple, members_of(self.sync_groups or (0,) * len(self.devices))))
+
+    def together(self, rank: int, ranks: Sequence[int]) -> tuple[int, ...]:
+        """Those of some ranks, a rank among them, that sum gradients with it in each step."""
+        if not self.sync_groups:
+            return tuple(ranks)
+        return tuple(other for other in ranks if self.sync_groups[other] == self.sync_groups[rank])
+
+    @cached_property
+    def sync_numbers(self) -> tuple[int, ...]:
+        """Per rank, the number of its sync group among `sync_members`."""
+        found = {rank: number for number, ranks in enumerate(self.sync_members) for rank in ranks}
+        return tuple(found[rank] for rank in range(len(self.devices)))
+
+    def sync_group_of(self, replica: int) -> int:
+        """The number of a replica's sync group among `sync_members`."""
+        return self.sync_numbers[self.rank_of[self.replicas[replica].first_stages[0].virtual_device.devices[0]]]
+
+    def sync_rows(self, num_rows: int) -> tuple[int, ...]:
+        """Rows of a global batch that each sync group takes."""
+        found = [0] * len(self.sync_members)
+        for replica, (start, stop) in enumerate(self.replica_rows(num_rows)):
+            found[self.sync_group_of(replica)] += stop - start
+        return tuple(found)
 
     def state_of(self, name: str) -> ParameterState:
         return self._state_of[name]
@@ -341,12 +419,14 @@ class Plan:
         return replace(self, replicas=replicas)
 
     def _describe_states(self) -> Iterator[str]:
-        """Forms that are sharded over owners or on hosts, and dtypes of gradients."""
+        """Forms that are sharded over owners or on hosts, who keeps copies of the former, and dtypes of gradients."""
         found: dict[Form, dict[str, None]] = {}
         for name, form in (each for state in self.parameter_states for each in state.forms):
             if not form.is_plain:
                 found.setdefault(form, {})[name] = None
         yield from (f"  {' and '.join(names)} form: {form}" for form, names in found.items())
+        if self.keeper_groups:
+            yield f"  what is sharded over owners has {self._describe_groups(self.keeper_groups, 'copies')}"
         if sparse := [name for state in self.parameter_states if state.gradient and state.gradient.is_sparse for name in state.parameters]:
             yield f"  sparse gradients: {first_few(sparse)}"
         for own in dict.fromkeys(state.gradient.dtype for state in self.parameter_states if state.casts_gradient and state.gradient):
@@ -354,6 +434,21 @@ class Plan:
         for dtype, feeds_back in dict.fromkeys((state.sum_dtype, state.feeds_back) for state in self.parameter_states):
             if dtype is not None:
                 yield f"  gradients are summed in {dtype}" + (", with error feedback" if feeds_back else "")
+
+    def describe_sync(self) -> str:
+        """``weights are averaged every 32 steps; 2 groups that step on their own: big/0, big/1; small/0, small/1``; "" without rounds."""
+        return "" if self.rounds is None else f"{self.rounds}; {self._describe_groups(self.sync_groups, 'groups that step on their own')}"
+
+    def _describe_groups(self, groups: Sequence[int], what: str) -> str:
+        members = [[self.devices[rank] for rank in ranks] for ranks in members_of(groups[: len(self.devices)])]
+        return f"{len(members)} {what}: {first_few([*map(first_few, members)], separator='; ')}"
+
+    def describe_half_types(self) -> str:
+        """``bfloat16 on A100-80GB; float16 on V100-32GB and T4``."""
+        models: dict[str, dict[str, None]] = {}
+        for dtype, model in zip(self.half_types, self.device_models, strict=True):
+            models.setdefault(dtype, {})[model] = None
+        return "; ".join(f"{dtype} on {', '.join(own)}" for dtype, own in models.items())
 
     def __str__(self) -> str:
         lines = [
@@ -364,11 +459,16 @@ class Plan:
             "  of each device: rows, forward (F) and backward (B) per micro-batch, memory",
         ]
         are_equal = len(set(self.pipelines)) == 1
-        for replica, (start, stop) in zip(self.replicas, self.replica_rows(self.planned_rows), strict=True):
+        for replica, micro_batches in zip(self.replicas, self.all_micro_batch_rows(self.planned_rows), strict=True):
+            start, stop = micro_batches[0][0], micro_batches[-1][1]
             shape = "" if are_equal else f", {counted(replica.pipeline.num_stages, 'stage')}, {replica.pipeline.order}"
             lines.append(f"  replica {replica.index}: rows {start}:{stop}{shape}")
-            lines += describe_replica(replica, self.micro_batch_rows(replica.index, self.planned_rows)[0])
+            lines += describe_replica(replica, micro_batches[0])
+        if self.half_types:
+            lines.append(f"  half precision: {self.describe_half_types()}")
         lines += self._describe_states()
+        if self.sync_groups:
+            lines.append(f"  {self.describe_sync()}")
         if self.idle_devices:
             lines.append(f"  idle: {', '.join(self.idle_devices)}")
         return "\n".join(lines)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -16,16 +16,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from whale.errors import WhaleError
-from whale.estimate import OpTable, op_seconds, size_line
+from whale.estimate import OpTable, op_seconds
 from whale.estimate.costs.compute import copy_seconds
 from whale.estimate.costs.line import Floats
+from whale.estimate.memory.held import kept_by_maker
 from whale.estimate.prices.budget import ALL, Budget
 from whale.estimate.prices.collective_costs import CollectiveCosts, StagePlace
+from whale.estimate.prices.part import Alive, Part
 from whale.estimate.prices.prices import Prices
 from whale.estimate.prices.repeated import RepeatedBridges
 from whale.ir.blocks import find_repeated_blocks
 from whale.ir.cluster import Device, Host
-from whale.planning.pipeline.cut_points import CutPoints
+from whale.planning.pipeline.cut_points import CutPoints, PieceBytes, piece_bytes
 from whale.planning.pipeline.placement import Likeness
 from whale.planning.shard.memory import MemoryBudget, capacity_of
 from whale.planning.shard.sharding import Sharder
@@ -33,9 +35,12 @@ from whale.planning.shard.space import Scene
 from whale.planning.strategy import Placed
 from whale.sharding.bridges import Bridge
 
-SPARE = 1.25  # with little memory a device of a split group has at most this multiple of its even part
+SPARE = 1.25
+"""With little memory a device of a split group has at most this multiple of its even part. Halved or doubled: none of 22 plans differs;
+doubled, the searches make a tenth more.
+"""
 
-NUM_BLOCKS = 3  # with more repeated blocks only one of them is sharded, and stands for all
+NUM_BLOCKS = 3  # with more repeated blocks only one of them is sharded, and stands for all; with 2 or 6 none of 22 plans differs
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +67,7 @@ class _Columns:
     collective_costs: Floats  # seconds of a split group's exchanges before each place, forward and backward: ``[2, 2, places]``
     started: Floats  # the same of the host: ``[2, places]``
     trained: Floats  # bytes on a device of trainable parameters (at their first reader), and of their gradients: ``[2, places]``
-    shares: Floats  # bytes on a device of parameters before each place, and of what is kept, as a line: ``[3, places]``
+    held: PieceBytes  # of a device
     budget: Budget
 
     def sums(self, kind: Device, rows: float) -> PrefixSums:
@@ -139,12 +144,9 @@ class Pieces:
         found: Floats = self._known(kind, width).trained[1]
         return found
 
-    def held(self, kind: Device, width: int) -> Floats:
-        """Bytes of parameters with gradients and optimizer state, and of what is kept for backward, as a line: ``[3, places]``.
-
-        On one device of a split group; parameters that several pieces read count in each.
-        """
-        return self._known(kind, width).shares
+    def held(self, kind: Device, width: int) -> PieceBytes:
+        """What a device of a split group holds."""
+        return self._known(kind, width).held
 
     def can_split(self, kind: Device, width: int) -> bool:
         """Whether something of the model can be cut over so many devices of a type on one host."""
@@ -184,14 +186,8 @@ class Pieces:
         self,
         prices: Prices,
         alike: NDArray[np.int64] | None = None,
-        copies: Floats | None = None,
     ) -> _Columns:
-        """Columns of a graph, without exchanges.
-
-        Args:
-            alike: per op, the op whose figures stand for it; None for itself.
-            copies: per op, bytes of gathered copies that it keeps, as lines: ``[2, ops]``.
-        """
+        """Columns of a graph, without exchanges; `alike`: per op, the op whose figures stand for it, None for itself."""
         points, table = self.points, prices.table
         own = prices.positions(points.spine)
         stands = own if alike is None else alike[own]
@@ -219,8 +215,7 @@ class Pieces:
             nothing,
             nothing[0],
             np.concatenate((np.zeros((2, 1)), np.cumsum(self._trained(prices, stands) * bound, axis=1)), axis=1)[:, points.bounds],
-            self._held(prices, stands)
-            + np.concatenate((np.zeros((1, len(points.bounds))), nothing[0] if copies is None else self._before(copies, alike))),
+            points.held if alike is None else self._held(prices, alike),
             self.budget,
         )
 
@@ -232,19 +227,21 @@ class Pieces:
         found: Floats = np.concatenate((np.zeros((*per_op.shape[:-1], 1)), np.cumsum(values, axis=-1)), axis=-1)
         return found[..., points.bounds]
 
-    def _held(self, prices: Prices, stands: NDArray[np.int64]) -> Floats:
-        """`_Columns.shares` without copies."""
-        points, found = self.points, np.zeros((3, len(self.points.spine) + 1))
-        kept = {name for names in self.prices.kept_there.values() for name in names}
-        for index, name in enumerate(points.spine):
-            there = prices.graph.ops[int(stands[index])]
-            for parameter in prices.graph.parameters_among(there.inputs):
-                found[0, index + 1] += prices.parameter_bytes(parameter.name, self.budget)
-            if name in kept:
-                line = prices.outputs[there.name]
-                found[1:, index + 1] = line.fixed, line.per_row
-        result: Floats = np.cumsum(found, axis=1)[:, points.bounds]
-        return result
+    def _held(self, prices: Prices, alike: NDArray[np.int64]) -> PieceBytes:
+        """What a device with these prices of its part holds, without copies."""
+        points, graph, there = self.points, self.prices.graph, [prices.graph.ops[place] for place in alike.tolist()]
+        places = [graph.position[name] for name in points.spine]
+        made = kept_by_maker(graph, [prices.outputs[op.name] for op in there], self.prices.kept_there)[:, places]
+        read = [
+            [
+                (own.name, prices.parameter_bytes(local.name, self.budget))
+                for own, local in zip(
+                    graph.parameters_among(graph.ops[place].inputs), prices.graph.parameters_among(there[place].inputs), strict=True
+                )
+            ]
+            for place in places
+        ]
+        return piece_bytes(read, made, points.bounds)
 
     def _trained(self, prices: Prices, stands: NDArray[np.int64]) -> Floats:
         """Per op of the spine, bytes of the trainable parameters that it reads first, and of their gradients."""
@@ -292,13 +289,13 @@ class Pieces:
             return None
         speed = width / self.whole_seconds(kind, 1, float(self.num_rows))
         rows = max(1.0, self.num_rows * speed / self.cluster_speed)  # if all take a part of one micro-batch
-        found, room = None, self.prices.costs.capacity(kind)
-        for is_short in (False, True) if self._held_by_all(rows) <= width * room else (True,):
+        found, room = None, self.prices.room(kind)
+        for is_short in (False, True) if self.points.held.whole_at(rows) <= width * room else (True,):
             cut = self._shared(group, rows, is_short=is_short)
             if cut is None:
                 return found
             found = self._paid(cut, StagePlace((group,), rows, 1, 1))
-            if float(found.shares[:2, -1].sum() + rows * found.shares[2, -1]) <= room:
+            if found.held.whole_at(rows) <= room:
                 return found
         return found
 
@@ -314,13 +311,6 @@ class Pieces:
         counts = Counter(self.prices.kinds.values())
         return sum(number / self.whole_seconds(kind, 1, float(self.num_rows)) for kind, number in counts.items())
 
-    def _held_by_all(self, rows: float, ops: Sequence[str] | None = None) -> float:
-        """Bytes of parameters with gradients and optimizer state, and kept for backward, of some ops or of all."""
-        prices, own = self.prices, self.points.spine if ops is None else ops
-        kept = {name for op in own for name in prices.kept_there.get(op, ())}
-        held = sum(prices.parameter_bytes(name, self.budget) for name in prices.graph.parameters_read(own))
-        return float(held + int(size_line(prices.outputs, kept).at(rows)))
-
     def _shared(self, group: tuple[str, ...], rows: float, *, is_short: bool) -> _Split | None:
         """The sharding of groups of this width, chosen by the first that asks, for all device types; None where nothing can be cut."""
         key = len(group), is_short
@@ -332,7 +322,9 @@ class Pieces:
         prices, graph, (ops, alike) = self.prices, self.prices.graph, self._sample
         inside, budget = set(ops), MemoryBudget(0.0, 1, capacity_of(site, prices, self.budget), plan=self.budget)
         if is_short:
-            held, room = self._held_by_all(site.num_rows, ops), prices.costs.capacity(prices.kinds[site.groups[0][0]])
+            part = Part(ops, tuple(graph.parameters_read(ops)), ())
+            held = prices.part(part, site.num_rows, budget=self.budget).held(Alive(1)).at(site.num_rows)
+            room = prices.capacity(site.groups[0][0])
             budget = dataclasses.replace(budget, num_bytes=held, share=SPARE * held / site.width / room)
         read = {name for own in ops for name in graph.by_name[own].inputs if graph.by_name[name].kind == "call"}
         handed_on = {name for name in ops if any(user not in inside for user in graph.users[name])}
@@ -346,7 +338,8 @@ class Pieces:
         for form in repeating.forms(0):
             if form.is_kept:  # beside what ops keep of their own parts
                 copies[:, graph.position[form.users[0]]] += form.num_bytes.real, form.num_bytes.imag
-        return _Split(bridges, self._made(prices.local(ops, shards, 0), alike, copies))
+        columns = self._made(prices.local(ops, shards, 0), alike)
+        return _Split(bridges, dataclasses.replace(columns, held=columns.held.with_kept(self._before(copies, alike))))
 
     def _paid(self, cut: _Split, site: StagePlace) -> _Columns:
         """Columns of a device of a group, with exchanges."""

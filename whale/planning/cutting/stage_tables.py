@@ -21,7 +21,7 @@ from whale.estimate.prices.prices import Prices
 from whale.ir.cluster import Device, Link
 from whale.planning.cutting.pieces import Pieces
 from whale.planning.pipeline.cut_points import CutPoints
-from whale.planning.pipeline.recompute import Policy, expected_bytes
+from whale.planning.pipeline.recompute import Policy, expected_bytes, going_back
 from whale.planning.pipeline.scheduling import PipelineShape
 from whale.planning.strategy import Placed
 
@@ -284,25 +284,21 @@ class StageTables:
     ) -> Floats:
         """Bytes of pieces on a device as one stage, or each as its own; `kind` matters for split groups only."""
         self._ask(num_rows)
-        points, crossing = self.points, self._crossing(num_rows)
+        crossing = self._crossing(num_rows)
         received = np.where(np.asarray(stage) > 0, crossing[starts] / 2, 0.0)
         cut = kind if kind is not None and width > 1 and self.pieces.can_split(kind, width) else None
-        if cut is not None:
-            parameters, fixed, per_row = self.pieces.held(cut, width)
-            held, kept = parameters[ends] - parameters[starts], fixed + per_row * num_rows
-        else:
-            held, kept = points.parameters[starts, ends], points.kept_fixed + points.kept_per_row * num_rows
-        if self.pipeline.num_micro_batch == 1 and (self.budget.sums_at_once or not self.budget.num_keepers):
+        own = self.points.held if cut is None else self.pieces.held(cut, width)
+        held, kept, made = own.parameters[starts, ends], own.kept_at(num_rows), np.zeros(1)
+        if self.budget.sums_at_once or self.budget.is_alone:
             gradients = self.pieces.gradients(cut or self.prices.cluster.devices[0].kind, width if cut else 1)
-            held = held - self.prices.let_go(gradients[ends] - gradients[starts], self.budget)
+            made = gradients[ends] - gradients[starts]
+            held = held - self.prices.let_go(made, self.budget)
         in_flight, recomputed, waiting, share = self._shapes[:, stage]
         active = expected_bytes(in_flight, recomputed, waiting, share, received, kept[ends] - kept[starts], self._entering)
         found: Floats = held + active
-        if self.budget.is_alone and self.pipeline.num_chunks == 1:  # gradients come as the first of all micro-batches goes back
+        if self.budget.is_alone and self.pipeline.num_chunks == 1:
             m = self.pipeline.num_micro_batch
-            gradients = self.pieces.gradients(cut or self.prices.cluster.devices[0].kind, width if cut else 1)
-            made = gradients[ends] - gradients[starts]
-            found = np.where((in_flight >= m) & (waiting == 0), held + np.maximum(active - made, active * (1 - 1 / m)), found)
+            found = np.where((in_flight >= m) & (waiting == 0), np.maximum(*going_back(found, made, active / m)), found)
         return found
 
     @cached_property

@@ -64,6 +64,18 @@ def explain_choices(annotations: Annotations | None, chosen: ChosenPlacement, re
     yield from explain_recompute(chosen.solver, best, replicas)
 
 
+def explain_half_types(plan: Plan) -> Choice:
+    """Which half-precision type each device type has, and what is sent between unlike ones."""
+    is_mixed = plan.are_unlike(range(len(plan.devices)))
+    return Choice(
+        "precision",
+        "half precision",
+        plan.describe_half_types(),
+        cost="between them a message is in its sender's type; sums, and what several read, are in float32" if is_mixed else "",
+        bound="bfloat16 where a device has it",
+    )
+
+
 def _schedules(best: PricedPlacement) -> Iterator[Choice]:
     """One choice per distinct pipeline, with its replicas if there are several."""
     found: dict[Pipeline, list[int]] = {}
@@ -267,6 +279,8 @@ def explain_recompute(solver: Solver, best: PricedPlacement, replicas: Sequence[
         yield _recomputed(solver, best, replicas, stage, members)
     if not seen and solver.policy.kind == "auto":
         yield Choice("recompute", "activations", "nothing recomputed", bound="everything fits in memory")
+    if not seen and solver.policy.kind == "modules":
+        yield Choice("recompute", "activations", "nothing recomputed", bound="modules of these names have no run of ops that may be")
 
 
 def _recomputed(solver: Solver, best: PricedPlacement, replicas: Sequence[Replica], stage: int, members: list[int]) -> Choice:
@@ -308,7 +322,7 @@ def explain_step(step: StepEstimate) -> Iterator[Choice]:
         "step",
         format_seconds(step.step_seconds),
         cost=f"{slow.name} {slow.does('computes')} {format_seconds(slow.busy)}, {slow.does('waits')} {format_seconds(slow.exposed)} "
-        f"for communication and {format_seconds(step.idle(slow))} for other devices; bubble rate {step.bubble_rate:.3f}{step.copying}",
+        f"for communication and {format_seconds(step.idle(slow))} for other devices; bubble rate {step.bubble_rate:.3f}{step.beside}",
         bound=f"time of {slow.name}",
     )
     yield Choice(

@@ -2,21 +2,60 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
 from whale.estimate.costs.line import Floats
+from whale.estimate.memory.held import kept_by_maker
 from whale.estimate.prices.budget import ALL, Budget
 from whale.estimate.prices.prices import Prices
 from whale.ir.graph import ModelGraph
 from whale.planning.structure.structure import Structure, floating_ops
 
-MAX_UNITS = 320  # ops are bundled into at most this many units, cut where least crosses
+MAX_UNITS = 320  # ops are bundled into at most this many units, cut where least crosses; halved: none of 22 plans differs
+
+
+@dataclass(frozen=True, slots=True)
+class FarRead:
+    """A tensor by the units that make and read it: these in order, with its fixed bytes, those per row, and messages, all both ways."""
+
+    made: int
+    read: tuple[int, ...]
+    payload: tuple[float, float, float]
+
+
+@dataclass(frozen=True, eq=False)
+class PieceBytes:
+    """What a device holds of the pieces of a model, by the units where they begin and end.
+
+    Sums of the lines of `PartCost`: of parameters once in each piece that reads them; of what is kept in the piece that makes it, so that
+    what arrives comes besides.
+    """
+
+    parameters: Floats  # ``[i, j]``: bytes of the parameters that units i to j - 1 read, with gradients and optimizer state
+    kept: Floats  # per bound, bytes kept for backward by all ops before it, as lines by rows: ``[2, bounds]``
+
+    def kept_at(self, num_rows: float) -> Floats:
+        """Per bound, with so many rows."""
+        found: Floats = self.kept[0] + self.kept[1] * num_rows
+        return found
+
+    @property
+    def state(self) -> float:
+        """Bytes of all parameters, with gradients and optimizer state."""
+        return float(self.parameters[0, -1])
+
+    def whole_at(self, num_rows: float) -> float:
+        """Bytes of the whole model with a micro-batch of so many rows."""
+        return self.state + float(self.kept_at(num_rows)[-1])
+
+    def with_kept(self, more: Floats) -> PieceBytes:
+        return PieceBytes(self.parameters, self.kept + more)
 
 
 @dataclass(frozen=True)
@@ -30,23 +69,40 @@ class CutPoints:
     crossing_fixed: Floats  # per bound, bytes that cross both ways
     crossing_per_row: Floats  # the same, per row
     messages: Floats  # per bound, the number of these tensors and gradients
-    kept_fixed: Floats  # per bound, bytes kept for backward by all ops before it
-    kept_per_row: Floats  # the same, per row
-    parameters: Floats  # ``[i, j]``: bytes of the parameters that units i to j - 1 read, each once
+    held: PieceBytes  # of one device
+    far: tuple[FarRead, ...]  # tensors that are read beyond the next unit: they may pass a stage that does not read them
 
     @property
     def num_units(self) -> int:
         return len(self.bounds) - 1
 
     @cached_property
+    def far_ends(self) -> NDArray[np.int64]:
+        """The units that make each of `far`, and the last that read it: ``[2, tensors]``."""
+        found: NDArray[np.int64] = np.array([(each.made, each.read[-1]) for each in self.far], dtype=np.int64).reshape(-1, 2).T
+        return found
+
+    @cached_property
     def read_again(self) -> float:
         """Bytes of the parameters that several units read, in each but the first of them."""
-        return float(np.diagonal(self.parameters, 1).sum() - self.parameters[0, -1])
+        return float(np.diagonal(self.held.parameters, 1).sum() - self.held.state)
 
     def read_twice(self, first: tuple[int, int], second: tuple[int, int]) -> float:
         """Bytes of the parameters that two pieces both read, and none between them: summed over pairs, what the pieces count too often."""
-        (start, end), (begin, stop), known = first, second, self.parameters
+        (start, end), (begin, stop), known = first, second, self.held.parameters
         return float(known[start, begin] + known[end, stop] - known[start, stop] - known[end, begin])
+
+    def read_apart(self, units: Sequence[int], ranks: Sequence[int]) -> float:
+        """`read_twice` of all pairs of pieces on different ranks: bytes of the parameters whose gradients one rank sends another.
+
+        Args:
+            units: where each piece starts, and the end.
+            ranks: of each piece.
+        """
+        start, end, own, known = np.array(units[:-1]), np.array(units[1:]), np.array(ranks), self.held.parameters
+        pairs = [(start, start, 1.0), (end, end, 1.0), (start, end, -1.0), (end, start, -1.0)]
+        twice = sum(sign * known[np.ix_(first, second)] for first, second, sign in pairs)
+        return float(np.sum(np.triu(twice, 1) * (own[:, None] != own[None, :])))
 
 
 def find_cut_points(structure: Structure, prices: Prices, kept: Mapping[str, tuple[str, ...]], budget: Budget = ALL) -> CutPoints:
@@ -62,10 +118,12 @@ def find_cut_points(structure: Structure, prices: Prices, kept: Mapping[str, tup
             forbidden[min(places) + 1 : max(places) + 1] = True
     forbidden |= _without_own_ops(spine, floating)
     bounds = lightest_bounds(crossing[:2].sum(axis=0), forbidden)
-    sums = _kept(prices, kept, spine, position)
-    parameters = _parameters(graph, structure, partial(prices.parameter_bytes, budget=budget), spine, bounds)
+    read = [[(own.name, prices.parameter_bytes(own.name, budget)) for own in graph.parameters_among(structure.inputs[op])] for op in spine]
+    made = prices.kept_by_maker if kept is prices.kept_there else kept_by_maker(graph, [prices.outputs[op.name] for op in graph.ops], kept)
+    held = piece_bytes(read, made[:, [graph.position[name] for name in spine]], bounds)
     fixed, per_row, messages = crossing[:, bounds]
-    return CutPoints(structure, spine, floating, bounds, fixed, per_row, messages, sums[0][bounds], sums[1][bounds], parameters)
+    far = tuple(_far(graph, prices, spine, position, floating, bounds))
+    return CutPoints(structure, spine, floating, bounds, fixed, per_row, messages, held, far)
 
 
 def _crossing(
@@ -79,14 +137,29 @@ def _crossing(
         last = max(readers, default=index)
         if last == index or name in floating:
             continue
-        forward, backward = prices.payload((name,))
-        payload = (forward.fixed + backward.fixed, forward.per_row + backward.per_row, 1 + prices.num_gradients((name,)))
+        payload = _payload(prices, name)
         steps[:, index + 1] += payload
         steps[:, last + 1] -= payload
         if any(factor < 0 for spec in graph.by_name[name].outputs for factor in spec.row_factors):
             mixed[index + 1] += 1
             mixed[last + 1] -= 1
     return np.maximum(np.cumsum(steps, axis=1), 0.0), np.cumsum(mixed) > 0
+
+
+def _payload(prices: Prices, name: str) -> tuple[float, float, float]:
+    """Fixed bytes of a tensor and of its gradient, those per row, and their number."""
+    forward, backward = prices.payload((name,))
+    return forward.fixed + backward.fixed, forward.per_row + backward.per_row, 1 + prices.num_gradients((name,))
+
+
+def _far(
+    graph: ModelGraph, prices: Prices, spine: Sequence[str], position: dict[str, int], floating: frozenset[str], bounds: NDArray[np.int64]
+) -> Iterator[FarRead]:
+    units = (np.searchsorted(bounds, np.arange(len(spine)), side="right") - 1).tolist()
+    for index, name in enumerate(spine):
+        read = {units[position[user]] for user in graph.users[name] if user in position}
+        if name not in floating and max(read, default=0) > units[index] + 1:
+            yield FarRead(units[index], tuple(sorted(read - {units[index]})), _payload(prices, name))
 
 
 def _without_own_ops(spine: Sequence[str], floating: frozenset[str]) -> NDArray[np.bool_]:
@@ -112,33 +185,26 @@ def lightest_bounds(weight: Floats, forbidden: NDArray[np.bool_]) -> NDArray[np.
     return np.concatenate(([0], places, [end])).astype(np.int64)
 
 
-def _kept(prices: Prices, kept: Mapping[str, tuple[str, ...]], spine: Sequence[str], position: dict[str, int]) -> Floats:
-    sums = np.zeros((2, len(spine) + 1))
-    for name in dict.fromkeys(name for names in kept.values() for name in names):
-        if name in position:
-            line, _ = prices.payload((name,))
-            sums[:, position[name] + 1] += (line.fixed, line.per_row)
-    result: Floats = np.cumsum(sums, axis=1)
-    return result
+def piece_bytes(read: Sequence[Sequence[tuple[str, float]]], made: Floats, bounds: NDArray[np.int64]) -> PieceBytes:
+    """What a device holds of pieces between these bounds.
 
-
-def _parameters(
-    graph: ModelGraph, structure: Structure, bytes_of: Callable[[str], int], spine: Sequence[str], bounds: NDArray[np.int64]
-) -> Floats:
-    """Bytes of parameters by piece; one that several units read counts once in a piece that holds them all."""
-    uses: dict[str, list[int]] = {}
-    units = np.searchsorted(bounds, np.arange(len(spine)), side="right") - 1
-    for index, name in enumerate(spine):
-        for parameter in graph.parameters_among(structure.inputs[name]):
-            uses.setdefault(parameter.name, []).append(int(units[index]))
+    Args:
+        read: per op in order, the parameters that it reads, with their bytes there.
+        made: per op, what it makes and some op keeps, as lines by rows: ``[2, ops]``.
+    """
+    kept: Floats = np.concatenate((np.zeros((2, 1)), np.cumsum(made, axis=1)), axis=1)[:, bounds]
+    uses, sizes = dict[str, list[int]](), dict[str, float]()
+    units = np.searchsorted(bounds, np.arange(len(read)), side="right") - 1
+    for index, own in enumerate(read):
+        for name, num_bytes in own:
+            uses.setdefault(name, []).append(int(units[index]))
+            sizes.setdefault(name, num_bytes)
     per_unit = np.zeros(len(bounds))
     shared_bytes = np.zeros((len(bounds), len(bounds)))
     for name, where in uses.items():
-        num_bytes = bytes_of(name)
         distinct = sorted(set(where))
-        per_unit[[unit + 1 for unit in distinct]] += num_bytes
+        per_unit[[unit + 1 for unit in distinct]] += sizes[name]
         for first, second in pairwise(distinct):
-            shared_bytes[: first + 1, second + 1 :] += num_bytes
+            shared_bytes[: first + 1, second + 1 :] += sizes[name]
     total = np.cumsum(per_unit)
-    result: Floats = total[None, :] - total[:, None] - shared_bytes
-    return result
+    return PieceBytes(total[None, :] - total[:, None] - shared_bytes, kept)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 
 from whale.config import Config
-from whale.config.keys import Shares
+from whale.config.keys import Recomputation
 from whale.errors import AnnotationError, ConfigError
 from whale.estimate.prices.part import Alive
 from whale.ir.plan import Choice, Pipeline
@@ -16,6 +17,8 @@ from whale.planning.annotations.scope_tree import Copies
 from whale.planning.annotations.taskgraphs import Annotations, num_chunks
 from whale.schedules import BUILDERS, build, count_recomputed, insert_recompute, most_held, placement
 from whale.units import counted
+
+_PLAIN = "1f1b"
 
 
 @dataclass(frozen=True)
@@ -39,11 +42,29 @@ class PipelineShape(Pipeline):
     recomputed: tuple[int, ...]  # per stage that R actions recompute, its recomputed micro-batches alive at once; else 0
     splits: tuple[Split, ...] = ()  # per stage; empty where no stage is split
     num_asked: int = 1  # ranks in the configuration; there may be fewer devices
+    asked: str = ""  # the schedule in the configuration, where memory has decided that what it adds is not needed
 
     @property
     def pipeline(self) -> Pipeline:
         """The part that the plan states."""
         return Pipeline(*(getattr(self, field.name) for field in fields(Pipeline)))
+
+    @property
+    def recomputes_by_itself(self) -> bool:
+        """Whether the schedule decides which stages recompute as a whole."""
+        return any(self.recomputed) and not self.recomputed_stages
+
+    def recomputing(self, stages: Sequence[int]) -> PipelineShape:
+        """The pipeline where exactly these stages recompute as a whole, of those that the schedule recomputes.
+
+        Without any it is 1F1B, of which such orders differ in when they recompute.
+        """
+        if stages:
+            alive = tuple(count if stage in stages else 0 for stage, count in enumerate(self.recomputed))
+            return replace(self, recomputed=alive, recomputed_stages=tuple(stages))
+        peaks, _ = most_held(_PLAIN, num_ranks=self.num_ranks, num_micro_batch=self.num_micro_batch)
+        in_flight = tuple(peaks[rank] for rank in self.stage_rank)
+        return replace(self, schedule=_PLAIN, recomputed=(0,) * self.num_stages, in_flight=in_flight, asked=self.schedule)
 
     @property
     def num_devices(self) -> int:
@@ -129,6 +150,7 @@ def shape_pipeline(config: Config, annotations: Annotations | None, num_devices:
         chunks,
         group_size,
         inserted,
+        wanted.receive_early,
         devices=devices,
         in_flight=in_flight,
         waiting=tuple(waiting[rank] for rank in stage_rank),
@@ -182,10 +204,10 @@ def recomputed_stages(config: Config, stage_rank: tuple[int, ...]) -> tuple[tupl
     return tuple(count if stage in full else 0 for stage, count in enumerate(alive)), full
 
 
-def _full_stages(policy: str | Shares, num_stages: int) -> tuple[int, ...]:
+def _full_stages(policy: Recomputation, num_stages: int) -> tuple[int, ...]:
     if isinstance(policy, str):
         return tuple(range(num_stages)) if policy == "full" else ()
-    return tuple(stage for stage, share in policy if share == "full" and stage < num_stages)
+    return tuple(stage for stage, share in policy if share == "full" and isinstance(stage, int) and stage < num_stages)
 
 
 def _ranks_of_cuts(config: Config, num_devices: int, chunks: int) -> int:
@@ -244,6 +266,7 @@ def explain_schedule(pipeline: PipelineShape) -> Choice:
     held = ", ".join(str(count) for count in pipeline.in_flight)
     shared = f" ({pipeline.num_asked} stages on {pipeline.num_ranks} devices: consecutive ones are merged)"
     shared = shared if pipeline.num_asked > pipeline.num_ranks else ""
+    shared += f"; no stage recomputes as a whole, as under {pipeline.asked}" if pipeline.asked else ""
     other = "gpipe" if pipeline.schedule != "gpipe" else "1f1b"
     runner_up = ""
     if pipeline.num_chunks == 1 and pipeline.num_stages > 1:

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from whale.estimate import Line, all_reduce_seconds, exposed_sync, state_bytes
+from whale.estimate import Line, all_reduce_seconds, exposed_sync
 from whale.estimate.costs.communication import ring_volume
 from whale.estimate.prices.budget import Budget
 from whale.estimate.prices.prices import Prices
+from whale.ir.plan import members_of
 from whale.planning.replicas.replica import ReplicaModel
+from whale.sharding.keepers import connected
 from whale.sharding.parameters import Holders, ParameterShardings
 
 
@@ -79,13 +81,13 @@ def _owner_sets(prices: Prices, replicas: Sequence[ReplicaModel]) -> dict[tuple[
 
     Of a split group with equal gradients one device counts.
     """
-    held = {own.name: state_bytes(own, prices.state_of[own.name]) for own in prices.graph.parameters}
-    num_bytes = {name: own.gradient for name, own in held.items() if own.gradient}
+    held = ((own.name, prices.held(own.name).gradient) for own in prices.graph.parameters)
+    num_bytes = {name: gradient for name, gradient in held if gradient}
     shardings = _shardings(prices, replicas)
     sets: dict[tuple[str, ...], int] = {}
     for sharding, names in shardings.alike(name for name in shardings.parameters if name in num_bytes):
         total = sum(num_bytes[name] for name in names)
-        for piece in sharding.pieces:
+        for piece in (piece for _, pieces in shardings.summed_pieces(names[0]) for piece in pieces):
             owners = tuple(shardings.names[device] for device in sorted(piece.contributors))
             sets[owners] = sets.get(owners, 0) + round(total * piece.region.volume / sharding.hull.volume)
     return sets
@@ -100,5 +102,14 @@ def _shardings(prices: Prices, replicas: Sequence[ReplicaModel]) -> ParameterSha
             sharding, pipeline = replica.shardings[stage], replica.pipeline
             devices = tuple(number[device] for device in replica.placed[pipeline.stage_rank[stage]])
             holders.add((index, stage), devices, part.parameters, pipeline.width(stage), sharding.shards if sharding else ())
-    is_sharded = any(holder.pattern.shards for holder in holders.gathered)
-    return ParameterShardings(tuple(holders.gathered), prices.axes if is_sharded else None, tuple(number))
+    axes = prices.axes if any(holder.pattern.shards for holder in holders.gathered) else None
+    return ParameterShardings(tuple(holders.gathered), axes, tuple(number), sync_groups=_apart(prices, replicas))
+
+
+def _apart(prices: Prices, replicas: Sequence[ReplicaModel]) -> tuple[tuple[int, ...], ...]:
+    """Devices, numbered as in the cluster, that step together where hosts step on their own; else empty."""
+    if prices.costs.rounds is None:
+        return ()
+    host_of = {device.name: device.host for device in prices.cluster.devices}
+    joined = ({host_of[device] for rank in replica.placed for device in rank} for replica in replicas)
+    return tuple(map(tuple, members_of(connected([*host_of.values()], joined))))

@@ -64,7 +64,11 @@ def model_replica(
     priced = [pricing.price(pipeline, assignment, stage, placed, rows_about, recomputes) for stage in last_first][::-1]
     costs = tuple(stage.costs for stage in priced)
     most = -(-num_rows // pipeline.num_micro_batch)
-    lanes = {lane: _lane_curves(pipeline, placed, costs, stages, most, rows_about) for lane, stages in enumerate(pipeline.lanes)}
+    twice = {
+        rank: pricing.prices.held_twice([assignment.parts[stage] for stage in pipeline.stages_of(rank)], pricing.budget)
+        for rank in range(pipeline.num_ranks)
+    }
+    lanes = {lane: _lane_curves(pipeline, placed, costs, stages, most, rows_about, twice) for lane, stages in enumerate(pipeline.lanes)}
     curve = _replica_curve(pipeline, lanes, num_rows, most)
     shardings, overlappings = tuple(stage.sharding for stage in priced), tuple(stage.overlapping for stage in priced)
     return ReplicaModel(pipeline, placed, assignment, costs, recomputes, lanes, curve, shardings, overlappings)
@@ -77,8 +81,12 @@ def _lane_curves(
     stages: Sequence[int],
     most: int,
     rows_about: float,
+    held_twice: Mapping[int, int],
 ) -> tuple[Curve, ...]:
-    """Curves of the devices of a lane, or of its split groups (as slow and as full as the group's worst); equal devices share one."""
+    """Curves of the devices of a lane, or of its split groups (as slow and as full as the group's worst); equal devices share one.
+
+    `held_twice`: per rank, bytes of parameters that several of its stages count; of split groups they are not known.
+    """
     names, width = placed[pipeline.stage_rank[stages[0]]], pipeline.width(stages[0])
     others = [stage for stage in pipeline.stages_of(pipeline.stage_rank[stages[0]]) if stage not in stages]
     found: dict[tuple[DeviceCost, ...], Curve] = {}
@@ -88,7 +96,7 @@ def _lane_curves(
         if own not in found:
             held_elsewhere = sum(
                 costs[stage][position].part.held(pipeline.alive(stage)).at(rows_about / pipeline.num_groups(stage)) for stage in others
-            )
+            ) - (held_twice[pipeline.stage_rank[stages[0]]] if width == 1 else 0)
             found[own] = _device_curve(pipeline, own[: len(stages)], stages, most, held_elsewhere, name)
         curves.append(found[own])
     return tuple(_group_curve(curves[start : start + width]) for start in range(0, len(names), width))

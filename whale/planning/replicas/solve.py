@@ -10,7 +10,7 @@ from functools import cached_property, partial
 import numpy as np
 
 from whale.errors import BatchError, first_few
-from whale.estimate.memory.memory import size_line
+from whale.estimate import Line
 from whale.estimate.prices.budget import ALL, Budget
 from whale.estimate.prices.prices import Prices
 from whale.ir.division import divide
@@ -41,7 +41,6 @@ def most_rows(prices: Prices, pipeline: PipelineShape, placed: Placed, budget: B
 
         sum over ranks of (memory - parameters there) / in flight  >=  bytes kept per row x rows of a micro-batch
     """
-    kept = size_line(prices.outputs, dict.fromkeys(name for names in prices.kept_there.values() for name in names))
     held_bytes = (prices.held(own.name, budget) for own in prices.graph.parameters)
     parameters = sum(own.compute + own.optimizer for own in held_bytes)
     in_flight = [min(pipeline.in_flight[stage] for stage in pipeline.stages_of(rank)) for rank in range(pipeline.num_ranks)]
@@ -53,6 +52,7 @@ def most_rows(prices: Prices, pipeline: PipelineShape, placed: Placed, budget: B
         room += (memory - held) / in_flight[rank]
     if parameters > 0:
         return 0
+    kept = Line(*prices.kept_by_maker.sum(axis=1))
     if kept.per_row <= 0:
         return int(1e18)
     return pipeline.num_micro_batch * max(0, int(SLACK * (room - kept.fixed) / kept.per_row))
@@ -62,7 +62,10 @@ MAX_ROUNDS = 5  # of cuts and rows in turn; 3 or 10: none of 8 plans differs
 
 ROWS_TOLERANCE = 0.02  # relative change of rows that leaves the cuts as they are; halved or doubled: none of 8 plans differs
 
-MARGIN_STEP = 0.93  # factor of the memory planned for after each round in which a cut does not fit
+MARGIN_STEP = 0.93
+"""Factor of the memory planned for after each round in which a cut does not fit; halved: no step of the questions of
+examples/benchmarks/constants.py differs, with 2 % fewer estimates.
+"""
 
 
 @dataclass(frozen=True)
@@ -135,7 +138,10 @@ class Solver:
         if key not in self._models:
             chooser = Chooser(self.prices, self.pipeline, self.policy, partial(self.pricing.parts, self.pipeline), self.pricing.budget)
             recomputes = chooser.choose(placed, assignment, largest, keeping)
-            self._models[key] = model_replica(self.pricing, self.pipeline, placed, assignment, recomputes, self.num_rows, largest)
+            pipeline = self.pipeline
+            if self.policy.kind == "auto" and pipeline.recomputes_by_itself:
+                pipeline = pipeline.recomputing([stage for stage, own in enumerate(recomputes) if own.num_alive])
+            self._models[key] = model_replica(self.pricing, pipeline, placed, assignment, recomputes, self.num_rows, largest)
         return dataclasses.replace(self._models[key], placed=placed, assignment=assignment), partition
 
     def cut(self, placed: Placed, num_rows: int, margin: float = 1.0) -> Partition:

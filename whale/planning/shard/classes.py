@@ -13,7 +13,7 @@ from functools import cached_property
 
 from whale.axes.labels import may_scatter
 from whale.axes.operators import added_operand, gathered_operands
-from whale.estimate.memory.memory import keeps_parameter
+from whale.estimate.memory.memory import keeps_read
 from whale.ir.graph import Op, Ref
 from whale.ir.plan import BATCH, Shard
 from whale.ir.writes import MemoryWrites
@@ -193,9 +193,7 @@ class Classes:
         node = self.node_of[reader]
         op = self.scene.graph.by_name[reader]
         uses = tuple(self.use(reader, tensor, label) for label in self.nodes[node].labels)
-        graph = self.scene.graph
-        is_value = graph.by_name[tensor].kind == "call"
-        keeps = graph.storage[tensor] in self._kept.get(reader, ()) if is_value else keeps_parameter(graph, op, tensor)
+        keeps = keeps_read(self.scene.graph, self._kept, reader, tensor)
         return User(node, uses, op.requires_grad, keeps, self._writes.need_same(tensor, reader))
 
     def _heads(self) -> dict[str, str]:

@@ -15,11 +15,13 @@ from functools import cached_property
 import numpy as np
 
 from whale.estimate.costs.line import Floats
-from whale.estimate.memory.memory import keeps_parameter, kept_for_weights, size_line
+from whale.estimate.memory.held import held_tensors
+from whale.estimate.memory.memory import size_line
 from whale.estimate.prices.budget import ALL, Budget
 from whale.estimate.prices.collective_costs import StagePlace
 from whale.estimate.prices.part import Recompute
 from whale.estimate.prices.prices import Prices
+from whale.estimate.prices.repeated import RepeatedRuns
 from whale.planning.shard.classes import WHOLE, Classes, Node, Tensors
 from whale.planning.shard.problem import BridgeCopies, LabelMemory, TensorCost
 
@@ -71,9 +73,8 @@ class HeldBytes:
     ) -> None:
         self._classes, self._prices, self._num_rows, self._budget, self._crossed = classes, prices, num_rows, budget, crossed
         ops, repeated = classes.scene.ops, budget.repeated
-        self._runs = (ops,) if repeated.num_alive else tuple(ops[start:stop] for start, stop in repeated.runs)
-        self._inside = frozenset(name for run in self._runs for name in run)
-        self._firsts = frozenset(run[0] for run in self._runs)
+        self._segments = () if repeated.num_alive else tuple(ops[start:stop] for start, stop in repeated.runs)
+        self._runs = RepeatedRuns(prices, (ops,) if repeated.num_alive else self._segments)
 
     def memory(self, shares: Floats) -> LabelMemory:
         """What labels hold, and what is free; `shares`: per kind of axes and position."""
@@ -88,17 +89,24 @@ class HeldBytes:
     @cached_property
     def _times(self) -> Mapping[str, float]:
         """How often the results of each op are held; with deferred weight gradients, the difference."""
-        graph, budget, ops, found = self._prices.graph, self._budget, self._classes.scene.ops, defaultdict[str, float](float)
-        kept, inside = self._prices.kept_names(ops, self._runs, budget.repeated.num_alive)
+        prices, scene, budget, found = self._prices, self._classes.scene, self._budget, defaultdict[str, float](float)
         alive, waiting = budget.repeated.num_alive, budget.repeated.waiting
-        for name in () if alive else kept:
+        held = held_tensors(
+            prices.graph,
+            scene.ops,
+            prices.kept,
+            self._segments,
+            received=scene.received,
+            is_away=prices.costs.offloads_activations and not alive,
+        )
+        for name in () if alive else held.kept_there:
             found[name] += budget.in_flight - waiting
         if waiting:  # W needs more than what is computed again
-            for name in kept_for_weights(graph, ops):
+            for name in held.for_weights:
                 found[name] += waiting
         else:
-            groups = [inside[0] | kept.keys()] if alive else inside
-            for name in max(groups, key=lambda names: size_line(self._prices.outputs, names).at(self._num_rows), default=()):
+            groups = [held.there] if alive else held.restored
+            for name in max(groups, key=lambda names: size_line(prices.outputs, names).at(self._num_rows), default=()):
                 found[name] += budget.share * max(1, alive)
         return found
 
@@ -146,7 +154,7 @@ class HeldBytes:
         """
         found = []
         for tensors, _ in self._crossed:
-            entered = any(self._enters(op.name) for op in tensors.ops)
+            entered = any(self._runs.is_entered(self._readers(op.name)) for op in tensors.ops)
             gathered, others = (
                 self._times_copied(tensors, is_gathered) * self._num_bytes(tensors.first.name) for is_gathered in (True, False)
             )
@@ -155,22 +163,12 @@ class HeldBytes:
 
     def _times_copied(self, tensors: Tensors, is_gathered: bool) -> float:
         """How often a bridge's form of some identical tensors is held, in total."""
-        alive, in_flight = self._budget.repeated.num_alive, self._budget.in_flight
-        if not self._runs or alive:
-            return tensors.count * (alive or in_flight)
+        in_flight = self._budget.in_flight
+        if not self._segments:
+            return tensors.count * (self._budget.repeated.num_alive or in_flight)
         left = is_gathered and tensors.first.kind == "call"
-        return in_flight * sum(self._enters(op.name) or (not left and self._is_kept(op.name)) for op in tensors.ops)
+        kept = ((self._runs, op.name, self._readers(op.name)) for op in tensors.ops)
+        return in_flight * sum(runs.is_entered(readers) or (not left and runs.are_keeping(name, readers)) for runs, name, readers in kept)
 
-    def _enters(self, tensor: str) -> bool:
-        """Whether a form of a tensor is made outside a run that reads it."""
-        readers = self._classes.readers.get(tensor, ())
-        is_inside = bool(readers) and readers[0] in self._inside and readers[0] not in self._firsts
-        return not is_inside and not self._inside.isdisjoint(readers)
-
-    def _is_kept(self, tensor: str) -> bool:
-        """Whether an op outside of runs keeps it."""
-        graph = self._prices.graph
-        outside = [name for name in self._classes.readers.get(tensor, ()) if name not in self._inside]
-        if graph.by_name[tensor].kind == "call":
-            return any(graph.storage[tensor] in self._prices.kept.get(name, ()) for name in outside)
-        return any(keeps_parameter(graph, graph.by_name[name], tensor) for name in outside)
+    def _readers(self, tensor: str) -> Sequence[str]:
+        return self._classes.readers.get(tensor, ())

@@ -12,7 +12,7 @@ from whale.axes import Axes
 from whale.axes.labels import label
 from whale.errors import PlanError, first_few
 from whale.ir.graph import ModelGraph
-from whale.ir.plan import BATCH, Form, ParameterState, Plan, Replica, Shard, Stage
+from whale.ir.plan import BATCH, Form, ParameterState, Plan, Replica, Shard, Stage, devices_of
 from whale.ir.writes import MemoryWrites
 
 
@@ -163,6 +163,8 @@ def state_faults(plan: Plan, graph: ModelGraph) -> Iterator[PlanError]:
         yield PlanError(
             f"state is shared out by weights {list(plan.keeper_shares)} over {len(plan.devices)} ranks; each needs a weight of at least 1"
         )
+    yield from _group_faults(plan)
+    yield from _sync_faults(plan)
     corrected = [term for term in graph.loss if term.weight is not None and not term.weight_from_inputs and not term.metric]
     if corrected and any(state.feeds_back for state in plan.parameter_states):
         yield PlanError(
@@ -180,6 +182,60 @@ def state_faults(plan: Plan, graph: ModelGraph) -> Iterator[PlanError]:
         yield from _buffer_faults(state, [name for name in state.parameters if named[name].kind != "parameter"])
         yield from _sparse_faults(state, [name for name in trained if named[name].num_lookups], len(trained))
         yield from _form_faults(state, {named[name].read_as or named[name].spec.dtype for name in state.parameters})
+
+
+def _sync_faults(plan: Plan) -> Iterator[PlanError]:
+    """Faults of groups that step on their own: each has whole replicas, and keeps its own copy of what is sharded."""
+    if plan.rounds is None:
+        return
+    groups = plan.rounds.groups
+    if not (plan.rounds.rate > 0 and 0 <= plan.rounds.momentum < 1):
+        yield PlanError(f"{plan.rounds}: the rate is above 0, and the momentum at least 0 and below 1")
+    if plan.rounds.num_steps < 1 or len(groups) != len(plan.devices):
+        yield PlanError(
+            f"{plan.rounds}, by groups that are given for {len(groups)} ranks ({list(groups)}) of {len(plan.devices)}",
+            hint="give each rank a group, and a round one step or more; or leave rounds out",
+        )
+        return
+    if len(set(groups)) == 1:
+        yield PlanError(f"all {len(groups)} ranks are in one sync group, so there is nothing to average", hint="leave rounds out")
+    for replica in plan.replicas:
+        own = {device: groups[plan.rank_of[device]] for device in devices_of([replica])}
+        if len(set(own.values())) > 1:
+            yield PlanError(
+                f"replica {replica.index} lies in several groups that step on their own ({own}): each needs whole replicas",
+                hint="give the devices of a replica one number",
+            )
+            return
+    shared = [name for state in plan.parameter_states if state.kept.sharding == "owners" for name in state.parameters]
+    together: dict[int, set[int]] = {}
+    for group, keeper in zip(groups, plan.keeper_groups or (0,) * len(groups), strict=False):
+        together.setdefault(keeper, set()).add(group)
+    if shared and any(len(members) > 1 for members in together.values()):
+        yield PlanError(
+            f"groups that step on their own ({list(groups)}) keep state together ({first_few(shared)}; keeper_groups: "
+            f"{list(plan.keeper_groups) or 'one of all ranks'}): their weights differ within a round",
+            hint="give each rank a keeper group inside its sync group",
+        )
+
+
+def _group_faults(plan: Plan) -> Iterator[PlanError]:
+    groups = plan.keeper_groups
+    if groups and len(groups) != len(plan.devices):
+        yield PlanError(
+            f"groups that keep copies of sharded state are given for {len(groups)} ranks ({list(groups)}) of {len(plan.devices)}"
+        )
+        return
+    for stage in (stage for replica in plan.replicas for stage in replica.stages) if groups else ():
+        for devices in stage.groups:
+            own = {device: groups[plan.rank_of[device]] for device in devices}
+            if len(set(own.values())) > 1:
+                yield PlanError(
+                    f"a split group lies in several groups that keep copies of sharded state ({own}): each group must hold all of a "
+                    "parameter that it holds",
+                    hint="give the devices of a split group one number, or leave keeper_groups empty",
+                )
+                return
 
 
 def _trained_faults(state: ParameterState, trained: list[str]) -> Iterator[PlanError]:

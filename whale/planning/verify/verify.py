@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from itertools import zip_longest
 
 from whale.axes import Axes, discover
 from whale.axes.updates import Update, buffer_updates, num_parts
-from whale.errors import OutOfMemory, PlanError, WhaleError, first_few, raise_faults
+from whale.errors import ConfigError, OutOfMemory, PlanError, WhaleError, first_few, raise_faults
 from whale.estimate import Costs, StepEstimate, estimate
 from whale.estimate.step.step import DeviceEstimate
+from whale.hardware import half_types
 from whale.ir.cluster import Cluster
 from whale.ir.graph import ModelGraph
 from whale.ir.plan import Plan, Replica, Stage, devices_of
 from whale.planning.pipeline.segments import find_ground
+from whale.planning.pricing import host_faults
 from whale.planning.shard.overlapping import overlap_faults
 from whale.planning.structure.stages import batch_axis_faults, crossing_faults
 from whale.planning.verify.shards import holding_faults, shard_faults, state_faults, uncut_faults
@@ -128,8 +132,27 @@ def verify(
     """
     axes = check(plan, graph, cluster, axes)
     found = estimate(plan, graph, cluster, costs, axes=axes) if step is None else step
-    raise_faults(list(memory_faults(found, cluster)))
+    raise_faults([*_setting_faults(plan, costs), *memory_faults(found, cluster)])
     return found
+
+
+def _setting_faults(plan: Plan, costs: Costs | None) -> Iterator[WhaleError]:
+    """Where a plan computes another training than settings say."""
+    if plan.rounds is None or costs is None:
+        return
+    if replace(plan.rounds, groups=()) != costs.rounds:
+        said = "gradients are summed in each step" if costs.rounds is None else str(costs.rounds)
+        yield PlanError(
+            f"by the plan {plan.rounds}, by the settings {said}: these are other trainings",
+            hint=f"set communication.sync_steps: {plan.rounds.num_steps}, outer_rate: {plan.rounds.rate:g} and outer_momentum: "
+            f"{plan.rounds.momentum:g}, or plan anew",
+        )
+    if costs.copies_every:
+        yield ConfigError(
+            f"memory.redundancy does not work with communication.sync_steps: {plan.rounds.num_steps}: hosts have other weights within a "
+            "round, so none has a copy of another's",
+            hint="leave out one of them",
+        )
 
 
 def check(plan: Plan, graph: ModelGraph, cluster: Cluster, axes: Axes | None = None) -> Axes | None:
@@ -141,7 +164,7 @@ def check(plan: Plan, graph: ModelGraph, cluster: Cluster, axes: Axes | None = N
     faults += shape_faults(plan)
     faults += name_faults(plan, graph)
     raise_faults(faults)  # the rest takes shape and names for granted
-    faults += _devices(plan, cluster)
+    faults += _devices(plan, graph, cluster)
     faults += state_faults(plan, graph)
     seen: dict[tuple[object, ...], None] = {}
     for replica in plan.replicas:
@@ -168,7 +191,7 @@ def needs_axes(plan: Plan) -> bool:
     return is_split or plan.is_sharded or bool(plan.batch_axes)
 
 
-def _devices(plan: Plan, cluster: Cluster) -> Iterator[WhaleError]:
+def _devices(plan: Plan, graph: ModelGraph, cluster: Cluster) -> Iterator[WhaleError]:
     unknown = sorted({name for name in plan.devices if name not in cluster.by_name})
     if unknown:
         yield PlanError(
@@ -177,6 +200,7 @@ def _devices(plan: Plan, cluster: Cluster) -> Iterator[WhaleError]:
         )
     else:  # a plan for another cluster has other idle devices too
         yield from _models(plan, cluster)
+        yield from _half_types(plan, graph, cluster)
         idle = sorted(set(plan.idle_devices) & set(plan.devices) | (set(plan.idle_devices) - cluster.by_name.keys()))
         if idle:
             yield PlanError(f"idle devices of the plan are in use or not in cluster {cluster.name!r}: {', '.join(idle)}")
@@ -204,6 +228,22 @@ def _models(plan: Plan, cluster: Cluster) -> Iterator[WhaleError]:
         yield PlanError(
             f"the plan was made for other device types ({others_text})",
             hint="plan again for this cluster; a plan in YAML (whale plan --output FILE.yaml) works for any device types",
+        )
+
+
+def _half_types(plan: Plan, graph: ModelGraph, cluster: Cluster) -> Iterator[WhaleError]:
+    """Devices that compute in another half-precision type than the plan says."""
+    try:
+        known = half_types(graph, cluster, plan.devices)
+    except ConfigError as error:
+        yield error
+        return
+    if plan.half_types != known:
+        pairs = zip_longest(plan.devices, plan.half_types, known, fillvalue="no type")
+        odd = [f"{device}: {planned} in the plan, {own} in {cluster.name}" for device, planned, own in pairs if planned != own]
+        yield PlanError(
+            f"the plan has other half-precision types than the devices ({first_few(odd)})",
+            hint="plan again for this cluster; half-precision types follow from the devices' speeds (flops in the cluster file)",
         )
 
 
@@ -309,27 +349,6 @@ def memory_faults(step: StepEstimate, cluster: Cluster) -> Iterator[WhaleError]:
     for each, short in overfull(step):
         yield memory_fault(each, short)
     yield from host_faults(step, cluster)
-
-
-def host_faults(step: StepEstimate, cluster: Cluster) -> Iterator[OutOfMemory]:
-    known, needed, copies = {host.name: host.memory for host in cluster.hosts}, dict[str, float](), step.redundancy
-    parts: dict[str, str] = {}
-    for each in step.devices:
-        for device in each.devices:
-            host = cluster.by_name[device].host
-            needed[host] = needed.get(host, 0.0) + each.on_host
-    for host, copied, left in copies.host_bytes if copies is not None else ():
-        needed[host] = needed.get(host, 0.0) + copied + left
-        parts[host] = f" (copies of the state: {format_bytes(copied)}; what is left of it at a fault: {format_bytes(left)})"
-    for name, num_bytes in needed.items():
-        memory = known[name]
-        if memory is not None and num_bytes > memory:
-            yield OutOfMemory(
-                f"out of memory on host {name}: the plan needs {format_bytes(round(num_bytes))}{parts.get(name, '')}, "
-                f"{format_bytes(memory)} usable",
-                hint="set memory.offload: none, memory.redundancy: 0, use fewer devices of this host, or state the host's memory in the "
-                "cluster file",
-            )
 
 
 def memory_fault(each: DeviceEstimate, short: int) -> OutOfMemory:

@@ -70,7 +70,7 @@ def move_state(
     """
     world = roster.world
     kept = state.read_kept()
-    state.averages = {}
+    state.averages, state.momenta = {}, {}
     entries, options, schedulers = _told(state, kept, roster, holdings)
     state.release_optimizer()
     tensors: dict[str, Tensor] = {}
@@ -89,8 +89,8 @@ def move_state(
                 told = _brought(parameter, mine.pop(key, None), told.dtype, old.kept, new.kept, world, device, dtype)
             if world.rank in new.kept[0].held:
                 moved.setdefault(name, {})[key] = told
-        dtypes = (getattr(torch, form.dtype) for form in (old.state.kept, new.state.kept, new.state.compute))
-        stored, lasting, read = dtypes
+        stored, lasting = (getattr(torch, form.dtype) for form in (old.state.kept, new.state.kept))
+        read = lasting if new_roster.rank is None else new_holdings.read_type(name, new_roster.rank)
         if new.state.is_copied:
             value = _brought(parameter, given, stored, old.kept, new.kept, world, device, lasting)
             made |= {} if value is None else {name: value}

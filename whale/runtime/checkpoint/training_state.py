@@ -27,7 +27,7 @@ from whale.runtime.checkpoint.files import STEP_KEY, by_age, torn
 from whale.runtime.checkpoint.saving import Saving, save, snapshot
 from whale.runtime.checkpoint.surviving import DEVICES, SurvivingState
 from whale.runtime.execute.roster import Roster
-from whale.runtime.state.engine_state import EngineState, without_averages
+from whale.runtime.state.engine_state import EngineState, without_own
 from whale.runtime.state.holdings import Holdings
 from whale.runtime.state.joint import JointOptimizer, JointScheduler, members_of
 from whale.runtime.state.optimizer_state import OptimizerState, check_optimizer, fitted_state, group_members, read_scheduler
@@ -207,7 +207,7 @@ def load_state(
             return
         _check_forms(extras)
         _check_kinds(state, extras)
-        check_optimizer(state.optimizer, state.kept, without_averages(kept))
+        check_optimizer(state.optimizer, state.kept, without_own(kept))
         _schedule(state, extras)
         if "position" in extras.shared:
             check_position(extras.shared["position"])

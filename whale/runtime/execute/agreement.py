@@ -102,7 +102,7 @@ class Agreement:
     def micro_batches(self, num_rows: int) -> tuple[tuple[int, int], ...]:
         """Global row intervals of this rank's micro-batches. Raises BatchError if the batch is too small for the plan."""
         if num_rows not in self._divided:
-            check_rows(self._plan, num_rows)
+            check_rows(self._plan, num_rows, trains=self._mode == "train")
             self._divided[num_rows] = () if self._rank_place is None else self._plan.micro_batch_rows(self._rank_place.replica, num_rows)
         return self._divided[num_rows]
 

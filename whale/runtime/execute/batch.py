@@ -104,8 +104,9 @@ def merge(parts: list[tuple[int, int]]) -> Rows:
     return tuple(merged)
 
 
-def check_rows(plan: Plan, num_rows: int) -> None:
-    """Raises `BatchError`, equal on every rank, unless every device of every stage gets a row of every micro-batch.
+def check_rows(plan: Plan, num_rows: int, *, trains: bool = False) -> None:
+    """Raises `BatchError`, equal on every rank, unless every device of every stage gets a row of every micro-batch, and in training every
+    group of ranks that steps on its own.
 
     Stages with equal divisions of equally many rows are checked once, however many replicas there are.
     """
@@ -113,6 +114,12 @@ def check_rows(plan: Plan, num_rows: int) -> None:
         rows = plan.replica_rows(num_rows)
     except ValueError:
         raise _too_few_rows(plan, num_rows) from None
+    if trains and plan.sync_groups and 0 in plan.sync_rows(num_rows):
+        raise BatchError(
+            f"a batch of {counted(num_rows, 'row')} leaves a group of devices that steps on its own without any (of each: "
+            f"{', '.join(map(str, plan.sync_rows(num_rows)))})",
+            hint="leave out the last, smaller batch (drop_last=True), or set communication.sync_steps: 1",
+        )
     checked: set[tuple[int, tuple[int, ...], int, bool]] = set()
     for replica, (first, last) in zip(plan.replicas, rows, strict=True):
         if not replica.pipeline.num_micro_batch:

@@ -103,6 +103,7 @@ Call = Literal[
     "clip_grad_norm_",
     "update",
     "average",
+    "sync_weights",
     "evaluate(averaged=True)",
     "predict(averaged=True)",
     "state_dict(averaged=True)",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from whale.comm import Channel, Channels, Groups, close_at_exit
@@ -12,6 +12,7 @@ from whale.runtime.execute.roster import Roster
 from whale.runtime.execute.status import StatusBoard
 from whale.runtime.program.shard import Group
 from whale.runtime.program.watch import Watch
+from whale.sharding.communicators import Way
 
 
 @dataclass(frozen=True)
@@ -26,18 +27,18 @@ class Connections:
     watch: Watch  # called when each action, message and segment begins and ends
 
     @staticmethod
-    def open(roster: Roster, rank_sets: Iterable[tuple[int, ...]], pairs: Iterable[tuple[int, int]], watch: Watch) -> Connections:
+    def open(roster: Roster, rank_sets: Iterable[tuple[int, ...]], channels: Iterable[Sequence[Way]], watch: Watch) -> Connections:
         """Makes the connections; a collective of the world with equal arguments.
 
         Args:
             rank_sets: ranks of the plan that sum together, besides the whole world.
-            pairs: (sender, receiver) ranks of the plan.
+            channels: (sender, receiver) ranks of the plan, by the communicator that they share.
         """
         world = roster.world
         status = StatusBoard.open(world.rank)
         groups = Groups(world, [roster.all_ranks, *map(roster.in_world, rank_sets)])
-        channels = Channels(world, (Channel(*(roster.world_ranks[rank] for rank in pair)) for pair in pairs))
-        made = Connections(roster, groups, channels, WorldSums(world, groups, status, watch), status, watch)
+        shared = (tuple(Channel(*(roster.world_ranks[rank] for rank in way)) for way in ways) for ways in channels)
+        made = Connections(roster, groups, Channels(world, shared), WorldSums(world, groups, status, watch), status, watch)
         close_at_exit(made)
         return made
 
@@ -47,7 +48,8 @@ class Connections:
             return None
         roster = self.roster
         ranks = tuple(roster.world_ranks[roster.plan.rank_of[device]] for device in stage.groups[position // stage.split])
-        return Group(self.groups, ranks, roster.world.device, roster.world.waits, watch=self.watch)
+        is_unlike = roster.plan.are_unlike(roster.plan.rank_of[device] for device in stage.groups[position // stage.split])
+        return Group(self.groups, ranks, roster.world.device, roster.world.waits, watch=self.watch, is_unlike=is_unlike)
 
     def close(self) -> None:
         self.channels.close()

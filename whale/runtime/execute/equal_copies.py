@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NoReturn, cast
 
 import torch
@@ -24,6 +25,7 @@ from torch import Tensor
 
 from whale.comm import flat_bytes
 from whale.errors import RuntimeFault
+from whale.ir.precision import HALF
 from whale.runtime.execute.batch import BITS
 from whale.runtime.execute.roster import Roster
 from whale.runtime.program.shard.pieces import Index, part
@@ -46,10 +48,13 @@ _Key = tuple[str, int]
 
 @dataclass(frozen=True)
 class _Copy:
-    """A piece of a parameter that other ranks hold too: its index in what this rank holds (None for all), and its owners in the world."""
+    """A piece of a parameter that other ranks hold too: its index in what this rank holds (None for all), its owners in the world, and
+    those that have equal values within a round of local steps.
+    """
 
     index: tuple[Index, ...] | None
     owners: tuple[int, ...]
+    together: tuple[int, ...]
 
 
 class EqualCopies:
@@ -63,6 +68,7 @@ class EqualCopies:
     def __init__(self, holdings: Holdings, roster: Roster, state: EngineState, arrive: Callable[[], None]) -> None:
         self._state, self._world, self._arrive = state, roster.world, arrive
         self._copies: dict[_Key, _Copy] = {}
+        self._has_rounds = holdings.plan.rounds is not None
         self._weights: dict[str, int] = {}
         self._compared: dict[str, Tensor] = {}
         self._names = {id(parameter): name for name, parameter in state.kept.items()}
@@ -70,16 +76,21 @@ class EqualCopies:
         self._digested: tuple[list[dict[str, object]], tuple[int, ...]] = [], ()  # settings, and the digest of each group
         for name in state.parameters if self._world.can_compare else ():
             assert roster.rank is not None, "an idle rank owns nothing"
+            own_state, kept = holdings.plan.state_of(name), holdings.kept(name, roster.rank)
             pieces, held = holdings.pieces(name), holdings.held(name, roster.rank)
+            if own_state.is_shared_out:  # then what ops read is there only as they read it
+                pieces, held = (holdings.shardings.kept(name).pieces, kept) if kept is not None else ((), held)
             owned = [roster.in_world(piece.owners) for piece in pieces]
-            own_state = holdings.plan.state_of(name)
-            is_everywhere = own_state.kept.sharding == "stage"
-            self._compared[name] = (state.kept[name] if is_everywhere else state.tensors[name]).detach()
+            is_kept = name in state.kept and (own_state.kept.sharding == "stage" or own_state.is_shared_out)
+            self._compared[name] = (state.kept[name] if is_kept else state.tensors[name]).detach()
             if name in state.kept:
                 self._weights[name] = self._factor(roster.in_world(holdings.shardings.kept(name).mesh)) * _digest(name)
             for number, (piece, owners) in enumerate(zip(pieces, owned, strict=True)):
-                if self._world.rank in owners and len(owners) > 1 and not own_state.is_shared_out:
-                    self._copies[name, number] = _Copy(holdings.index(name, piece.region, held), owners)
+                if not is_kept and own_state.compute.dtype == HALF and holdings.plan.are_unlike(piece.owners):
+                    continue  # each reads it in a type of its own
+                if self._world.rank in owners and len(owners) > 1:
+                    together = roster.in_world(holdings.plan.together(roster.rank, piece.owners))
+                    self._copies[name, number] = _Copy(holdings.index(name, piece.region, held), owners, together)
 
     def report(self) -> tuple[float, ...]:
         """This rank's report: its term; whether it has an optimizer; a digest of the settings of its groups, by position, and its square,
@@ -91,9 +102,10 @@ class EqualCopies:
         if settings != self._digested[0]:
             self._digested = settings, tuple(map(_digest, settings))
         total = sum(digest * weight for digest, (_, weight) in zip(self._digested[1], self._groups(), strict=True))
-        if self._state.num_advanced & (self._state.num_advanced - 1) == 0:
-            sums = self._checksums()
-            total += sum(self._factor(copy.owners) * _digest((key, sums[key])) for key, copy in self._copies.items())
+        if self._state.num_advanced & (self._state.num_advanced - 1) == 0 or (self._has_rounds and not self._state.num_local):
+            shared = self._shared()
+            sums = self._checksums(shared)
+            total += sum(self._factor(owners) * _digest((key, sums[key])) for key, owners in shared.items())
         now = _position(settings)
         positions = [now if noted == settings or not settings else _position(noted), now]
         return total % _MODULUS, bool(settings), positions[0], positions[0] ** 2, positions[1], positions[1] ** 2
@@ -130,11 +142,23 @@ class EqualCopies:
     def _factor(self, owners: Sequence[int]) -> int:
         return len(owners) - 1 if self._world.rank == owners[0] else -1
 
-    def _checksums(self) -> dict[_Key, int]:
-        """Of each shared piece on this rank; waits for its device."""
+    def _shared(self) -> dict[_Key, tuple[int, ...]]:
+        """The pieces of which others have the same now, and who does."""
+        return self._inside if self._state.num_local else self._everywhere
+
+    @cached_property
+    def _everywhere(self) -> dict[_Key, tuple[int, ...]]:
+        return {key: copy.owners for key, copy in self._copies.items()}
+
+    @cached_property
+    def _inside(self) -> dict[_Key, tuple[int, ...]]:
+        return {key: copy.together for key, copy in self._copies.items() if len(copy.together) > 1}
+
+    def _checksums(self, shared: Iterable[_Key]) -> dict[_Key, int]:
+        """Of some pieces on this rank; waits for its device."""
         self._arrive()
-        found = [checksum(self._piece(key)).to(self._world.device) for key in self._copies]
-        return dict(zip(self._copies, torch.stack(found).cpu().tolist(), strict=True)) if found else {}
+        found = {key: checksum(self._piece(key)).to(self._world.device) for key in shared}
+        return dict(zip(found, torch.stack([*found.values()]).cpu().tolist(), strict=True)) if found else {}
 
     def _piece(self, key: _Key) -> Tensor:
         held, index = self._compared[key[0]], self._copies[key].index
@@ -157,13 +181,13 @@ class EqualCopies:
 
     def _check_weights(self) -> None:
         """By piece: first the bits; where these differ, the values."""
-        sums = self._checksums()
-        own = {key: (sums[key], copy.owners, self._piece(key).shape, self._piece(key).dtype) for key, copy in self._copies.items()}
+        shared = self._shared()
+        sums = self._checksums(shared)
+        own = {key: (sums[key], owners, self._piece(key).shape, self._piece(key).dtype) for key, owners in shared.items()}
         found = cast(list[Mapping[_Key, Any]], self._world.gather_objects(own))
-        for key in dict.fromkeys(key for own in found for key in own):
-            of_ranks = {rank: own[key][0] for rank, own in enumerate(found) if key in own}
-            if len(set(of_ranks.values())) > 1:
-                _, owners, shape, dtype = found[min(of_ranks)][key]
+        for key, owners in dict.fromkeys((key, own[key][1]) for own in found for key in own):
+            if len({found[rank][key][0] for rank in owners}) > 1:
+                _, _, shape, dtype = found[owners[0]][key]
                 self._check_numbers(key, owners, shape, dtype)
 
     def _check_numbers(self, key: _Key, owners: Sequence[int], shape: torch.Size, dtype: torch.dtype) -> None:

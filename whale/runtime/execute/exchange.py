@@ -13,7 +13,7 @@ from functools import cached_property
 import torch
 
 from whale.axes import Axes
-from whale.comm import Channel, Channels, Launched, Waits, as_moved
+from whale.comm import Channel, Channels, Launched, Waits, as_moved, rounded
 from whale.ir.graph import ModelGraph
 from whale.ir.plan import BATCH, BatchAxis, Edge, Plan, Replica
 from whale.ir.schedule import Action, Kind
@@ -72,6 +72,15 @@ class Boundary:
         """A rank's region of a tensor, or of its gradient, on a stage at an end of an edge."""
         return self._crossings.value(edge, stage, tensor, num_rows).held[rank]
 
+    def dtype(self, tensor: str, rank: int) -> torch.dtype:
+        """The dtype of a tensor on a rank of the world."""
+        found: torch.dtype = getattr(torch, self.plan.type_on(self._plan_ranks[rank], self.model.by_name[tensor].outputs[0].dtype))
+        return found
+
+    @cached_property
+    def _plan_ranks(self) -> dict[int, int]:
+        return {own: rank for rank, own in enumerate(self.world_ranks)}
+
     def space(self, tensor: str, num_rows: int) -> IndexSpace:
         """The index space of a micro-batch's tensor."""
         if any(stage.border_shard(tensor) for stage in self.replica.stages):
@@ -100,6 +109,8 @@ class _Form:
     shape: tuple[int, ...]
     whole: tuple[int, ...]
     index: tuple[Index, ...] | None
+    sent: torch.dtype  # of the copy: that of its sender
+    dtype: torch.dtype  # of the rank's tensor
 
 
 @dataclass(slots=True)
@@ -122,7 +133,6 @@ class Exchange:
         rank: int,
         position: int,  # of its device in its virtual device
         boundary: Boundary,
-        model: ModelGraph,
         channels: Channels,
         device: torch.device,  # where tensors are used
         waits: Waits,
@@ -130,7 +140,7 @@ class Exchange:
         watch: Watch,
     ) -> None:
         self._rank, self._position = rank, position
-        self._boundary, self._model, self._channels = boundary, model, channels
+        self._boundary, self._channels = boundary, channels
         self._device, self._waits, self._watch = device, waits, watch
         self._parcels: dict[Place, list[ArrivingCopy]] = {}
         self._sends: dict[tuple[Place, int], list[tuple[Launched, torch.Tensor]]] = {}
@@ -166,8 +176,7 @@ class Exchange:
 
     def _post(self, sender: Place, place: Place, edge: Edge, copy: Copy) -> None:
         form = self._form(place, edge, copy)
-        dtype = getattr(torch, self._model.by_name[copy.tensor].outputs[0].dtype)
-        wire = torch.empty(form.shape, dtype=dtype, device=self._channels.wire_device)
+        wire = torch.empty(form.shape, dtype=form.sent, device=self._channels.wire_device)
         with self._waits.speaking(_name(place, "POST"), (copy.channel.source,)):
             work = self._channels.receive(as_moved(wire), copy.channel)
         self._watch.posted(sender, place, copy.channel, wire)
@@ -271,21 +280,27 @@ class Exchange:
             shape, whole = space.shape(copy.region), space.shape(held)
             places = [as_index(runs) for runs in space.positions(copy.region, held)]
             index = on_device(places, self._device)
-            known = self._forms[key] = _Form(shape, whole, None if shape == whole else index)
+            dtypes = (self._boundary.dtype(copy.tensor, rank) for rank in (copy.channel.source, self._rank))
+            known = self._forms[key] = _Form(shape, whole, None if shape == whole else index, *dtypes)
         return known
 
     def _assemble(self, place: Place, parcels: Sequence[ArrivingCopy]) -> torch.Tensor:
         """The tensor from its parcels: regions side by side; gradients of several readers added."""
         first = parcels[0]
         if len(parcels) == 1 and first.form.index is None:
-            return first.wire.to(self._device)
+            return self._read(place, first)
         adds = place[0] == "backward"
         make = torch.zeros if adds else torch.empty
-        value = make(first.form.whole, dtype=first.wire.dtype, device=self._device)
+        value = make(first.form.whole, dtype=first.form.dtype, device=self._device)
         for parcel in parcels:
             everything = (slice(0, size) for size in first.form.whole)
-            write_part(value, parcel.form.index or tuple(everything), parcel.wire.to(self._device), add=adds)
+            write_part(value, parcel.form.index or tuple(everything), self._read(place, parcel), add=adds)
         return value
+
+    def _read(self, place: Place, parcel: ArrivingCopy) -> torch.Tensor:
+        """What arrived, on this rank's device and in its type."""
+        value, dtype = parcel.wire.to(self._device), parcel.form.dtype
+        return rounded(value, dtype) if place[0] == "forward" else value.to(dtype)
 
 
 def _receiving(sender: Place, edge: Edge) -> Place:

@@ -126,12 +126,19 @@ class LossAccount:
         by_rows: global weights that follow from the rows, by term: known on every rank.
         device: of the sums.
         scale: factor on all gradients; a 0-dim tensor of the device is not read on the host.
+        share: of the batch's rows, of the ranks whose gradients are summed: these are divided by it.
     """
 
     def __init__(
-        self, terms: Sequence[LossTerm], num_rows: int, by_rows: Mapping[int, float], device: torch.device, scale: Scale = 1.0
+        self,
+        terms: Sequence[LossTerm],
+        num_rows: int,
+        by_rows: Mapping[int, float],
+        device: torch.device,
+        scale: Scale = 1.0,
+        share: float = 1.0,
     ) -> None:
-        self.terms, self._scale = terms, scale
+        self.terms, self._scale, self._share = terms, scale, share
         self._by_rows = by_rows
         self._known: dict[int, float | torch.Tensor] = dict(by_rows)
         self._num_rows = num_rows
@@ -166,7 +173,7 @@ class LossAccount:
         return self._seeds[key]
 
     def _seed(self, index: int, total: torch.Tensor) -> torch.Tensor:
-        divisor, coefficient = self.divisor(index), self.terms[index].coefficient
+        divisor, coefficient = self.divisor(index), self.terms[index].coefficient / self._share
         if isinstance(self._scale, torch.Tensor):
             factor = coefficient / divisor if not isinstance(divisor, torch.Tensor) else divisor.to(total.device).reciprocal() * coefficient
             return torch.mul(self._scale.to(total.device), factor, out=torch.empty((), dtype=total.dtype, device=total.device))

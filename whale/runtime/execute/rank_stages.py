@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -17,7 +18,6 @@ from whale.ir.writes import written_buffers
 from whale.runtime.execute.connections import Connections
 from whale.runtime.execute.roster import RankPlace
 from whale.runtime.execute.stage import StageRunner
-from whale.runtime.program.compiled import Compilation
 from whale.runtime.program.lowering import StageShards
 from whale.runtime.program.offload import offload_saved
 from whale.runtime.program.shard import Slots
@@ -27,6 +27,9 @@ from whale.runtime.state.holdings import Holdings
 from whale.runtime.state.publishing import Publishing
 from whale.runtime.state.updates import StepBuffers
 from whale.sharding.parameters import ParameterShardings, Pattern
+
+if TYPE_CHECKING:
+    from whale.runtime.program.compiled import Compilation
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -23,7 +24,6 @@ from whale.runtime.execute.exchange import Boundary, Exchange
 from whale.runtime.execute.executor import ActionOrder, Executor, StepState
 from whale.runtime.execute.loss import LossAccount, Scale, Totals, weight_program
 from whale.runtime.execute.rank_stages import RankStages, make_stages
-from whale.runtime.program.compiled import Compilation
 from whale.runtime.program.lowering import StageProgram, lower
 from whale.runtime.program.stage_source import Captured
 from whale.runtime.state.gathered import GatheredWeights
@@ -32,6 +32,9 @@ from whale.runtime.state.holdings import Holdings
 from whale.runtime.state.publishing import Publishing
 from whale.schedules import Edges, edge_pairs, releases
 from whale.sharding.buckets import Visits, visits_of
+
+if TYPE_CHECKING:
+    from whale.runtime.program.compiled import Compilation
 
 
 class Worker:
@@ -76,6 +79,7 @@ class Worker:
         self._inputs = None if self._rank_place is None else InputPrefetch(plan, self._rank_place, captured.graph, self._device)
         self._prepared: set[int] = set()
         self._weights_of_rows: dict[int, Mapping[int, float]] = {}  # of terms that follow from the rows of a batch
+        self._shares_of_rows: dict[int, float] = {}  # of a batch's rows, of the ranks that sum gradients with this one
         stages = RankStages()
         if self._rank_place is not None:
             replica, schedule = plan.replicas[self._rank_place.replica], schedules[self._rank_place.replica]
@@ -134,9 +138,7 @@ class Worker:
         replica = self.plan.replicas[rank_place.replica]
         done = releases(schedule, Edges.of(schedule, edge_pairs(replica)), rank_place.pipeline_rank)
         boundary = Boundary(self.plan, replica, self.model, ranks, axes)
-        return Exchange(
-            world.rank, rank_place.position, boundary, self.model, connections.channels, world.device, world.waits, done, connections.watch
-        )
+        return Exchange(world.rank, rank_place.position, boundary, connections.channels, world.device, world.waits, done, connections.watch)
 
     @property
     def peak_in_flight(self) -> int:
@@ -162,7 +164,9 @@ class Worker:
         pending = self._agreement.begin(batch, call)
         if batch.num_rows not in self._weights_of_rows:
             self._weights_of_rows[batch.num_rows] = self._weights.at(batch.num_rows)
-        account = LossAccount(self.model.loss, batch.num_rows, self._weights_of_rows[batch.num_rows], self._device, scale)
+            self._shares_of_rows[batch.num_rows] = self._share_of_group(batch.num_rows) if with_gradients else 1.0
+        by_rows, share = self._weights_of_rows[batch.num_rows], self._shares_of_rows[batch.num_rows]
+        account = LossAccount(self.model.loss, batch.num_rows, by_rows, self._device, scale, share)
         place = (*seed, -1 if self._rank_place is None else self._rank_place.replica)
         inputs = batch if self._inputs is None else self._inputs(batch)
         state = StepState(place, inputs, self._agreement.micro_batches(batch.num_rows), account, with_gradients, pending.weights is None)
@@ -178,6 +182,12 @@ class Worker:
         else:
             self._executor.run(state, agree, reduce)
         return state
+
+    def _share_of_group(self, num_rows: int) -> float:
+        """The share of a batch's rows of the ranks with which this one sums gradients."""
+        if not self.plan.sync_groups or self._rank_place is None:
+            return 1.0
+        return self.plan.sync_rows(num_rows)[self.plan.sync_group_of(self._rank_place.replica)] / num_rows
 
     def _prepare(self, num_rows: int, call: Call | None) -> None:
         """Makes the programs for a batch before anything is sent; if that fails, no other rank waits."""

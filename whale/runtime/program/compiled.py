@@ -1,11 +1,11 @@
 """torch.compile for runs of ops of a stage's program, one graph each; ops between them stay eager.
 
-    linear gelu linear | dropout | add layer_norm | exchange | linear ...
-    compiled             eager     compiled         eager      compiled
+    linear gelu dropout add layer_norm | exchange | linear ...
+    compiled                             eager      compiled
 
-Eager are: random ops, whose numbers depend on their place in the generator's sequence; communication, gathering of weights, deferred
-weight gradients and the user's own functions, which a graph cannot hold; and ops around memory that is written in place on both sides of
-one of these.
+Dropout draws by the place of each element, from a seed that is an input. Eager are: other random ops, whose numbers depend on their
+place in the generator's sequence; communication, gathering of weights, deferred weight gradients and the user's own functions, which a
+graph cannot hold; and ops around memory that is written in place on both sides of one of these.
 
 The first number of rows gets graphs of static shapes, as usual in torch.compile; all other numbers share dynamic graphs. So a
 number of rows always runs the same graph, and a recomputed segment saves the same tensors as the first time.
@@ -30,15 +30,18 @@ from whale.errors import first_few, warn
 from whale.ir.scope import SourceLine
 from whale.ir.writes import SILENT_WRITERS, TRAINING, marked_arguments
 from whale.runtime.program.marks import op_of
+from whale.runtime.program.randomness import dropout, dropout_
 from whale.runtime.program.segments import extract
 from whale.runtime.program.weight_gathers import free_backward, free_forward, gather_backward, gather_forward
 from whale.units import counted
 
 BACKEND = "inductor"
 FEWEST = 2
-"""Fewest computing ops of a run that is worth a graph."""
+"""Fewest computing ops of a run that is worth a graph; a dropout by place is one alone, since it takes many kernels otherwise."""
 
 _BETWEEN = (gather_forward, gather_backward, free_forward, free_backward)
+
+_DROPOUTS = (dropout, dropout_)
 
 _SCALARS = ("_operator", "math")
 """Modules of functions on Python numbers."""
@@ -242,7 +245,7 @@ def _runs(graph: fx.Graph, random: Collection[str]) -> tuple[list[list[fx.Node]]
         if not outside & fit:
             break
         fit -= outside
-    found = [run for run in runs if sum(map(_computes, run)) >= FEWEST]
+    found = [run for run in runs if sum(map(_computes, run)) >= FEWEST or any(node.target in _DROPOUTS for node in run)]
     inside = {node for run in found for node in run}
     return found, [node for node in calls if node not in inside and node.op == "call_function" and _computes(node)]
 
@@ -263,6 +266,8 @@ def _is_pure(node: fx.Node, random: Collection[str]) -> bool:
     if node.op != "call_function":
         return False
     target, op = node.target, op_of(node)
+    if target in _DROPOUTS:
+        return True
     if not isinstance(target, torch._ops.OpOverload):
         return getattr(target, "__module__", None) in _SCALARS
     draws = torch.Tag.nondeterministic_seeded in target.tags if op is None else op in random
@@ -313,7 +318,7 @@ class _Memory:
 def _may_share(target: Any) -> bool:
     """Whether a function's result may share memory with its first argument."""
     if not isinstance(target, torch._ops.OpOverload):
-        return True
+        return target is not dropout
     shares = any(each.alias_info is not None for each in target._schema.returns)
     return shares or torch.Tag.maybe_aliasing_or_mutating in target.tags
 
@@ -322,7 +327,7 @@ def _written(node: fx.Node) -> list[fx.Node]:
     if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.name.removeprefix("aten::") in SILENT_WRITERS:
         trains = len(node.args) <= TRAINING or node.args[TRAINING] is not False
         return [source for source in node.args[3:5] if trains and isinstance(source, fx.Node)]
-    return marked_arguments(node, writes=True)
+    return [*node.all_input_nodes[:1]] if node.target is dropout_ else marked_arguments(node, writes=True)
 
 
 def _code(graph: fx.Graph) -> str:

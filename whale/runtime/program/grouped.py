@@ -20,7 +20,7 @@ aten = torch.ops.aten
 _QUERY, _KEY, _VALUE, _MASK = 0, 1, 2, 3
 _HEADS = -3
 """Dimension of the heads."""
-_HALF = ("float16", "bfloat16")
+_HALF = (torch.float16, torch.bfloat16)
 _LEAST_CAPABILITY = (8, 0)
 
 
@@ -45,11 +45,15 @@ def repeat_groups(graph: fx.Graph, model: ModelGraph, device: torch.device) -> N
 
 def takes_groups(attention: Op, device: torch.device) -> bool:
     """Whether a device has a fast kernel for an attention over groups."""
+    mask = attention.args[_MASK] if len(attention.args) > _MASK else dict(attention.kwargs).get("attn_mask")
+    return has_grouped_kernel(getattr(torch, attention.outputs[0].dtype), device, has_mask=mask is not None)
+
+
+def has_grouped_kernel(dtype: torch.dtype, device: torch.device, *, has_mask: bool) -> bool:
+    """The same by the type of the result, and by whether there is a mask that the kernel does not make itself."""
     if device.type != "cuda":
         return True
-    mask = attention.args[_MASK] if len(attention.args) > _MASK else dict(attention.kwargs).get("attn_mask")
-    is_flash = attention.outputs[0].dtype in _HALF and mask is None
-    return is_flash and torch.cuda.get_device_capability(device) >= _LEAST_CAPABILITY
+    return dtype in _HALF and not has_mask and torch.cuda.get_device_capability(device) >= _LEAST_CAPABILITY
 
 
 def _num_heads(model: ModelGraph, attention: Op, place: int) -> int:

@@ -20,7 +20,7 @@ from whale.runtime.program.overlap import overlap
 from whale.runtime.program.regather import keep_parts
 from whale.runtime.program.segments import Rewrite, with_segments
 from whale.runtime.program.shard import GROUP, Slots, lower_shards
-from whale.runtime.program.shard.draws import number_draws
+from whale.runtime.program.shard.draws import draw_by_place, number_draws
 from whale.runtime.program.watch import NOBODY, Watch
 from whale.runtime.program.weight_gathers import Numbers, insert_gathers, insert_waits
 
@@ -94,6 +94,7 @@ def lower(
         first = (AWAITED, *first)
     if not splits_backward:
         _sum_as_read(local, model)
+    drawn = random if rewrite is None else random - draw_by_place(local, random, device)
     if any(node.kwargs.get("enable_gqa") for node in local.nodes):
         from whale.runtime.program.grouped import repeat_groups  # few models have groups of heads
 
@@ -101,7 +102,7 @@ def lower(
     kinds = tuple("received" if name in handed else model.by_name[name].kind for name in read)
     keys = tuple(model.by_name[name].target if kind in ("parameter", "buffer") else name for name, kind in zip(read, kinds, strict=True))
     return StageProgram(
-        module=with_segments(local, segments, random, watch, rewrite),
+        module=with_segments(local, segments, drawn, watch, rewrite),
         inputs=(*first, *read),
         outputs=tuple(outputs),
         kinds=(*first, *kinds),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from functools import partial
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import fx
@@ -17,10 +17,13 @@ from whale.axes.batch import MIN_ROWS, halve_stage
 from whale.ir.graph import ModelGraph
 from whale.ir.plan import Replica, Stage
 from whale.ir.writes import SILENT_WRITERS, Reads
-from whale.runtime.program.compiled import Compilation, compile_runs
 from whale.runtime.program.lowering import StageProgram, StageShards, lower
+from whale.runtime.program.segments import Rewrite
 from whale.runtime.program.watch import NOBODY, Watch
 from whale.runtime.program.weight_gathers import Numbers
+
+if TYPE_CHECKING:
+    from whale.runtime.program.compiled import Compilation
 
 
 class Captured(Protocol):
@@ -102,10 +105,16 @@ class StageSource:
                 transient=self._transient,
                 awaited=self._awaited,
                 watch=self._watch,
-                rewrite=None if compilation is None else partial(compile_runs, compilation=compilation, is_dynamic=is_dynamic),
+                rewrite=None if compilation is None else _compiling(compilation, is_dynamic=is_dynamic),
             )
             self._lowered[key] = program
         return program
+
+
+def _compiling(compilation: Compilation, *, is_dynamic: bool) -> Rewrite:
+    from whale.runtime.program.compiled import compile_runs  # needed here alone
+
+    return partial(compile_runs, compilation=compilation, is_dynamic=is_dynamic)
 
 
 def _only_for(model: ModelGraph, ops: Collection[str], weights: Collection[str], wanted: Collection[str]) -> set[str]:

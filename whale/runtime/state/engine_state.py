@@ -3,27 +3,31 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import chain
 from typing import Any, NoReturn
 
 import torch
 from torch import nn
 
 from whale.errors import ConfigError, warn
-from whale.runtime.state.joint import members_of, reads_metric
+from whale.runtime.state.joint import members_of, reads_metric, runs_in_step, steps_many
 from whale.runtime.state.optimizer_state import OptimizerState, plain_settings, read_optimizer, write_optimizer
 from whale.runtime.state.scaling import LossScaling, by_type
 from whale.runtime.state.sparse_sums import added
 
 _AVERAGE = "whale_average"
 """Key of a parameter's average among its optimizer state."""
+_MOMENTUM = "whale_outer_momentum"
+"""Key of a parameter's momentum in the outer optimizer there."""
 
 
-def without_averages(kept: OptimizerState) -> OptimizerState:
+def without_own(kept: OptimizerState) -> OptimizerState:
     """The optimizer's part of `EngineState.read_kept`."""
-    state = {name: {key: value for key, value in entries.items() if key != _AVERAGE} for name, entries in kept.state.items()}
+    own = _AVERAGE, _MOMENTUM
+    state = {name: {key: value for key, value in entries.items() if key not in own} for name, entries in kept.state.items()}
     return OptimizerState({name: entries for name, entries in state.items() if entries}, kept.options)
 
 
@@ -65,6 +69,9 @@ class EngineState:
     scaling: LossScaling | None = None  # for float16; else None
     decay: float | None = None  # of the averages of weights; None for no averages
     averages: dict[str, torch.Tensor] = field(default_factory=dict)  # moving averages of `kept`, by name; empty before the first step
+    num_local: int = 0  # steps since the weights of all sync groups were equal
+    momenta: dict[str, torch.Tensor] = field(default_factory=dict)  # of `kept` in the outer optimizer, by name; empty before its first step
+    keeps_momenta: bool = True  # whether the plan at work has an outer optimizer with momentum, or is not yet known
     is_whole: bool = True  # whether all of it belongs to one step: no update is in progress or was interrupted
     _is_advancing: bool = False
     _was_skipped: bool = False
@@ -127,18 +134,17 @@ class EngineState:
 
     def forbid_outside_steps(self) -> None:
         """Makes steps of the optimizer from outside raise: by the user or a `GradScaler` they would apply gradients twice."""
-
-        def check(*_: object) -> None:
-            if not self._is_advancing:
-                raise ConfigError(
-                    "the engine's optimizer was stepped outside engine.step",
-                    hint="leave out optimizer.step() and GradScaler.step(optimizer): engine.step(batch) is the whole step; after "
-                    "engine.forward_backward(batch) engine.update() applies the gradients",
-                )
-
         for optimizer in members_of(self.optimizer).values():
             if getattr(optimizer, "_optimizer_step_pre_hooks", None) is not None:  # some wrappers do not call Optimizer.__init__
-                optimizer.register_step_pre_hook(check)
+                optimizer.register_step_pre_hook(self._check_from_inside)
+
+    def _check_from_inside(self, *_: object) -> None:
+        if not self._is_advancing:
+            raise ConfigError(
+                "the engine's optimizer was stepped outside engine.step",
+                hint="leave out optimizer.step() and GradScaler.step(optimizer): engine.step(batch) is the whole step; after "
+                "engine.forward_backward(batch) engine.update() applies the gradients",
+            )
 
     @property
     def was_skipped(self) -> bool:
@@ -167,10 +173,12 @@ class EngineState:
         if self.optimizer is not None and applies:
             self._is_advancing = True
             try:
-                if found is None:
-                    self.optimizer.step()
-                else:
+                if found is not None:
                     self._step_unless(found)
+                elif self._steps_many:
+                    self._step_in_parts()
+                else:
+                    self.optimizer.step()
             finally:
                 self._is_advancing = False
             self._average()
@@ -181,6 +189,28 @@ class EngineState:
         self.step_number += 1
         self.num_advanced += 1
         self.is_whole = True
+
+    @cached_property
+    def _steps_many(self) -> bool:
+        return steps_many(self.optimizer)
+
+    def _step_in_parts(self) -> None:
+        """Applies the gradients, of few parameters at a time where a call needs memory for as many as it steps."""
+        assert self.optimizer is not None
+        runs = runs_in_step(self.optimizer, self._check_from_inside)
+        if len(runs) < 2:
+            self.optimizer.step()
+            return
+        gradients = [[each.grad for each in run] for run in runs]
+        for each in chain.from_iterable(runs):
+            each.grad = None
+        try:
+            for run, own in zip(runs, gradients, strict=True):
+                _give(run, own)
+                self.optimizer.step()
+                _give(run, [None] * len(run))
+        finally:
+            _give(chain.from_iterable(runs), chain.from_iterable(gradients))
 
     def _step_unless(self, found: torch.Tensor) -> None:
         assert self.optimizer is not None
@@ -214,19 +244,31 @@ class EngineState:
                 weight.copy_(average)
                 average.copy_(before)
 
+    def keep_momenta(self, *, keeps: bool) -> None:
+        """Says whether the plan at work has an outer optimizer with momentum; without one there are none, loaded ones neither."""
+        self.keeps_momenta = keeps
+        if not keeps:
+            self.momenta = {}
+
     def read_kept(self) -> OptimizerState:
-        """The optimizer's state of each parameter, and its average."""
+        """The optimizer's state of each parameter, its average, and its momentum in the outer optimizer."""
         read = read_optimizer(self.optimizer, self.kept)
-        entries = {name: {**read.state.get(name, {}), _AVERAGE: average} for name, average in self.averages.items()}
-        return OptimizerState({**read.state, **entries}, read.options)
+        found: dict[str, Mapping[str, Any]] = dict(read.state)
+        for key, own in ((_AVERAGE, self.averages), (_MOMENTUM, self.momenta)):
+            found |= {name: {**found.get(name, {}), key: value} for name, value in own.items()}
+        return OptimizerState(found, read.options)
 
     def take_kept(self, saved: OptimizerState) -> None:
         """Restores the result of `read_kept` under any plan, for at least the parameters here; its tensors become this state's own.
         Raises CheckpointError as `write_optimizer` does.
         """
-        write_optimizer(self.optimizer, self.kept, without_averages(saved))
-        own = {name: saved.state[name][_AVERAGE] for name in self.kept if _AVERAGE in saved.state.get(name, {})}
-        self.averages = {name: average.to(self.kept[name].device) for name, average in own.items()}
+        write_optimizer(self.optimizer, self.kept, without_own(saved))
+        self.averages, self.momenta = (
+            {name: saved.state[name][key].to(kept.device) for name, kept in self.kept.items() if key in saved.state.get(name, {})}
+            for key in (_AVERAGE, _MOMENTUM)
+        )
+        self.keep_momenta(keeps=self.keeps_momenta)
+        self.num_local = 0
 
     def note_settings(self) -> None:
         """Notes the optimizer's settings, with which those of the next step are compared."""
@@ -251,6 +293,11 @@ class EngineState:
             f"the scheduler was stepped outside engine.step (from {self._scheduled} to {now}), which steps it itself: leave out "
             "scheduler.step(); make a scheduler that counts epochs over engine.optimizer and do not give it to parallelize"
         )
+
+
+def _give(parameters: Iterable[torch.Tensor], gradients: Iterable[torch.Tensor | None]) -> None:
+    for each, gradient in zip(parameters, gradients, strict=True):
+        each.grad = gradient
 
 
 def _begin_momentum(optimizer: torch.optim.SGD) -> None:

@@ -16,15 +16,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from whale.comm import Launched
-from whale.runtime.program.shard.pieces import on_device
 from whale.runtime.state.holdings import RankLinks
 from whale.runtime.state.host_copies import Mark, pinned
-from whale.runtime.state.publishing import Place, RankBucket, bucket_of_rank, home
+from whale.runtime.state.publishing import Place, RankBucket, bucket_of_rank, given_by, home
 from whale.sharding.buckets import NUM_AT_ONCE, Bucket, Visits
 
 
@@ -48,12 +48,15 @@ class GatheredWeights:
         self._groups, self._waits, self._copies, self._watch = links.groups, links.waits, links.copies, links.watch
         holdings, rank = links.holdings, links.rank
         self.parts: dict[str, Tensor] = {}
+        unlike = {name for bucket in buckets if bucket.is_unlike for name in bucket.names}  # sent as they are stepped
         for name, own in kept.items():
             state = holdings.plan.state_of(name)
-            if state.is_gathered and state.compute.home == "device" and holdings.kept_index(name, rank) is None:
+            is_whole = state.compute.home == "device" and holdings.kept_index(name, rank) is None
+            if state.is_gathered and is_whole and name not in unlike:
                 self.parts[name] = tensors[name].data
             elif state.is_gathered:
-                dtype, there = getattr(torch, state.compute.dtype), home(state.compute, tensors[name].device)
+                dtype = own.dtype if name in unlike else holdings.read_type(name, rank)
+                there = home(state.compute, tensors[name].device)
                 with links.watch.on_host() if state.compute.home == "host" else nullcontext():
                     self.parts[name] = pinned(own.data.to(there, dtype), links.copies.device) if state.is_copied else own.data
         self.numbers: dict[str, tuple[int, ...]] = {}
@@ -72,19 +75,9 @@ class GatheredWeights:
         self._throughout: frozenset[int] = frozenset()
 
     def _rank_bucket(self, bucket: Bucket, links: RankLinks, tensors: Mapping[str, Tensor]) -> RankBucket:
-        found, holdings, rank = bucket_of_rank(bucket, links, tensors), links.holdings, links.rank
-        given = []
-        for slot in bucket.slots:
-            start = slot.start
-            for keeper, num_elements in slot.keepers or ((rank, slot.stop - slot.start),):
-                if keeper == rank:
-                    own, region = self.parts[slot.name], holdings.kept(slot.name, rank)
-                    assert region is not None, "a keeper keeps some of it"
-                    index = holdings.index(slot.name, slot.piece.region.intersect(region), region)
-                    given.append(Place(own, None if index is None else on_device(index, own.device), start, start + num_elements))
-                start += num_elements
+        found = bucket_of_rank(bucket, links, tensors)
         taken = tuple(place for place in found.taken if place.held.untyped_storage().nbytes() == 0 or place.held.numel() == 0)
-        return RankBucket(found.plan, found.ranks, found.runs, tuple(given), taken)
+        return replace(found, given=given_by(bucket, links, self.parts), taken=taken)
 
     @contextmanager
     def run(self, visits: Visits) -> Iterator[None]:

@@ -5,6 +5,9 @@ run of it to the owner that keeps it. `p.grad` is a view into the bucket from th
 that another rank contributes, or one that stays on its keeper alone, is separate and copied when its bucket starts. At the end
 what the optimizer steps gets its gradient, in its own type and memory. Sparse gradients are summed one by one, after all others.
 
+Where groups of owners each keep a copy, a bucket is summed inside each group, and then each run between its keepers in all groups. That
+second sum starts when the next bucket does, or the stage ends: the first is mostly there by then, and all ranks have one order.
+
 A bucket that stays on keepers alone has memory only from its start until its sum is taken. So has one that is summed in another type, to
 which gradients are rounded. At most `NUM_AT_ONCE` such buckets are in flight:
 
@@ -87,6 +90,7 @@ class _Bucket:
     plan: Bucket
     ranks: tuple[int, ...]
     runs: tuple[tuple[int, int, int], ...]
+    between: tuple[tuple[tuple[int, ...], int, int], ...]  # what this rank then sums with keepers of other copies
     slots: list[_Slot]
     stages: frozenset[int]
     device: torch.device
@@ -103,6 +107,7 @@ class _Bucket:
     is_collected: bool = False
     leaves_device: bool = False
     works: list[Launched | None] = field(default_factory=list)
+    waits_for: tuple[int, ...] = ()  # the ranks of the sum that was started last
     rows: RowSum | None = None
 
     def room(self) -> torch.Tensor:
@@ -182,6 +187,7 @@ class GradientSync:
         self._buckets: list[_Bucket] = []
         self._buckets_of: dict[torch.Tensor, list[_Bucket]] = {}  # tensors are keys by identity
         self._under_way: list[_Bucket] = []  # of those that have memory only in flight
+        self._to_cross: list[_Bucket] = []  # whose second sums are still to start
         self._num_coming: Counter[torch.Tensor] = Counter()
         self._scale = 1.0
         self._sparse_alone = [own for name, own in parameters.items() if name not in bucketed and holdings.gradient_is_sparse(name)]
@@ -206,12 +212,14 @@ class GradientSync:
     @property
     def ranks(self) -> tuple[int, ...]:
         """All ranks with which this one exchanges gradients, itself included."""
-        return tuple(sorted({rank for bucket in self._buckets for rank in bucket.ranks}))
+        sets = (ranks for bucket in self._buckets for ranks in (bucket.ranks, *(ranks for ranks, _, _ in bucket.between)))
+        return tuple(sorted({rank for ranks in sets for rank in ranks}))
 
     def begin(self, scale: float = 1.0) -> None:
         """Starts a step: zeroes the buckets, and makes them the gradients of their parameters, which will be multiplied by `scale`."""
         self._armed.clear()
         self._under_way.clear()
+        self._to_cross.clear()
         self._num_coming = Counter(parameter for bucket in self._buckets if bucket.is_collected for parameter in bucket.parameters)
         for bucket in self._buckets if scale != self._scale else ():
             if bucket.lost is not None:
@@ -255,12 +263,16 @@ class GradientSync:
             if bucket.plan.is_at_one_place and stage in bucket.stages:
                 bucket.is_ready = True
         self._start_ready()
+        if self._to_cross:
+            self._cross()
 
     def finish(self) -> None:
         """Every gradient of the rank is final; starts the rest."""
         for bucket in self._buckets:
             if not bucket.is_started:
                 self._start(bucket)
+        if self._to_cross:
+            self._cross()
 
     def wait(self) -> None:
         """Waits until the gradients are sums over their owners, or their keepers have these."""
@@ -322,7 +334,7 @@ class GradientSync:
 
     def _wait(self, bucket: _Bucket) -> None:
         for work in bucket.works:
-            self._waits.wait(work, "gradient synchronisation", bucket.ranks)
+            self._waits.wait(work, "gradient synchronisation", bucket.waits_for)
         bucket.works.clear()  # they hold the buffer
 
     def close(self) -> None:
@@ -373,8 +385,26 @@ class GradientSync:
                 break
             self._start(bucket)
 
+    def _cross(self) -> None:
+        """Starts the second sums of buckets whose first have started."""
+        for bucket in self._to_cross:
+            self._wait(bucket)
+            self._watch.summed(bucket.number)
+            sent = bucket.flat if bucket.sent is None else bucket.sent
+            assert sent is not None, "a bucket in flight has memory"
+            bucket.works += [self._groups.all_reduce(sent[start:stop], ranks) for ranks, start, stop in bucket.between]
+            bucket.waits_for = tuple(sorted({rank for ranks, _, _ in bucket.between for rank in ranks}))
+            last = bucket.works[-1]
+            if last is not None:
+                self._watch.summing(bucket.number, bucket.stages, bucket.between[-1][0], sent, last)
+        self._to_cross.clear()
+
     def _start(self, bucket: _Bucket) -> None:
-        bucket.is_started = True
+        if self._to_cross:
+            self._cross()
+        bucket.is_started, bucket.waits_for = True, bucket.ranks
+        if bucket.between:
+            self._to_cross.append(bucket)
         if bucket.rows is not None:
             counts = bucket.rows.start(self._groups)
             bucket.works.append(counts)
@@ -415,7 +445,7 @@ def _make_bucket(
         slots.append(_Slot(parameter, index, shape, slot.start, slot.stop, adds, accumulates=in_place and adds and index is None))
     mine = frozenset(stage for replica, stage in plan.stages if (replica, stage) in stages)
     (ranks, runs), device = links.in_world(plan), slots[0].parameter.device
-    made = _Bucket(plan, ranks, runs, slots, mine, device, number)
+    made = _Bucket(plan, ranks, runs, links.between(plan), slots, mine, device, number)
     if plan.form.is_sparse:
         made.rows = RowSum(slots[0].parameter, slots[0].adds, ranks)
         return made

@@ -11,7 +11,7 @@ from torch import Tensor
 from whale.axes import Axes, discover
 from whale.comm import Groups, Waits
 from whale.ir.graph import ModelGraph
-from whale.ir.plan import Form, Plan, Stage
+from whale.ir.plan import Plan, Stage
 from whale.runtime.program.shard.pieces import Index, as_index, part
 from whale.runtime.program.watch import NOBODY, Watch
 from whale.runtime.state.host_copies import HostCopies
@@ -47,10 +47,6 @@ class Holdings:
         assert region is not None, "who keeps nothing of it does not ask"
         return self.index(name, region, self.held(name, rank))
 
-    def is_cut_by_keepers(self, name: str) -> bool:
-        """Whether several owners each keep rows of the optimizer's form."""
-        return name in self.shardings.keeping and bool(self.shardings.keeping[name][0].rows)
-
     def gradient_stays(self, name: str) -> bool:
         """Whether every owner keeps its gradient until the next step."""
         form = self.plan.state_of(name).gradient
@@ -85,15 +81,20 @@ class Holdings:
         """The ranks of the plan that keep a part of a parameter, and not all of it."""
         return [rank for rank, region in self.shardings.kept(name).held.items() if self.index(name, region) is not None]
 
-    def whole(self, model: ModelGraph, name: str, form: Form | None = None) -> Whole:
-        """A parameter or buffer in a form, by default that which ops read, for `perform`."""
-        dtype = getattr(torch, (form or self.plan.state_of(name).compute).dtype)
+    def whole(self, model: ModelGraph, name: str, dtype: torch.dtype | None = None) -> Whole:
+        """A parameter or buffer in a dtype, by default that of its lasting form, for `perform`."""
+        dtype = getattr(torch, self.plan.state_of(name).kept.dtype) if dtype is None else dtype
         return Whole(name, model.parameter_by_name[name].spec.shape, dtype, self.shardings.space(name))
+
+    def read_type(self, name: str, rank: int) -> torch.dtype:
+        """The dtype in which ops of a rank read a parameter or buffer."""
+        found: torch.dtype = getattr(torch, self.plan.type_on(rank, self.plan.state_of(name).compute.dtype))
+        return found
 
     def index(self, name: str, region: Region, within: Region | None = None) -> tuple[Index, ...] | None:
         """Index of a region in a tensor that holds `within` (by default the whole parameter); None for all."""
         outer = self.shardings.gradient(name).hull if within is None else within
-        if region == outer:
+        if region == outer or (not outer.axes and self.shardings.is_all_rows(name, region)):
             return None
         return tuple(map(as_index, self.shardings.space(name).positions(region, outer)))
 
@@ -103,10 +104,10 @@ class Holdings:
         return whole if index is None else part(whole, index)
 
     def answered_for(self, name: str, rank: int) -> list[tuple[Index, ...] | None]:
-        """Per piece of which a rank is the lowest keeper, its index in what the rank keeps; None for all."""
+        """Per piece of which a rank is the lowest keeper of its sync group, its index in what the rank keeps; None for all."""
         kept = self.kept(name, rank)
         pieces = self.shardings.kept(name).pieces if kept is not None else ()
-        return [self.index(name, piece.region, kept) for piece in pieces if piece.owners[0] == rank]
+        return [self.index(name, piece.region, kept) for piece in pieces if self.plan.together(rank, piece.owners)[0] == rank]
 
 
 @dataclass(frozen=True)
@@ -122,9 +123,15 @@ class RankLinks:
     watch: Watch = NOBODY
 
     def in_world(self, bucket: Bucket) -> tuple[tuple[int, ...], tuple[tuple[int, int, int], ...]]:
-        """The owners and the runs of a bucket, by ranks of the world."""
-        owners = tuple(sorted(self.world_ranks[owner] for owner in bucket.owners))
-        return owners, tuple((self.world_ranks[keeper], start, stop) for keeper, start, stop in bucket.runs)
+        """The owners of a bucket that keep a copy with this rank, and their runs, by ranks of the world."""
+        own = next((group for group in bucket.groups if self.rank in group), bucket.owners)
+        runs = tuple((self.world_ranks[keeper], start, stop) for keeper, start, stop in bucket.runs if keeper in own)
+        return tuple(sorted(self.world_ranks[owner] for owner in own)), runs
+
+    def between(self, bucket: Bucket) -> tuple[tuple[tuple[int, ...], int, int], ...]:
+        """What this rank sums with the keepers of other copies, by ranks of the world."""
+        own = (each for each in bucket.between if self.rank in each[0])
+        return tuple((tuple(sorted(self.world_ranks[keeper] for keeper in keepers)), start, stop) for keepers, start, stop in own)
 
 
 def discover_if_sharded(plan: Plan, model: ModelGraph) -> Axes | None:

@@ -14,6 +14,7 @@ from itertools import chain
 from typing import Any
 
 import torch
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from whale.errors import ConfigError, first_few
 from whale.ir.patterns import first_match
@@ -138,6 +139,58 @@ ELEMENTWISE = (
     torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam, torch.optim.Adamax,
     torch.optim.Adagrad, torch.optim.Adadelta, torch.optim.RMSprop, torch.optim.Rprop, torch.optim.ASGD,
 )  # fmt: skip
+
+RUN_BYTES = 256 * 2**20
+"""Most bytes of parameters that one call steps where it needs memory for as many, unless a single one is larger."""
+
+
+def steps_many(optimizer: torch.optim.Optimizer | None) -> bool:
+    """Whether kernels step many parameters at once, each element by itself: then runs of parameters may be stepped one after another.
+
+    Such kernels (``foreach``, torch's default on a GPU) allocate as much as they step: Adam, AdamW and others a tensor for each
+    parameter, which no plan counts.
+    """
+    members = members_of(optimizer).values()
+    ways = [_takes_many(group) for each in members for group in each.param_groups if group["params"]]
+    return all(type(each) in ELEMENTWISE for each in members) and True in ways and None not in ways
+
+
+def runs_in_step(optimizer: torch.optim.Optimizer, own_hook: Callable[..., None]) -> list[list[torch.Tensor]]:
+    """Parameters with gradients in runs, each for a call of ``step``; none where a hook may count the calls.
+
+    Args:
+        optimizer: one that `steps_many`.
+        own_hook: what the engine has an optimizer call before each step.
+    """
+    members = members_of(optimizer).values()
+    if any(_may_count(each, own_hook) for each in (optimizer, *members)):
+        return []
+    groups = [group for each in members for group in each.param_groups]
+    runs, left = list[list[torch.Tensor]](), 0
+    for each in (each for group in groups for each in group["params"] if each.grad is not None):
+        left -= each.nbytes
+        if left < 0 or not runs:
+            runs.append([])
+            left = RUN_BYTES - each.nbytes
+        runs[-1].append(each)
+    return runs
+
+
+def _takes_many(group: Mapping[str, Any]) -> bool | None:
+    """Whether one kernel steps many parameters of a group; None if that depends on which of them have gradients."""
+    if group.get("foreach") is not None or group.get("fused"):
+        return bool(group.get("foreach"))
+    places = {each.is_cuda for each in group["params"]}
+    return places.pop() if len(places) == 1 else None
+
+
+def _may_count(optimizer: torch.optim.Optimizer, own_hook: Callable[..., None]) -> bool:
+    """Whether something of the user's may be called at each step: a hook of the optimizer or of all, or what stands for its ``step``."""
+    everywhere = _global_optimizer_pre_hooks, _global_optimizer_post_hooks
+    hooks = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks, *everywhere)
+    step = vars(optimizer).get("step")
+    by_schedule = getattr(step, "_wrapped_by_lr_sched", False) and getattr(step, "__wrapped__", None) is type(optimizer).step
+    return any(each != own_hook for own in hooks for each in own.values()) or not (step is None or by_schedule)
 
 
 def check_elementwise(optimizer: torch.optim.Optimizer | None, shard: Sequence[str], by_keepers: Collection[str] = ()) -> None:

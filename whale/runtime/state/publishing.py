@@ -14,7 +14,7 @@ that reads them, or by any other reader of weights.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import compress
 from operator import attrgetter, ne
 from types import MappingProxyType
@@ -54,7 +54,7 @@ def in_forms(
             else:
                 found[name] = _kept(holdings, rank, name, held, device)
         state = holdings.plan.state_of(name)
-        dtype = getattr(torch, state.compute.dtype)
+        dtype = holdings.read_type(name, rank)
         own = held if held.dtype is dtype else nn.Parameter(held.detach().to(dtype), requires_grad=held.requires_grad)
         is_here = state.compute.home == "device" and name in found and holdings.kept_index(name, rank) is None
         if state.is_gathered and not is_here:
@@ -77,7 +77,7 @@ def _kept(holdings: Holdings, rank: int, name: str, held: nn.Parameter, device: 
         return held
     own = held.detach() if index is None else part(held.detach(), index)
     if state.is_copied or state.is_gathered:
-        copies = index is not None or (stays and held.dtype is getattr(torch, state.compute.dtype))  # else ops read another tensor
+        copies = index is not None or (stays and held.dtype is holdings.read_type(name, rank))  # else ops read another tensor
         own = pinned(own.to(home(state.kept, device), getattr(torch, state.kept.dtype), copy=copies).contiguous(), device)
     return nn.Parameter(own, requires_grad=held.requires_grad)
 
@@ -126,11 +126,12 @@ class RankBucket:
     runs: tuple[tuple[int, int, int], ...]
     given: tuple[Place, ...]
     taken: tuple[Place, ...]
+    dtype: torch.dtype  # of what travels
+    device: torch.device  # that ops read it on; what is sent may be on the host
 
     def room(self) -> Tensor:
         """The flat buffer."""
-        own = (*self.taken, *self.given)[0].held  # sent places may be on the host
-        return torch.empty(self.plan.num_elements, dtype=own.dtype, device=own.device)
+        return torch.empty(self.plan.num_elements, dtype=self.dtype, device=self.device)
 
     def start(self, groups: Groups) -> tuple[Tensor, list[Launched | None]]:
         """Fills a flat buffer and starts its broadcasts; returns both."""
@@ -189,11 +190,11 @@ class Publishing:
         self._brought: list[tuple[Tensor, Tensor]] = []  # from the host
         for name, own in kept.items():
             if holdings.plan.state_of(name).is_copied:
-                held, index = tensors[name].detach(), holdings.kept_index(name, rank)
-                read = parts[name] if name in parts else held if index is None else part(held, index)
-                (cast if read.device == own.device else self._brought).append((read, own.detach()))
+                read = _read_from(own, parts.get(name), tensors[name].detach(), holdings.kept_index(name, rank))
+                if read is not None:
+                    (cast if read.device == own.device else self._brought).append((read, own.detach()))
         self._cast = in_types(cast)
-        self._rank_buckets = [bucket_of_rank(bucket, links, tensors) for bucket in own_buckets]
+        self._rank_buckets = [_published(bucket, links, tensors, kept) for bucket in own_buckets]
         self.numbers: dict[str, tuple[int, ...]] = {}
         for number, rank_bucket in enumerate(self._rank_buckets):
             if defers and self._flats[number] is not None and rank_bucket.taken:
@@ -278,6 +279,43 @@ class Publishing:
             place.write(flat)
 
 
+def _read_from(own: Tensor, sent: Tensor | None, held: Tensor, index: tuple[Index, ...] | None) -> Tensor | None:
+    """What follows a weight that the optimizer steps; None where nothing does, since the weight itself is sent to who reads it.
+
+    Args:
+        own: the weight.
+        sent: of a gathered one, what this rank keeps for its readers.
+        held: what ops read, or will once it is gathered.
+        index: of the weight in it; None for all.
+    """
+    if sent is None:
+        return held if index is None else part(held, index)
+    if sent.untyped_storage()._cdata != own.untyped_storage()._cdata:
+        return sent
+    return held if index is None and held.untyped_storage().nbytes() else None
+
+
+def _published(bucket: Bucket, links: RankLinks, tensors: Mapping[str, Tensor], kept: Mapping[str, Tensor]) -> RankBucket:
+    """A bucket on a rank. Where owners read unlike types, each gets the weights as they are stepped, and rounds them itself."""
+    found = bucket_of_rank(bucket, links, tensors)
+    return replace(found, given=given_by(bucket, links, kept)) if bucket.is_unlike else found
+
+
+def given_by(bucket: Bucket, links: RankLinks, parts: Mapping[str, Tensor]) -> tuple[Place, ...]:
+    """The places of a bucket that a rank sends from its parts of parameters: of those that nobody keeps for others, all."""
+    holdings, rank, found = links.holdings, links.rank, list[Place]()
+    for slot in bucket.slots:
+        start = slot.start
+        for keeper, num_elements in slot.keepers or ((rank, slot.stop - slot.start),):
+            if keeper == rank:
+                own, region = parts[slot.name].data, holdings.kept(slot.name, rank)
+                assert region is not None, "a keeper keeps some of it"
+                index = holdings.index(slot.name, slot.piece.region.intersect(region), region)
+                found.append(Place(own, None if index is None else on_device(index, own.device), start, start + num_elements))
+            start += num_elements
+    return tuple(found)
+
+
 def bucket_of_rank(bucket: Bucket, links: RankLinks, tensors: Mapping[str, Tensor]) -> RankBucket:
     """A bucket on a rank; `tensors` are what ops read."""
     given, taken, holdings, rank = list[Place](), list[Place](), links.holdings, links.rank
@@ -288,4 +326,6 @@ def bucket_of_rank(bucket: Bucket, links: RankLinks, tensors: Mapping[str, Tenso
         keepers = {keeper for keeper, _ in slot.keepers}
         given += [place] if rank in keepers else []
         taken += [place] if keepers != {rank} or bucket.form.home == "host" else []
-    return RankBucket(bucket, *links.in_world(bucket), tuple(given), tuple(taken))
+    dtype = getattr(torch, holdings.plan.type_on(rank, bucket.form.dtype))
+    device = tensors[bucket.slots[0].name].device
+    return RankBucket(bucket, *links.in_world(bucket), tuple(given), tuple(taken), dtype, device)

@@ -230,6 +230,7 @@ class Clipping:
     ) -> None:
         self._parameters, self._limit, self._device = tuple(parameters.values()), limit, device
         self._add = add
+        self._num_groups, self._group = len(holdings.plan.sync_members), 0 if rank is None else holdings.plan.sync_numbers[rank]
         self.last: torch.Tensor | None = None
         self._whole: list[torch.nn.Parameter] = []
         self._parts: list[tuple[torch.nn.Parameter, tuple[Index, ...]]] = []
@@ -241,7 +242,7 @@ class Clipping:
                     self._parts.append((value, on_device(index, value.device)))
 
     def norm(self) -> torch.Tensor:
-        """The 2-norm over all gradients of the model, equal on every rank: 0-dim float64."""
+        """The 2-norm over all gradients of the model, equal on every rank that sums them: 0-dim float64."""
         parts = ((part(dense_part(p.grad), index),) for p, index in self._parts if p.grad is not None)
         counted = [*gradients_of(self._whole), *(own for (own,) in by_type(parts))]
         norms = [torch.zeros((), dtype=torch.float64, device=self._device)]
@@ -250,8 +251,13 @@ class Clipping:
                 gradients = list(map(as_real, gradients))
             norms += [norm.to(self._device) for norm in torch._foreach_norm(gradients, 2, dtype=torch.float64)]
         total = torch.stack(norms).square().sum()
-        self._add(total, "summing the norm of the gradients")
-        return total.sqrt()
+        if self._num_groups == 1:
+            self._add(total, "summing the norm of the gradients")
+            return total.sqrt()
+        totals = torch.zeros(self._num_groups, dtype=total.dtype, device=total.device)
+        totals[self._group] = total
+        self._add(totals, "summing the norms of the gradients")
+        return (totals[self._group] + (totals * 0).sum()).sqrt()  # where one is not finite, none is: all leave out a step together
 
     def clip(self, limit: float | None = None) -> torch.Tensor:
         """Scales gradients in place so that the global norm is at most the limit, as `torch.nn.utils.clip_grad_norm_`.

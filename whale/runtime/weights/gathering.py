@@ -9,10 +9,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from whale.comm import World, flat_bytes, together
+from whale.comm import World, flat_bytes, rounded, together
 from whale.errors import CheckpointError, PlanError, WhaleError, raise_faults, warn
 from whale.ir.graph import ModelGraph, Op
 from whale.ir.plan import BATCH, BatchAxis, Plan
+from whale.ir.precision import HALF
 from whale.ir.writes import Reads
 from whale.runtime.execute.batch import combined, digests
 from whale.runtime.program.shard.pieces import as_index, part, write_part
@@ -42,7 +43,7 @@ def gather_tensors(
     found: dict[str, torch.Tensor] = {}
     takers = tuple(range(world.size)) if only is None else (only,)
     for name in holdings.shardings.parameters:
-        whole, source = holdings.whole(model, name, holdings.plan.state_of(name).kept), holdings.shardings.kept(name)
+        whole, source = holdings.whole(model, name), holdings.shardings.kept(name)
         value = _brought(whole, source.renumbered(world_ranks), tensors.get(name), world, takers, torch.device("cpu"))
         if value is not None:
             found[name] = value
@@ -73,7 +74,7 @@ def lend_tensors(
     """Copies whole parameters and buffers to ranks that compute with them without holding them. A collective of the world."""
     for name, ranks in borrowers.items():
         takers = [world_ranks[each] for each in ranks]
-        whole, source = holdings.whole(model, name, holdings.plan.state_of(name).kept), holdings.shardings.kept(name)
+        whole, source = holdings.whole(model, name), holdings.shardings.kept(name)
         value = _brought(whole, source.renumbered(world_ranks), tensors.get(name), world, takers, world.device)
         if value is not None:
             lent[name].copy_(value)
@@ -91,6 +92,7 @@ def own_outputs(
     world: World,
     pieces: Sequence[Piece],
     num_rows: int,
+    half_type: str | None = None,
 ) -> tuple[list[torch.Tensor], torch.Tensor]:
     """The graph's outputs for some rows on each rank: those of which it computes the last output with rows.
 
@@ -106,7 +108,7 @@ def own_outputs(
     takers = next(reversed(owners.values()), [])
     intervals = sorted((start, stop) for rank, start, stop in takers if rank == world.rank)
     others = tuple(name for name in model.outputs if owners.get(name) != takers)
-    brought = gather_outputs(replace(model, outputs=others), axes, plan, world_ranks, world, pieces, num_rows)
+    brought = gather_outputs(replace(model, outputs=others), axes, plan, world_ranks, world, pieces, num_rows, half_type)
     found = dict(zip(others, brought, strict=True))
     mine = {(name, start): value for name, start, _, value in pieces}
     for name in owners:
@@ -115,7 +117,7 @@ def own_outputs(
         parts = [value.reshape(*value.shape[: axis.dim], axis.outer, -1, axis.inner, *value.shape[axis.dim + 1 :]) for value in own]
         if name in found:
             parts = [parts[0].narrow(axis.dim + 1, start, stop - start) for start, stop in intervals]
-        none = torch.empty(spec.shape_at(0), dtype=getattr(torch, spec.dtype), device=world.device)
+        none = torch.empty(spec.shape_at(0), dtype=_types(plan, spec.dtype, half_type)[1], device=world.device)
         found[name] = torch.cat(parts, axis.dim + 1).flatten(axis.dim, axis.dim + 2) if parts else none
     numbers = [torch.arange(start, stop, device=world.device) for start, stop in intervals]
     return [found[name] for name in model.outputs], torch.cat([torch.arange(0, device=world.device), *numbers])
@@ -129,8 +131,9 @@ def gather_outputs(
     world: World,
     pieces: Sequence[Piece],  # what this rank computed
     num_rows: int,  # of the global batch
+    half_type: str | None = None,  # of this rank's programs, where devices have their own
 ) -> list[torch.Tensor]:
-    """The graph's outputs for the whole batch, on every rank.
+    """The graph's outputs for the whole batch, on every rank: of a half-precision type that devices choose, in the rank's own.
 
     An output without rows that depends on them (a mean, say) is that of the first piece, and rank 0 warns.
     Raises PlanError if an output has rows but no known batch axis, and was computed in several pieces.
@@ -145,17 +148,26 @@ def gather_outputs(
             _check_whole(model, name, len(owners))
             owners = owners[:1]
             if depends_on_rows(model, name):
-                results.append(_of_one_piece(model, name, plan, world_ranks, world, mine, num_rows))
+                results.append(_of_one_piece(model, name, plan, world_ranks, world, mine, num_rows, half_type))
                 continue
+        sent, own = _types(plan, spec.dtype, half_type)
         space = row_space(spec, axis, num_rows)
-        whole = torch.empty(space.shape(Region()), dtype=getattr(torch, spec.dtype), device=world.device)
+        whole = torch.empty(space.shape(Region()), dtype=sent, device=world.device)
         for rank, start, stop in owners:
             places = space.positions(Region(((BATCH, start, stop),)))
             piece = whole.new_empty(tuple(map(count, places)))
             _share(piece, mine.get((name, start)), rank, world)
             write_part(whole, tuple(map(as_index, places)), piece)
-        results.append(whole)
+        results.append(rounded(whole, own))
     return results
+
+
+def _types(plan: Plan, dtype: str, half_type: str | None) -> tuple[torch.dtype, torch.dtype]:
+    """The types in which an output travels, and in which this rank returns it."""
+    if dtype != HALF or half_type is None:
+        return getattr(torch, dtype), getattr(torch, dtype)
+    ranks = range(len(plan.devices))
+    return torch.float32 if plan.are_unlike(ranks) else getattr(torch, plan.half_types[0]), getattr(torch, half_type)
 
 
 def _of_one_piece(
@@ -166,6 +178,7 @@ def _of_one_piece(
     world: World,
     mine: Mapping[tuple[str, int], torch.Tensor],
     num_rows: int,
+    half_type: str | None,
 ) -> torch.Tensor:
     """An output without a batch axis that depends on rows, of the first piece; its sizes may depend on them, too."""
     owners = _owners(plan, world_ranks, name, num_rows)
@@ -175,9 +188,10 @@ def _of_one_piece(
     own = mine.get((name, start)) if rank == world.rank else None
     shape = world.gather_objects(None if own is None else tuple(own.shape))[rank]
     assert isinstance(shape, tuple), "its holder has it"
-    piece = torch.empty(shape, dtype=getattr(torch, model.by_name[name].outputs[0].dtype), device=world.device)
+    sent, returned = _types(plan, model.by_name[name].outputs[0].dtype, half_type)
+    piece = torch.empty(shape, dtype=sent, device=world.device)
     _share(piece, own, rank, world)
-    return piece
+    return rounded(piece, returned)
 
 
 def _check_whole(model: ModelGraph, name: str, num_pieces: int) -> None:

@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.examples import at_most, slow
-from tests.unit.capture.exported import Split, split
+from tests.unit.capture.exported import Split, Wrapped, split
+from whale.axes import discover
+from whale.capture import capture
 from whale.errors import CaptureError
 
 torch.set_num_threads(1)
@@ -157,20 +159,29 @@ EXACT: dict[str, Loss] = {
     "pair of a mean and 1": lambda w, x, t, y, m: (F.mse_loss(logits(w, x), y), torch.full((), 1.0, dtype=x.dtype)),
     "pair of a mean and 2": lambda w, x, t, y, m: (F.mse_loss(logits(w, x), y), w[2].sum()),
     "pair, constant": lambda w, x, t, y, m: (logits(w, x).square().sum(), w[2].sum()),
+    "mean of selected rows": lambda w, x, t, y, m: F.mse_loss(s := logits(w, x)[m[:, 0] > 0], torch.zeros_like(s)),
+    "weights of one number": lambda w, x, t, y, m: (logits(w, x).square().mean((1, 2)) * x.new_full((x.shape[0],), 0.3)).mean(),
+    "scattered rows": lambda w, x, t, y, m: torch.zeros(5, dtype=x.dtype).index_add(0, t[:, 0] % 5, logits(w, x)[:, 0, 0]).sum(),
+    "sums beside zeros": lambda w, x, t, y, m: torch.addmm(w[0].new_zeros(4, 5), x[:, 0].T, logits(w, x)[:, 0]).trace(),
+    "products with constants": lambda w, x, t, y, m: torch.einsum("bpc,dc->d", logits(w, x), w[0]).mean(),
     "complex numbers": lambda w, x, t, y, m: torch.fft.rfft(logits(w, x)).abs().mean(),
 }
 
 INEXACT: dict[str, Loss] = {
     "contrastive": lambda w, x, t, y, m: F.cross_entropy(logits(w, x)[:, 0] @ y[:, 0].T, torch.arange(x.shape[0])),
-    "contrastive, diagonal": lambda w, x, t, y, m: (logits(w, x)[:, 0] @ y[:, 0].T).softmax(1).diagonal().mean(),
     "mean first": lambda w, x, t, y, m: logits(w, x).mean(0).square().sum(),
     "sum and mean": lambda w, x, t, y, m: (logits(w, x).square().sum(0) + logits(w, x).mean(0)).sum(),
     "product of sums": lambda w, x, t, y, m: torch.einsum("bpc,dpc->c", logits(w, x), y).mean(),
     "written sums": lambda w, x, t, y, m: written(logits(w, x).square().sum(0)),
-    "sums of differences": lambda w, x, t, y, m: (logits(w, x) - logits(w, x).mean(0)).square().sum(0).sum(),
-    "variance": lambda w, x, t, y, m: (logits(w, x) - logits(w, x).mean(0)).square().mean(),
     "root": lambda w, x, t, y, m: F.mse_loss(logits(w, x), y).sqrt(),
     "broadcast to b x b": lambda w, x, t, y, m: torch.ops.aten.mse_loss(logits(w, x)[:, :1, 0], y[:, 0, 0], 1),
+    "pairs of elements": lambda w, x, t, y, m: torch.einsum("i,j->", logits(w, x).reshape(-1), y.reshape(-1)),
+    "pairs in a loss": lambda w, x, t, y, m: F.poisson_nll_loss(logits(w, x).reshape(-1, 1), y[:, 0, 0], reduction="sum"),
+    "mean over pairs": lambda w, x, t, y, m: F.poisson_nll_loss(logits(w, x).reshape(-1, 1), y[:, 0, 0]),
+    "counts of pairs": lambda w, x, t, y, m: (
+        torch.zeros(CLASSES, CLASSES, dtype=x.dtype).index_put((t[:, None, 0], t[None, :, 0]), logits(w, x).sum((1, 2)), accumulate=True)
+        * torch.arange(CLASSES)[:, None]
+    ).sum(),
     "learned divisor": lambda w, x, t, y, m: logits(w, x).square().sum() / logits(w, x).exp().sum(),
     "regulariser over rows": lambda w, x, t, y, m: w[0].square().sum() / x.shape[0],
     "product": lambda w, x, t, y, m: F.mse_loss(logits(w, x), y) * F.l1_loss(logits(w, x), y),
@@ -186,6 +197,14 @@ INEXACT: dict[str, Loss] = {
     "learned complex divisor": lambda w, x, t, y, m: logits(w, x).square().sum() / torch.complex(logits(w, x), y).abs().sum(),
     "sums over all but one": lambda w, x, t, y, m: (logits(w, x).square().sum(0) / (x.shape[0] - 1)).sum(),
     "pair of a root": lambda w, x, t, y, m: (F.mse_loss(logits(w, x), y, reduction="sum").sqrt(), m.sum()),
+}
+
+
+# sums over rows that depend on one another: an op before the sum is named in place of the term
+MIXED: dict[str, Loss] = {
+    "contrastive, diagonal": lambda w, x, t, y, m: (logits(w, x)[:, 0] @ y[:, 0].T).softmax(1).diagonal().mean(),
+    "sums of differences": lambda w, x, t, y, m: (logits(w, x) - logits(w, x).mean(0)).square().sum(0).sum(),
+    "variance": lambda w, x, t, y, m: (logits(w, x) - logits(w, x).mean(0)).square().mean(),
 }
 
 
@@ -262,6 +281,15 @@ def test_losses_that_are_no_sums(name: str) -> None:
     assert max(compare(found, make_batch(6, seed=3), (6,))) < 1e-12, "one undivided batch is exact"
     equal = compare(found, make_batch(6, seed=3), (4, 2))
     assert name == "regulariser over rows" or max(equal) > 1e-6
+
+
+@pytest.mark.parametrize("name", MIXED)
+def test_sums_over_rows_that_depend_on_one_another(name: str) -> None:
+    parameters, frozen = make_weights()
+    model, batch = Wrapped(MIXED[name], parameters, frozen), tuple(make_batch(7, 0))
+    graph = capture(model, batch, lambda loss, batch: loss)[0]
+    assert all(term.exact for term in graph.loss)
+    assert {found.kind for found in discover(graph).mixing} == {"mixes"}
 
 
 def test_a_returned_sum_that_is_a_mean_is_refused() -> None:

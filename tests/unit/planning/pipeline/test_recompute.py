@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from tests.unit.planning.graphs import ROWS, Graph, chain, cluster, device, scope
 from tests.unit.planning.texts import plan_text
 from whale.config import SCHEDULES, Config
-from whale.errors import ConfigError, PlanError
+from whale.errors import ConfigError, PlanError, WhaleError
 from whale.estimate import StepEstimate, kept_names, kept_tensors, output_lines, size_line
 from whale.estimate.memory.memory import activations_of, saved_lines
+from whale.hardware import parse_cluster
 from whale.ir.cluster import Cluster, Host, Link
 from whale.ir.graph import ModelGraph, TensorSpec
 from whale.ir.plan import Plan, Segment, program_of
@@ -24,11 +25,14 @@ from whale.ir.serialization import from_json, to_json
 from whale.planning import MemoryShortage, make_plan
 from whale.planning.pipeline.recompute import read_policy
 from whale.planning.pipeline.scheduling import shape_pipeline
-from whale.planning.pipeline.segments import find_blocks, find_cores, find_ground
+from whale.planning.pipeline.segments import find_blocks, find_cores, find_ground, find_modules
 from whale.planning.plan import plan_and_estimate
 from whale.planning.verify import verify
 from whale.planning.verify.refused import FULL, WORTH_KEEPING
 from whale.schedules import count_recomputed, edge_pairs, most_held, training_schedule
+from whale.search import decide
+from whale.units import counted
+from whale.workloads import GPT
 
 TWO_STAGES = {"pipeline.num_stages": 2, "pipeline.num_micro_batch": 2}
 
@@ -98,6 +102,64 @@ def test_cores_of_attention_are_found_by_kinds_of_ops() -> None:
         ("b.scores", "b.scaled", "b.softmax", "b.mixed"),
         ("fused",),
     )
+
+
+def named(num_blocks: int = 3) -> ModelGraph:
+    """The blocks of `thick` as modules: ``h.0.mlp.up``, ``h.0.mlp``, ``h.0`` ..."""
+    graph = thick(num_blocks)
+    inside = {"up": ".mlp.up", "wide": ".mlp", "down": ""}
+    ops = (
+        replace(op, module=f"h.{op.name[-1]}{inside[op.name[:-1]]}") if op.name[:-1] in inside and op.kind == "call" else op
+        for op in graph.ops
+    )
+    return replace(graph, ops=tuple(ops))
+
+
+@pytest.mark.parametrize(
+    ("by_name", "expected"),
+    [
+        ({"*.mlp": "recompute", "*": "keep"}, (("up0", "wide0"), ("up1", "wide1"), ("up2", "wide2"))),
+        ({"h.1": "recompute", "*": "keep"}, (("up1", "wide1", "down1"),)),
+        ({"*.up": "keep", "h.*": "recompute", "*": "keep"}, (("wide0", "down0"), ("wide1", "down1"), ("wide2", "down2"))),
+    ],
+)
+def test_modules_are_recomputed_by_name(by_name: dict[str, str], expected: tuple[tuple[str, ...], ...]) -> None:
+    graph, there = named(), cluster((1e9,))
+    assert find_modules(graph, calls(graph), tuple(by_name.items())) == expected
+    plan = make_plan(graph, there, Config({"recompute.policy": by_name, "pipeline.num_micro_batch": 2}), rows=8)
+    assert plan.replicas[0].stages[0].recomputed == expected
+    (choice,) = (each for each in plan.choices if each.pass_name == "recompute")
+    assert choice.decision == f"{sum(map(len, expected))} of 10 ops, in {counted(len(expected), 'segment')}"
+    for searched in ("auto", "off"):
+        config = Config({"recompute.policy": by_name, "planning.search": searched})
+        stages = decide(None, graph, cluster((1e9, 1e9)), config, rows=8)[0].replicas[0].stages
+        assert {run for stage in stages for run in stage.recomputed} == set(expected)
+
+
+def test_what_is_recomputed_by_name_leaves_more_memory() -> None:
+    graph, there = named(6), cluster((1e9,))
+    peaks = {}
+    for name, policy in {"named": {"*.mlp": "recompute", "*": "keep"}, "all": "none"}.items():
+        _, step = plan_and_estimate(graph, there, Config({"recompute.policy": policy}), rows=64)
+        peaks[name] = step.devices[0].peak.total
+    assert peaks["named"] < peaks["all"]
+
+
+def test_a_module_that_may_not_be_recomputed_is_told() -> None:
+    graph = writing()
+    graph = replace(graph, ops=tuple(replace(op, module="norm" if op.name == "norm" else "") for op in graph.ops))
+    config = Config({"recompute.policy": {"norm": "recompute", "*": "keep"}})
+    (choice,) = (each for each in make_plan(graph, cluster((1e9,)), config, rows=8).choices if each.pass_name == "recompute")
+    assert (choice.decision, choice.bound) == ("nothing recomputed", "modules of these names have no run of ops that may be")
+
+
+def test_names_of_no_module_are_refused() -> None:
+    config = Config({"recompute.policy": {"*.attn": "recompute", "*": "keep"}})
+    with pytest.raises(ConfigError, match=r"no op is in a module for '\*\.attn' .*\n.*the modules are h\.0\.mlp\.up, h\.0\.mlp, h\.0"):
+        make_plan(named(), cluster((1e9,)), config, rows=8)
+    with pytest.raises(ConfigError, match=r"\{'\*\.mlp': 'recompute', .* cannot be used with schedule recompute_early"):
+        by_name = {"recompute.policy": {"*.mlp": "recompute", "*": "keep"}, "pipeline.schedule": "recompute_early"}
+        make_plan(named(), cluster((1e9, 1e9)), Config(by_name | TWO_STAGES), rows=8)
 
 
 def writing() -> ModelGraph:
@@ -228,10 +290,6 @@ def test_each_device_recomputes_as_its_own_memory_demands(golden: Callable[[str,
             {"recompute.policy": "selective", "pipeline.schedule": "recompute_early"},
             "schedule recompute_early, which recomputes whole stages",
         ),
-        (
-            {"recompute.policy": "auto", "pipeline.schedule": "shifted_critical_path"},
-            r"recompute\.policy: auto cannot be used with schedule .*, which recomputes whole stages",
-        ),
         ({"recompute.policy": {0: 0.5}, "pipeline.schedule": "recompute_early"}, "schedule recompute_early, which recomputes whole stages"),
         ({"pipeline.schedule": "interleaved", "pipeline.num_chunks": 5}, r"the 10 stages of schedule interleaved with 5 chunks on 2 ranks"),
     ],
@@ -260,7 +318,7 @@ def test_stages_hold_what_the_schedule_promises(schedule: str) -> None:
     assert any(pipeline.recomputed) == (schedule in ("recompute_early", "last_no_recompute", "shifted_critical_path"))
     whole = shape_pipeline(config.with_values({"recompute.policy": "full"}), None, 3)
     assert any(whole.recomputed) and bool(whole.recomputed_stages) != any(pipeline.recomputed)
-    assert read_policy("full", whole) == read_policy("none", pipeline)
+    assert read_policy("full", whole, chain(1)) == read_policy("none", pipeline, chain(1))
 
 
 @pytest.mark.parametrize("schedule", ["recompute_early", "last_no_recompute", "shifted_critical_path"])
@@ -279,6 +337,57 @@ def test_stages_say_what_they_recompute_under_schedules_that_recompute_by_themse
         for schedule in (order, training_schedule(every.pipeline, edge_pairs(every)))
     )
     assert own == of_all
+
+
+@pytest.mark.parametrize("search", ["off", "auto"])
+@pytest.mark.parametrize("schedule", ["recompute_early", "last_no_recompute", "shifted_critical_path"])
+def test_memory_decides_what_such_schedules_recompute(schedule: str, search: str) -> None:
+    """Nothing where all fits; as little as memory needs below that: whole stages early, or blocks; each plan fits by the estimate."""
+    settings = {"pipeline.schedule": schedule, "pipeline.num_stages": 4, "pipeline.num_micro_batch": 8, "planning.search": search}
+    graph, recomputed, seconds = thick(12), [], []
+    for memory in (1_000_000, 500_000, 400_000):
+        there = tight((memory,) * 4)
+        plan, step = decide(None, graph, there, Config({**settings, "recompute.policy": "auto"}), rows=128)
+        verify(plan, graph, there)
+        assert fullest(step) <= 1
+        (replica,) = plan.replicas
+        in_parts = {stage.index for stage in replica.stages if stage.recomputed}
+        alive = count_recomputed(training_schedule(replica.pipeline, edge_pairs(replica)))
+        as_a_whole = {stage for stage, count in enumerate(alive) if count}
+        assert not in_parts & as_a_whole and 3 not in as_a_whole | in_parts
+        recomputed.append((in_parts, as_a_whole))
+        seconds.append(step.step_seconds)
+        with suppress(WhaleError):  # recomputing all of every stage is no faster, where it fits
+            whole = decide(None, graph, there, Config({**settings, "recompute.policy": "full"}), rows=128)[1]
+            assert step.step_seconds <= whole.step_seconds
+    assert recomputed[0] == (set(), set()) and all(len(parts | whole) for parts, whole in recomputed[1:])
+    assert seconds[0] == min(seconds)
+
+
+@pytest.mark.parametrize("schedule", ["recompute_early", "last_no_recompute", "shifted_critical_path"])
+def test_what_fits_with_every_block_in_the_plain_order_fits_under_such_schedules(schedule: str) -> None:
+    graph = GPT(layers=8, hidden=512, heads=8, sequence=256, vocabulary=8000).graph()
+    there = parse_cluster("name: c\nhosts:\n  - {name: h, devices: 4 x V100-16GB}\n")
+    settings = {"pipeline.num_stages": 4, "pipeline.num_micro_batch": 8, "recompute.policy": "auto", "planning.search": "off"}
+    config = Config({**settings, "memory.fraction": 0.021, "estimate.communicator_bytes": 0})
+    plain, plan = (make_plan(graph, there, config.with_values({"pipeline.schedule": name}), rows=64) for name in ("1f1b", schedule))
+    assert plan.replicas == plain.replicas and all(stage.recomputed for stage in plan.replicas[0].stages[:1])
+    refused = []
+    for name in ("1f1b", schedule):  # with less, both lack as much
+        with pytest.raises(MemoryShortage) as caught:
+            make_plan(graph, there, config.with_values({"pipeline.schedule": name, "memory.fraction": 0.0205}), rows=64)
+        refused.append(caught.value)
+    assert refused[0].num_bytes == refused[1].num_bytes > 0 and refused[0].message == refused[1].message
+
+
+def test_a_schedule_without_anything_to_recompute_is_1f1b_and_says_so() -> None:
+    config = Config({"pipeline.schedule": "shifted_critical_path", "pipeline.num_stages": 4, "pipeline.num_micro_batch": 8})
+    auto = make_plan(thick(12), tight((1_000_000,) * 4), config.with_values({"recompute.policy": "auto"}), rows=128)
+    assert auto.pipelines[0].schedule == "1f1b" and auto.pipelines[0].recomputed_stages == ()
+    (said,) = [choice for choice in auto.choices if choice.subject == "schedule"]
+    assert "1f1b" in said.decision and "no stage recomputes as a whole, as under shifted_critical_path" in said.bound
+    plain = make_plan(thick(12), tight((1_000_000,) * 4), config.with_values({"pipeline.schedule": "1f1b"}), rows=128)
+    assert auto.replicas == plain.replicas
 
 
 @given(st.integers(0, 12), st.sets(st.integers(0, 12), max_size=6), st.booleans())

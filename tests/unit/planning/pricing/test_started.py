@@ -21,9 +21,9 @@ from whale.planning.pricing import DeviceCost, cost_alone
 from whale.planning.shard.stage_price import StagePricing
 
 
-def started_by(host_seconds: float, num_devices: int = 1, latency: float = 1e-9) -> Cluster:
+def started_by(host_seconds: float, num_devices: int = 1, latency: float = 1e-9, speeds: tuple[float, ...] = ()) -> Cluster:
     """Devices of one host, which needs so long to start a kernel; messages between them take so long at least."""
-    there = cluster((1e9,) * num_devices)
+    there = cluster(speeds or (1e9,) * num_devices)
     host = there.hosts[0]
     devices = tuple(replace(own, host_seconds=host_seconds) for own in host.devices)
     return replace(there, hosts=(replace(host, devices=devices, link=replace(host.link, latency=latency)),))
@@ -93,3 +93,9 @@ def test_waiting_ends_where_the_kernels_take_longer() -> None:
     seconds = np.array([cost.seconds.at(count) for count in rows]) + waiting
     assert waiting[0] > 0 and waiting[-1] == 0
     assert (np.diff(waiting) <= 0).all() and (np.diff(seconds) >= 0).all()
+
+
+def test_devices_that_all_wait_for_the_host_take_rows_by_their_speed() -> None:
+    there = started_by(1e-2, speeds=(1e9, 5e8, 5e8))
+    plan = make_plan(chain(8, width=64), there, Config({"planning.search": "off"}), rows=16)
+    assert [replica.share for replica in plan.replicas] == [8, 4, 4], "though any division takes as long"

@@ -35,7 +35,7 @@ def drafted(policy: str, memory: str = WHOLE_MEMORY, *, schedule: str = "1f1b", 
     """Two ranks, each split over some devices of one host, with 8 micro-batches."""
     cluster = parse_cluster(f"hosts: [{{devices: {{model: A100-80GB, count: {2 * width}, memory: {memory}}}}}]\n")
     names = [device.name for device in cluster.devices]
-    config = Config({"recompute.policy": policy})
+    config = Config({"recompute.policy": policy, "estimate.communicator_bytes": 0})
     seater = Realizer(Prices(graph(), cluster, Costs.for_model(config, graph(), cluster)), config, ROWS)
     placed = (tuple(names[:width]), tuple(names[width:]))
     replica = replica_of(placed, cluster, Order(schedule, CHUNKS.get(schedule, 1)), 8)

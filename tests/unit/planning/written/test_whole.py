@@ -54,8 +54,9 @@ def same(made: Plan, found: Plan) -> bool:
         {"pipeline.num_stages": 2, "pipeline.num_micro_batch": 4, "pipeline.schedule": "interleaved", "pipeline.num_chunks": 2},
         slow({"plan": {"num_stages": 2, "split": 2, "recompute": "selective", "num_micro_batch": 2, "replicas": 1}}, id="split"),
         {"replicas": [{"num_stages": 2, "num_micro_batch": 2}, {"split": 3}]},
+        {"replicas": [{"num_stages": 2, "num_micro_batch": 2, "receive_early": False}, {"split": 3}]},
     ],
-    ids=["replicas", "recomputed", "chunks", None, "unlike"],
+    ids=["replicas", "recomputed", "chunks", None, "unlike", "late receives"],
 )
 def test_a_plan_read_back_is_the_same_plan(settings: dict[str, Any], tmp_path: Path) -> None:
     made = make_plan(model(), MIXED, Config(settings), rows=48)

@@ -36,15 +36,16 @@ def without_compiler() -> Iterator[None]:
 class Chain(nn.Module):
     """Blocks of equal shape; a normalisation, a tensor written in place."""
 
-    def __init__(self, drop: float = 0.0, cut: bool = False) -> None:
+    def __init__(self, drop: float = 0.0, cut: bool = False, dropout: Callable[..., Tensor] = F.dropout) -> None:
         super().__init__()
+        self.dropout = dropout
         self.tokens, self.drop, self.cut = nn.Embedding(CLASSES, 4), drop, cut
         self.layers, self.norm = nn.ModuleList(nn.Linear(4, 4) for _ in range(3)), nn.BatchNorm1d(4)
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.norm(self.tokens(x)).relu_()
         for layer in self.layers:
-            h = h + F.dropout(layer(h).tanh() * 2, self.drop)
+            h = h + self.dropout(layer(h).tanh() * 2, self.drop, True)
             if self.cut:
                 h = F.relu_(h.add(1)) if layer is self.layers[0] else h.mul_(0.5)
         logits: Tensor = h @ self.tokens.weight.t()
@@ -65,9 +66,9 @@ def make_engine(model: nn.Module, **config: object) -> whale.Engine:
     return whale.parallelize(model, loss=loss, optimizer=optimizer, batch=make_batch(6), config=settings)
 
 
-def make_model(drop: float = 0.0, cut: bool = False) -> nn.Module:
+def make_model(drop: float = 0.0, cut: bool = False, dropout: Callable[..., Tensor] = F.dropout) -> nn.Module:
     torch.manual_seed(0)
-    return Chain(drop, cut).double()
+    return Chain(drop, cut, dropout).double()
 
 
 def numbers(engine: whale.Engine, rows: tuple[int, ...] = (6, 5)) -> list[Tensor]:
@@ -94,10 +95,12 @@ SETTINGS: dict[str, tuple[dict[str, Any], float]] = {
     "gpipe": ({"pipeline__num_micro_batch": 2, "pipeline__schedule": "gpipe"}, 0.0),
     "recomputed": ({"pipeline__num_micro_batch": 2, "recompute__policy": "full", "pipeline__schedule": "gpipe"}, 0.3),
     "dropout": ({"pipeline__num_micro_batch": 2}, 0.3),
+    "dropout in place": ({"pipeline__num_micro_batch": 2}, 0.3),
 }
 
 
 CASES = [("whole", False), slow("whole", True), slow("gpipe", True), slow("recomputed", False), ("recomputed", True), slow("dropout", True)]
+CASES += [("dropout in place", True)]
 
 
 @pytest.mark.parametrize(("name", "cut"), CASES)
@@ -105,19 +108,27 @@ def test_the_numbers_are_those_of_eager_ops(name: str, cut: bool) -> None:
     compare(name, cut)
 
 
-def built(drop: float, cut: bool) -> tuple[nn.Module, dict[str, Tensor], Callable[..., Tensor]]:
-    return make_model(drop, cut), make_batch(6), loss
+def built(drop: float, cut: bool, dropout: Callable[..., Tensor]) -> tuple[nn.Module, dict[str, Tensor], Callable[..., Tensor]]:
+    return make_model(drop, cut, dropout), make_batch(6), loss
+
+
+IN_PLACE = partial(F.dropout, inplace=True)
 
 
 @at_hand()
-def compare(name: str, cut: bool) -> None:
+def compare(name: str, cut: bool, rows: tuple[int, ...] = (6, 5)) -> None:
     config, drop = SETTINGS[name]
-    made = captured_once(built, drop, cut)
-    expected = numbers(make_engine(alike(made, make_model(drop, cut)), **config))
-    engine = make_engine(alike(made, make_model(drop, cut)), runtime__compile=True, **config)
-    for value, wanted in zip(numbers(engine), expected, strict=True):
+    kind = drop, cut, IN_PLACE if name.endswith("in place") else F.dropout
+    made = captured_once(built, *kind)
+    with mock.patch.object(compiled, "compile_runs", lambda *_, **__: None):  # all is eager, but dropout draws as in a run
+        expected = numbers(make_engine(alike(made, make_model(*kind)), runtime__compile=True, **config), rows)
+    if drop == 0:
+        for value, wanted in zip(numbers(make_engine(alike(made, make_model(*kind)), **config), rows), expected, strict=True):
+            assert torch.equal(value, wanted)
+    engine = make_engine(alike(made, make_model(*kind)), runtime__compile=True, **config)
+    for value, wanted in zip(numbers(engine, rows), expected, strict=True):
         torch.testing.assert_close(value, wanted, rtol=1e-10, atol=1e-10)
-    assert compilation(engine).num_graphs
+    assert compilation(engine).num_graphs and not {"dropout", "dropout_"} & compilation(engine).eager.keys()
 
 
 INDUCTOR = pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor makes C++ on the CPU")
@@ -127,7 +138,7 @@ INDUCTOR = pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor make
 @INDUCTOR
 def test_the_numbers_of_the_code_that_inductor_makes() -> None:
     with mock.patch.object(compiled, "BACKEND", "inductor"):
-        compare("recomputed", True)
+        compare("recomputed", True, (6,))  # 6 rows are micro-batches of 3, which fill no vector
 
 
 def test_the_mode_reaches_the_compiler() -> None:
@@ -159,8 +170,8 @@ def test_compiled_bf16_is_about_as_near_to_float32_as_eager_bf16() -> None:
     assert (gradients("bf16", True) - exact).norm() <= 2 * (gradients("bf16", False) - exact).norm()
 
 
-def test_a_stage_without_random_ops_is_one_graph_with_its_loss(capfd: pytest.CaptureFixture[str]) -> None:
-    engine = make_engine(make_model(), runtime__compile=True)
+def test_a_stage_is_one_graph_with_its_dropout_and_its_loss(capfd: pytest.CaptureFixture[str]) -> None:
+    engine = make_engine(make_model(drop=0.3), runtime__compile=True)
     (run,) = runs(engine)
     assert run.ops[0] == "embedding" and not compilation(engine).eager
     engine.step(make_batch(6))
@@ -172,10 +183,10 @@ def test_a_stage_without_random_ops_is_one_graph_with_its_loss(capfd: pytest.Cap
 
 
 def test_runs_that_are_alike_share_a_graph() -> None:
-    engine = make_engine(make_model(drop=0.3), runtime__compile=True)
+    engine = make_engine(make_model(0.3, False, F.alpha_dropout), runtime__compile=True)
     engine.step(make_batch(6))
-    assert compilation(engine).eager == {"dropout": 3}
-    assert len(runs(engine)) == 4  # before each dropout, and behind the last; the two in the middle are alike
+    assert compilation(engine).eager == {"alpha_dropout": 3}
+    assert len(runs(engine)) == 4  # before each random op, and behind the last; the two in the middle are alike
     assert compilation(engine).num_graphs == 3
     engine.close()
 
@@ -245,7 +256,7 @@ def test_how_many_runs_share_a_graph_that_fails() -> None:
             raise NotImplementedError("no such kernel")
         return compile_graph(module, inputs)
 
-    engine = make_engine(make_model(drop=0.3), runtime__compile=True)
+    engine = make_engine(make_model(0.3, False, F.alpha_dropout), runtime__compile=True)
     with (
         mock.patch.object(torch._dynamo, "lookup_backend", lambda _: fails),
         pytest.warns(UserWarning, match=r"which run eagerly \(and 1 equal run\): .*no such kernel"),
@@ -253,7 +264,7 @@ def test_how_many_runs_share_a_graph_that_fails() -> None:
         engine.step(make_batch(6))
     found = compilation(engine)
     assert found.num_graphs == len(found.compiled) == 2
-    assert found.eager == {"dropout": 3, "add": 2, "linear": 2, "tanh": 2, "mul": 2}
+    assert found.eager == {"alpha_dropout": 3, "add": 2, "linear": 2, "tanh": 2, "mul": 2}
     engine.close()
 
 

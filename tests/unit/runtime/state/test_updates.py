@@ -59,6 +59,7 @@ REASONS = {
     "read_afterwards": "vector: it is read after it was written from rows",
     "random": "vector: it depends on random numbers",
     "rows": "square: aten.copy_.default (%copy_) gives neither",
+    "counts_of_pairs": "square: aten.index_put_.default (%index_put_) gives neither",
 }
 
 

@@ -1,7 +1,8 @@
 """Asynchronous collectives of a split group on parts of different sizes, without gradients.
 
 Gloo gathers equal parts only, by way of copies, and has no reduce-scatter: there an all-to-all sends the pieces, which moves
-no more bytes. What no backend sums (booleans, int16) is summed as a type that all do.
+no more bytes. What no backend sums (booleans, int16) is summed as a type that all do. Where the devices compute in unlike half-precision
+types, what is in these travels in float32, which holds both.
 """
 
 from __future__ import annotations
@@ -14,11 +15,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from whale.comm import as_moved
+from whale.comm import as_moved, rounded
 from whale.runtime.program.shard.group import Arrival, Group
 from whale.runtime.program.shard.slots import Slots
 
 _SUMMED_AS = {torch.bool: torch.uint8, torch.int16: torch.int32}
+_HALVES = (torch.bfloat16, torch.float16)
 
 
 class Pending:
@@ -44,8 +46,19 @@ def ready(value: Tensor) -> Pending:
     return Pending(lambda: value)
 
 
-def all_reduce(value: Tensor, group: Group, what: str, how: Any = dist.ReduceOp.SUM) -> Pending:
+def _is_widened(value: Tensor, group: Group) -> bool:
+    return group.is_unlike and value.dtype in _HALVES
+
+
+def _narrowed(pending: Pending, dtype: torch.dtype, *, of_gradient: bool) -> Pending:
+    """A value, or gradient, that travels in float32, rounded to this device's type."""
+    return Pending(lambda: pending.wait().to(dtype) if of_gradient else rounded(pending.wait(), dtype))
+
+
+def all_reduce(value: Tensor, group: Group, what: str, how: Any = dist.ReduceOp.SUM, *, of_gradient: bool = False) -> Pending:
     """The devices' values combined, in new memory."""
+    if _is_widened(value, group):
+        return _narrowed(all_reduce(value.float(), group, what, how), value.dtype, of_gradient=of_gradient)
     own = value.to(_SUMMED_AS.get(value.dtype, value.dtype))
     whole = torch.empty_like(own, memory_format=torch.contiguous_format)
     return Pending(lambda: whole.to(value.dtype), group.all_reduce(whole, own, how, f"all-reduce of {what}"))
@@ -53,6 +66,8 @@ def all_reduce(value: Tensor, group: Group, what: str, how: Any = dist.ReduceOp.
 
 def gathered(value: Tensor, group: Group) -> list[Tensor]:
     """The devices' values, of one shape, by position, without gradient."""
+    if _is_widened(value, group):
+        return [rounded(each, value.dtype) for each in gathered(value.float(), group)]
     own = value.detach().contiguous()
     received = [torch.empty_like(own) for _ in range(group.size)]
     in_order = [received[device] for device in group.order]
@@ -60,8 +75,10 @@ def gathered(value: Tensor, group: Group) -> list[Tensor]:
     return received
 
 
-def all_gather(value: Tensor, slots: Slots, group: Group, what: str) -> Pending:
+def all_gather(value: Tensor, slots: Slots, group: Group, what: str, *, of_gradient: bool = False) -> Pending:
     """The whole tensor from the devices' parts."""
+    if _is_widened(value, group):
+        return _narrowed(all_gather(value.float(), slots, group, what), value.dtype, of_gradient=of_gradient)
     shapes = [slots.shape(value, slots.counts[slots.position], device) for device in range(group.size)]
     if group.is_gloo:
         return _swap([value] * group.size, shapes, slots.put_together, group, f"all-gather of {what}")
@@ -71,8 +88,10 @@ def all_gather(value: Tensor, slots: Slots, group: Group, what: str) -> Pending:
     return Pending(lambda: slots.put_together(received), group.all_gather(wires, as_moved(own), f"all-gather of {what}"))
 
 
-def reduce_scatter(value: Tensor, slots: Slots, group: Group, what: str) -> Pending:
+def reduce_scatter(value: Tensor, slots: Slots, group: Group, what: str, *, of_gradient: bool = False) -> Pending:
     """This device's part of the sum of the devices' values."""
+    if _is_widened(value, group):
+        return _narrowed(reduce_scatter(value.float(), slots, group, what), value.dtype, of_gradient=of_gradient)
     pieces = [slots.take(value, device) for device in range(group.size)]
     own = pieces[slots.position]
     if group.is_gloo:
@@ -86,13 +105,15 @@ def _sum(values: Sequence[Tensor]) -> Tensor:
     return torch.stack(list(values)).sum(0) if len(values) > 2 else (values[0] + values[1]).contiguous()
 
 
-def all_to_all(value: Tensor, leaving: Slots, arriving: Slots, group: Group, what: str) -> Pending:
+def all_to_all(value: Tensor, leaving: Slots, arriving: Slots, group: Group, what: str, *, of_gradient: bool = False) -> Pending:
     """Parts along one axis as parts along another.
 
     Args:
         leaving: per device, what of the own part goes there.
         arriving: per device, the place in the new part of what comes from there.
     """
+    if _is_widened(value, group):
+        return _narrowed(all_to_all(value.float(), leaving, arriving, group, what), value.dtype, of_gradient=of_gradient)
     pieces = [leaving.take(value, device) for device in range(group.size)]
     shapes = [_arriving_shape(value, leaving, arriving, device) for device in range(group.size)]
     return _swap(pieces, shapes, arriving.put_together, group, f"all-to-all of {what}")

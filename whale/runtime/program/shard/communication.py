@@ -42,7 +42,7 @@ class _Move(NamedTuple):
 
 def _enter(group: Group, what: str) -> _Move:
     # Not a view for autograd, so that in-place ops of the model may follow.
-    return _Move(lambda value: ready(value.detach()), partial(all_reduce, group=group, what=what))
+    return _Move(lambda value: ready(value.detach()), partial(all_reduce, group=group, what=what, of_gradient=True))
 
 
 def _leave(group: Group, what: str) -> _Move:
@@ -53,7 +53,7 @@ def _part(slots: Slots, group: Group, what: str) -> _Move:
     def own(value: Tensor) -> Pending:
         return ready(slots.own(value).clone(memory_format=torch.contiguous_format))
 
-    return _Move(own, partial(all_gather, slots=slots, group=group, what=what))
+    return _Move(own, partial(all_gather, slots=slots, group=group, what=what, of_gradient=True))
 
 
 def _gather(slots: Slots, group: Group, what: str) -> _Move:
@@ -62,16 +62,18 @@ def _gather(slots: Slots, group: Group, what: str) -> _Move:
 
 
 def _collect(slots: Slots, group: Group, what: str) -> _Move:
-    return _Move(partial(all_gather, slots=slots, group=group, what=what), partial(reduce_scatter, slots=slots, group=group, what=what))
+    forward, backward = (partial(move, slots=slots, group=group, what=what) for move in (all_gather, reduce_scatter))
+    return _Move(forward, partial(backward, of_gradient=True))
 
 
 def _scatter(slots: Slots, group: Group, what: str) -> _Move:
-    return _Move(partial(reduce_scatter, slots=slots, group=group, what=what), partial(all_gather, slots=slots, group=group, what=what))
+    forward, backward = (partial(move, slots=slots, group=group, what=what) for move in (reduce_scatter, all_gather))
+    return _Move(forward, partial(backward, of_gradient=True))
 
 
 def _exchange(leaving: Slots, arriving: Slots, group: Group, what: str) -> _Move:
     forward = partial(all_to_all, leaving=leaving, arriving=arriving, group=group, what=what)
-    return _Move(forward, partial(all_to_all, leaving=arriving, arriving=leaving, group=group, what=what))
+    return _Move(forward, partial(all_to_all, leaving=arriving, arriving=leaving, group=group, what=what, of_gradient=True))
 
 
 class _Moved(torch.autograd.Function):

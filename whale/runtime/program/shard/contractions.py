@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.nn.attention.bias import causal_lower_right
+from torch.nn.attention.bias import CausalBias, causal_lower_right
 
 from whale.runtime.program.shard.call import Call
 from whale.runtime.program.shard.communication import Group, enter, gathered, largest, leave, leave_each, smallest
@@ -297,14 +297,19 @@ def causal_part(query: Tensor, key: Tensor, value: Tensor, runs: Runs, dropout_p
         query: ``[... positions head_dim]``, of the positions in `runs`, in order.
         key, value: of all positions.
     """
-    if enable_gqa and query.is_cuda:  # a mask that ends in a triangle has kernels without groups only
-        repeats = query.shape[-3] // key.shape[-3]
-        key, value, enable_gqa = key.repeat_interleave(repeats, -3), value.repeat_interleave(repeats, -3), False
     found, done = [], 0
-    for start, stop in runs:
-        own, end = query.narrow(-2, done, stop - start), min(stop, key.shape[-2])
+    ends = [min(stop, key.shape[-2]) for _, stop in runs]
+    masks = [_causal_mask(query, *run, end) for run, end in zip(runs, ends, strict=True)]
+    has_mask = any(isinstance(mask, Tensor) and not isinstance(mask, CausalBias) for mask in masks)
+    if enable_gqa:
+        from whale.runtime.program import grouped  # needed here alone
+
+        if not grouped.has_grouped_kernel(query.dtype, query.device, has_mask=has_mask):
+            repeats = query.shape[-3] // key.shape[-3]
+            key, value, enable_gqa = key.repeat_interleave(repeats, -3), value.repeat_interleave(repeats, -3), False
+    for (start, stop), end, mask in zip(runs, ends, masks, strict=True):
+        own = query.narrow(-2, done, stop - start)
         done += stop - start
-        mask = _causal_mask(query, start, stop, end)
         keys, values = key.narrow(-2, 0, end), value.narrow(-2, 0, end)
         attend = torch.nn.functional.scaled_dot_product_attention
         found.append(attend(own, keys, values, mask, dropout_p, is_causal=mask is None, scale=scale, enable_gqa=enable_gqa))

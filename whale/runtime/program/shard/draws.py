@@ -11,7 +11,8 @@ drawn on the CPU.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import operator
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -19,7 +20,7 @@ from torch import Tensor, fx
 from torch.utils._pytree import tree_map_only
 
 from whale.runtime.program.marks import op_of
-from whale.runtime.program.randomness import generator_of, seed_of
+from whale.runtime.program.randomness import dropout, dropout_, generator_of, seed_of
 
 aten = torch.ops.aten
 
@@ -57,37 +58,73 @@ def draw(number: int, position: int, target: Any, *args: Any, **kwargs: Any) -> 
 
 def _everywhere(seed: int, device: torch.device, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Runs a random op with numbers that are equal on all devices."""
-    if target is aten.dropout.default and not kwargs:
-        value, rate, is_training = args
-        return dropout(value, rate, seed) if is_training else value
+    if not kwargs and (by_place := _by_place(target, args)) is not None:
+        return by_place(*args[:2], seed)
     with torch.random.fork_rng(devices=()):
         torch.default_generator.manual_seed(seed)
         here = tree_map_only(Tensor, lambda value: value.cpu(), (args, {**kwargs, **({"device": "cpu"} if "device" in kwargs else {})}))
-        return tree_map_only(Tensor, lambda value: value.to(device), target(*here[0], **here[1]))
+        found = target(*here[0], **here[1])
+        for own, there in _written(target, (args, kwargs), here):
+            own.copy_(there)
+            found = own if found is there else found
+        return tree_map_only(Tensor, lambda value: value.to(device), found)
 
 
-def dropout(value: Tensor, rate: float, seed: int) -> Tensor:
-    """Dropout whose mask depends on the seed and the place of each element only."""
-    if rate >= 1.0:
-        return value * 0.0
-    kept = uniform(value.shape, seed, value.device) >= rate
-    return value * kept * (1.0 / (1.0 - rate))
+def _written(target: Any, given: Any, here: Any) -> list[tuple[Tensor, Tensor]]:
+    """The tensors that an op writes, as they were given and as they are on the host."""
+    if not isinstance(target, torch._ops.OpOverload):
+        return []
+    written = [each for each in target._schema.arguments if each.alias_info is not None and each.alias_info.is_write]
+    numbers = {each.name: number for number, each in enumerate(target._schema.arguments)}
+    found = list[tuple[Tensor, Tensor]]()
+    for each in written:
+        number = numbers[each.name]
+        values = [own[0][number] if number < len(own[0]) and not each.kwarg_only else own[1].get(each.name) for own in (given, here)]
+        if isinstance(values[0], Tensor):
+            found.append((values[0], values[1]))
+    return found
 
 
-def uniform(shape: tuple[int, ...], seed: int, device: torch.device) -> Tensor:
-    """Numbers in [0, 1) by SplitMix64 (Steele, Lea and Flood, 2014) of the seed and the place of each element."""
-    found = (torch.arange(torch.Size(shape).numel(), device=device) + 1) * _GOLDEN + (seed - (seed >> 63 << 64))
-    for shift, factor in ((30, _FIRST), (27, _SECOND)):
-        found = (found ^ _shifted(found, shift)) * factor
-    return (_shifted(found ^ _shifted(found, 31), 40).to(torch.float32) * 2.0**-24).reshape(shape)
+def draw_by_place(graph: fx.Graph, random: Collection[str], device: torch.device) -> set[str]:
+    """Has dropout draw by the place of each element, from seeds made once per micro-batch: then it may be compiled.
+
+        dropout(x)   -->   seeds = place_seeds(places) ... dropout(x, seeds[i])
+
+    Args:
+        graph: of the stage, its draws numbered if it is split; changed in place.
+        random: the captured ops that draw.
+        device: of the stage.
+
+    Returns:
+        The ops that no longer draw from the generator.
+    """
+    drawing = [node for node in graph.nodes if op_of(node) in random]
+    calls = [(node.args[2], node.args[3:]) if node.target is draw else (node.target, node.args) for node in drawing]
+    pairs = zip(drawing, calls, strict=True)
+    found = [(node, *call[1][:2], by_place) for node, call in pairs if (by_place := _by_place(*call)) is not None]
+    if not found:
+        return set()
+    places = [(number, WHOLE) if node.target is not draw else node.args[:2] for number, (node, *_) in enumerate(found)]
+    with graph.inserting_before(next(node for node in graph.nodes if node.op != "placeholder")):
+        seeds = graph.call_function(place_seeds, (tuple(places), device), name="seeds")
+        own = [graph.call_function(operator.getitem, (seeds, index)) for index in range(len(found))]
+    for (node, value, rate, by_place), seed in zip(found, own, strict=True):
+        node.target, node.args, node.kwargs = by_place, (value, rate, seed), {}
+    return {name for node, *_ in found if (name := op_of(node)) is not None}
 
 
-_GOLDEN, _FIRST, _SECOND = (number - (1 << 64) for number in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
+_BY_PLACE = {aten.dropout.default: dropout, aten.dropout_.default: dropout_}
 
 
-def _shifted(value: Tensor, by: int) -> Tensor:
-    """Shifted right as an unsigned number."""
-    return (value >> by) & ((1 << (64 - by)) - 1)
+def _by_place(target: Any, args: tuple[Any, ...]) -> Callable[..., Tensor] | None:
+    """What draws by place, with a seed in place of the last argument; None for other calls than of a dropout in training."""
+    return _BY_PLACE.get(target) if len(args) == 3 and args[2] is True else None
+
+
+def place_seeds(places: Sequence[tuple[int, int]], device: torch.device) -> tuple[Tensor, ...]:
+    """A seed for each number of a draw and position, of the one that the stage was entered with; they reach the device in one copy."""
+    seed = generator_of(device).initial_seed()
+    return torch.tensor([seed_of(seed, *place) for place in places]).to(device, non_blocking=True).unbind()
 
 
 def number_draws(graph: fx.Graph, random: set[str], *, is_alike: bool) -> None:

@@ -46,6 +46,7 @@ class Group:
     waits: Waits = field(default_factory=lambda: Waits(timedelta(seconds=300)), compare=False)
     gate: Gate = field(default_factory=Gate, compare=False)  # called before its next message
     watch: Watch = field(default=NOBODY, compare=False)  # called around each wait
+    is_unlike: bool = False  # whether its devices have unlike half-precision types: what they exchange in these is in float32
 
     @property
     def process_group(self) -> dist.ProcessGroup:

@@ -79,7 +79,7 @@ class Writer:
 
     def mapped(self, argument: Any, axis: str | None, gathered: Set[str] = frozenset()) -> Any:
         """An argument for an op that works along an axis: parts of tensors that have it, except of those gathered; all of the others."""
-        return fx.node.map_arg(argument, lambda node: self.form(node, self._use(node, axis, gathered)))
+        return fx.node.map_arg(argument, lambda node: self.form(node, self.layout.labels.use_along(axis, node.name, gathered)))
 
     def raw(self, argument: Any) -> Any:
         """An argument in the layout that it has: numbers, and tensors of which only sizes are read."""
@@ -114,11 +114,6 @@ class Writer:
         if key not in self._forms:
             self._forms[key] = self.bridge(node, self.copies[node], bridge)
         return self._forms[key]
-
-    def _use(self, node: fx.Node, axis: str | None, gathered: Set[str]) -> Use:
-        if axis is None:
-            return Use()
-        return Use(axis) if axis in self.layout.labels.axes_in(node.name) and node.name not in gathered else Use(entered=True)
 
     def bridge(self, node: fx.Node, value: fx.Node, bridge: Bridge) -> fx.Node:
         """A value of an old node after a bridge: calls the operation with the bridge's transports forward and backward."""
