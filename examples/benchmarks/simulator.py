@@ -139,18 +139,18 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=1, help="processes that simulate at the same time")
     parser.add_argument("--every", type=int, default=1, help="of the host of A100, simulate each so many-th row")
     options = parser.parse_args()
-    pool = ProcessPoolExecutor(options.jobs)
     found: dict[str, list[Result]] = {}
-    for name in options.only or SETS:
-        file, reader, _ = SETS[name]
-        runs = list(reader(options.data / file))
-        fitted = set(range(len(runs))[FITTED[name]])
-        every = options.every if name == "one host of A100" else 1
-        found[name] = []
-        chosen = range(len(runs))[::every]
-        for result in pool.map(predict, (runs[index] for index in chosen), (index in fitted for index in chosen)):
-            found[name].append(result)
-            print(f"{name}: {result}", flush=True)
+    with ProcessPoolExecutor(options.jobs) as pool:
+        for name in options.only or SETS:
+            file, reader, _ = SETS[name]
+            runs = list(reader(options.data / file))
+            fitted = set(range(len(runs))[FITTED[name]])
+            every = options.every if name == "one host of A100" else 1
+            found[name] = []
+            chosen = range(len(runs))[::every]
+            for result in pool.map(predict, (runs[index] for index in chosen), (index in fitted for index in chosen)):
+                found[name].append(result)
+                print(f"{name}: {result}", flush=True)
     scores = {name: score(results) for name, results in found.items()}
     print(json.dumps(scores, indent=1))
     if options.json:

@@ -155,7 +155,7 @@ def test_weights_are_there_while_they_are_read(offload: str, again: str) -> None
     for device, peak in found.of.items():
         use = step.of(device).peak
         assert 0 <= peak.held_bytes - use.weights - use.optimizer <= 60 * 512
-        assert 0.94 * use.total <= peak.num_bytes <= use.total + 60 * 512
+        assert 0.94 * use.total <= peak.num_bytes <= use.total + 64 * 512
     whole = dry_run(make_plan(mode.graph, cluster_of(2), Config(settings | {"memory.zero": "2"})), mode, Config(settings))
     assert found.of["device0"].num_bytes <= whole.of["device0"].num_bytes - 2 * bucket
 
@@ -198,7 +198,7 @@ def test_each_rank_runs_in_its_own_half_type(zero: str, other: str, action: str)
         use = step.of(name).peak
         over = use.total - use.communicators - peak.num_bytes
         assert peak.action == action
-        assert -0.03 * peak.num_bytes < over < 0.01 * peak.num_bytes + (zero == "3") * 4 * width * (width + 1), "a gathered layer"
+        assert -0.03 * peak.num_bytes < over < 0.01 * peak.num_bytes
 
 
 class Checks(nn.Module):

@@ -7,7 +7,7 @@ lost           the rounding error stays from step to step
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
@@ -277,8 +277,10 @@ class Gathering:
     def __init__(self, plan: Plan, prices: Prices, buckets: Sequence[Bucket], schedules: Sequence[Schedule]) -> None:
         self._plan, self._buckets, self._graph, self._cluster = plan, buckets, prices.graph, prices.cluster
         self._seconds = [_bringing_seconds(plan, prices, bucket) for bucket in buckets]
+        self._read = [self._read_bytes(bucket) for bucket in buckets]
+        self._there = [self._kept_whole(bucket) for bucket in buckets]
         self._visits = visits_of(buckets, prices.graph, plan, schedules) if buckets else {}
-        self._known: dict[tuple[tuple[int, ...], ...], tuple[FetchedWeights, ...]] = {}  # equal replicas gather in the same order
+        self._known: dict[Hashable, tuple[FetchedWeights, ...]] = {}  # equal replicas gather in the same order
 
     def throughout(self, device: str) -> float:
         """Seconds of what a device gathers before a step."""
@@ -293,11 +295,37 @@ class Gathering:
         forward, backward = (self._exposed(device, own.get(stage, ())) for own in (visits.forward, visits.backward))
         order = visits.forward.get(stage, ())
         overlapped = sum(self._seconds[number][device] for number in order) - forward
-        there = sum(self._buckets[number].num_bytes for number in visits.throughout)
-        passes = order, visits.backward.get(stage, ())
+        rank = self._plan.rank_of[device]
+        there = sum(self._taken(number, rank) for number in visits.throughout)
+        passes = order, visits.backward.get(stage, ()), tuple(self._taken(number, rank) for number in order)
         if passes not in self._known:
-            self._known[passes] = self._fetched(*passes)
+            self._known[passes] = tuple(
+                self._fetched(number, taken, number in passes[1]) for number, taken in zip(order, passes[2], strict=True)
+            )
         return Brought(forward, backward, overlapped, there, self._known[passes])
+
+    def _taken(self, number: int, rank: int) -> int:
+        """Bytes that a device takes of a bucket for the ops that read it."""
+        return self._read[number] - self._there[number].get(rank, 0)
+
+    def _read_bytes(self, bucket: Bucket) -> int:
+        """Bytes of a bucket as ops read it; among unlike devices it travels as it is stepped."""
+        if not bucket.is_unlike:
+            return bucket.num_bytes
+        sizes = {name: DTYPE_BYTES[self._plan.state_of(name).compute.dtype] for name in bucket.names}
+        return sum((slot.stop - slot.start) * sizes[slot.name] for slot in bucket.slots)
+
+    def _kept_whole(self, bucket: Bucket) -> Mapping[int, int]:
+        """Per keeper, bytes of the parameters that it keeps all of where ops read them: it takes none of these."""
+        found = dict[int, int]()
+        if bucket.is_unlike or bucket.form.home == "host":
+            return found
+        for slot in bucket.slots:
+            num_elements = self._graph.parameter_by_name[slot.name].spec.num_elements
+            for keeper, number in slot.keepers:
+                if number == num_elements:
+                    found[keeper] = found.get(keeper, 0) + number * DTYPE_BYTES[bucket.form.dtype]
+        return found
 
     def _exposed(self, device: str, order: Sequence[int]) -> float:
         """Seconds that nothing hides: of the first bucket, and of those that use more than a link of the device alone."""
@@ -305,16 +333,12 @@ class Gathering:
         hidden = (number for number in order[1:] if is_alone and not self._buckets[number].is_shared_out)
         return sum(self._seconds[number][device] for number in order) - sum(self._seconds[number][device] for number in hidden)
 
-    def _fetched(self, order: Sequence[int], again: Collection[int]) -> tuple[FetchedWeights, ...]:
-        """Buckets as a pass sees them; those of `again` are fetched in the backward pass too."""
-        return tuple(self._fetched_bucket(number, number in again) for number in order)
-
-    def _fetched_bucket(self, number: int, is_read_backward: bool) -> FetchedWeights:
+    def _fetched(self, number: int, taken: int, is_read_backward: bool) -> FetchedWeights:
+        """A bucket as a pass sees it."""
         bucket, reads, last_reads = self._buckets[number], self._graph.first_reads, self._graph.last_reads
         first = min((reads[name] for name in bucket.names if name in reads), default=0)
         last = max((last_reads[name] for name in bucket.names if name in last_reads), default=0)
-        size = float(bucket.num_bytes)
-        return FetchedWeights(size, size if bucket.is_shared_out else 0.0, first, last, is_read_backward)
+        return FetchedWeights(float(taken), float(bucket.num_bytes) if bucket.is_shared_out else 0.0, first, last, is_read_backward)
 
 
 def _bringing_seconds(plan: Plan, prices: Prices, bucket: Bucket) -> Mapping[str, float]:
