@@ -119,21 +119,26 @@ class WeightQueue:
 
     def run(self, is_final: Callable[[torch.Tensor], None] | None = None) -> None:
         """Adds every pending weight gradient to its parameter; `is_final` is called with a parameter after its last one."""
-        if not self._pending:
-            return
-        num_uses = Counter(self.parameters())
+        num_uses, pending = Counter(self.parameters()), [*reversed(self._pending)]
+        self._pending.clear()
         with torch.no_grad():
-            for rule, args, types, gradient in self._pending:
-                values = rule.weight_gradients(_as_types(args, types), gradient)
-                for number, parameter in _weights(rule, args):
-                    value = values[number]
-                    if value is not None:
-                        value = value.to(parameter.grad_dtype or parameter.dtype)
-                        parameter.grad = value if parameter.grad is None else parameter.grad.add_(value)
+            while pending:  # what an op waited with is freed before the next one
+                for parameter in _add(*pending.pop()):
                     num_uses[parameter] -= 1
                     if is_final is not None and num_uses[parameter] == 0:
                         is_final(parameter)
-        self._pending.clear()
+
+
+def _add(rule: Rule, args: tuple[Any, ...], types: Types, gradient: torch.Tensor) -> list[torch.Tensor]:
+    """Adds the weight gradients of one op; returns the parameters."""
+    values, parameters = rule.weight_gradients(_as_types(args, types), gradient), list[torch.Tensor]()
+    for number, parameter in _weights(rule, args):
+        value = values[number]
+        if value is not None:
+            value = value.to(parameter.grad_dtype or parameter.dtype)
+            parameter.grad = value if parameter.grad is None else parameter.grad.add_(value)
+        parameters.append(parameter)
+    return parameters
 
 
 def _weights(rule: Rule, args: tuple[Any, ...]) -> list[tuple[int, torch.Tensor]]:

@@ -1,6 +1,4 @@
-"""The estimate's memory stands within a tenth of what the runtime's own program holds, on plans and models of many kinds; with
-dropout nearly.
-"""
+"""The estimate's memory stands beside what the runtime's own program holds, on plans and models of many kinds: mostly within 2.5 %."""
 
 from __future__ import annotations
 
@@ -20,15 +18,24 @@ from whale.dry_run import dry_run
 from whale.planning.plan import plan_and_estimate
 from whale.workloads import GPT
 
-TOLERANCE = 0.1
-KNOWN = {"dropout": 0.12, "away_zero_bubble": 0.13, "gathered": 0.01, "gathered_by_4": 0.01, "gathered_at_once": 0.01}
-"""Weights that are gathered for the ops that read them are placed in time. Where the estimate is further below: the masks of dropout,
-which are floats on a CPU, and bytes on a GPU; gradients that a W waits with, where that is most of what there is.
-"""
+TOLERANCE = 0.025
+KNOWN = (
+    # masks of dropout, which are floats on a CPU, and bytes on a GPU
+    dict.fromkeys(("dropout", "cores_again", "modules_again", "split_dropout", "away_1f1b"), 0.12)
+    # gradients that a W waits with, and messages that wait, where they are most of what there is
+    | {"zero_bubble": 0.08, "away_zero_bubble": 0.11, "nested": 0.09}
+    # gradients of activations, which autograd adds in place or not
+    | {"convolutions": 0.06, "convolutions_1f1b": 0.06, "away_split": 0.06, "split_blocks_again": 0.03, "gathered_stages": 0.07}
+)
 SHORT: dict[str, Any] = {"pipeline.num_stages": 2, "pipeline.num_micro_batch": 4}
 AWAY: dict[str, Any] = {"memory.offload": "activations"}
 WHOLE: dict[str, Any] = {"pipeline.num_micro_batch": 1}
-GATHERED: dict[str, Any] = {"memory.zero": 3, "communication.bucket_bytes": 1 << 19}
+BUCKETS: dict[str, Any] = {"communication.bucket_bytes": 1 << 19}
+GATHERED: dict[str, Any] = {"memory.zero": 3} | BUCKETS
+FREED: dict[str, Any] = {"memory.zero": 2}
+ROUNDED: dict[str, Any] = {"gradient.sum_dtype": "bf16"}
+CHUNKS: dict[str, Any] = SHORT | {"pipeline.schedule": "interleaved", "pipeline.num_chunks": 2}
+ZERO_BUBBLE: dict[str, Any] = SHORT | {"pipeline.schedule": "zb_h1"}
 
 
 class Convolutions(nn.Module):
@@ -75,8 +82,8 @@ CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
     "data_parallel": ("long", 4, WHOLE),
     "1f1b": ("long", 2, SHORT),
     "gpipe": ("wide", 2, SHORT | {"pipeline.schedule": "gpipe"}),
-    "interleaved": ("long", 2, SHORT | {"pipeline.schedule": "interleaved", "pipeline.num_chunks": 2}),
-    "zero_bubble": ("long", 2, SHORT | {"pipeline.schedule": "zb_h1"}),
+    "interleaved": ("long", 2, CHUNKS),
+    "zero_bubble": ("long", 2, ZERO_BUBBLE),
     "dropout": ("explicit", 1, WHOLE),
     "blocks_again": ("long", 2, SHORT | {"recompute.policy": "blocks"}),
     "cores_again": ("explicit", 2, SHORT | {"recompute.policy": "selective"}),
@@ -87,19 +94,27 @@ CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
     "away_convolutions": ("convolutions", 1, WHOLE | AWAY),
     "replicas": ("wide", 4, SHORT),
     "gathered": ("long", 2, WHOLE | GATHERED),
+    "freed": ("long", 4, WHOLE | FREED),
+    "freed_of_several": ("wide", 2, {"pipeline.num_micro_batch": 4} | FREED | BUCKETS),
+    "rounded": ("wide", 2, WHOLE | ROUNDED),
     "split": ("long", 2, WHOLE | {"plan": {"split": 2, "replicas": 1}}),
     "split_dropout": ("explicit", 2, WHOLE | {"plan": {"split": 2, "replicas": 1}}),
     "nested": ("long", 4, {"plan": {"split": 2, "num_stages": 2, "replicas": 1, "micro_batch_rows": 2}}),
     "convolutions": ("convolutions", 1, WHOLE),
     "convolutions_1f1b": ("convolutions", 2, SHORT),
 }
-QUICK = ("1f1b", "convolutions", "gathered")
+QUICK = ("1f1b", "convolutions", "gathered", "freed")
 TOGETHER: dict[str, tuple[str, int, dict[str, Any]]] = {
     "away_1f1b": ("explicit", 2, SHORT | AWAY),
-    "away_zero_bubble": ("long", 2, SHORT | AWAY | {"pipeline.schedule": "zb_h1"}),
+    "away_zero_bubble": ("long", 2, ZERO_BUBBLE | AWAY),
     "away_blocks_again": ("long", 2, SHORT | AWAY | {"recompute.policy": "blocks"}),
     "gathered_by_4": ("long", 4, WHOLE | GATHERED),
     "gathered_at_once": ("long", 4, WHOLE | {"memory.zero": 3}),
+    "gathered_again": ("wide", 4, WHOLE | GATHERED | {"recompute.policy": "blocks"}),
+    "gathered_stages": ("wide", 4, CHUNKS | GATHERED),
+    "gathered_zero_bubble": ("wide", 4, ZERO_BUBBLE | GATHERED),
+    "freed_stages": ("wide", 4, CHUNKS | FREED),
+    "freed_rounded": ("wide", 4, WHOLE | FREED | ROUNDED),
     "split_cores_again": ("long", 2, WHOLE | {"plan": {"split": 2, "replicas": 1, "recompute": "selective"}}),
     "split_blocks_again": ("long", 2, WHOLE | {"plan": {"split": 2, "replicas": 1, "recompute": "blocks"}}),
     "split_dropout_again": ("explicit", 2, WHOLE | {"plan": {"split": 2, "replicas": 1, "recompute": "selective"}}),
@@ -109,7 +124,7 @@ CASES |= further(TOGETHER.items())
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in CASES])
-def test_within_a_tenth(name: str) -> None:
+def test_beside_the_estimate(name: str) -> None:
     kind, num_devices, settings = CASES[name]
     mode, config = captured(kind), Config({"planning.search": "off"} | settings)
     plan, step = plan_and_estimate(mode.graph, cluster_of(num_devices), config, rows=8)

@@ -18,7 +18,6 @@ backward   where it is not kept, remade: with its segment, or for the ops that n
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -33,6 +32,7 @@ from whale.axes.operators import operator_of
 from whale.estimate.costs.line import Floats, Line
 from whale.estimate.memory.memory import place_share
 from whale.ir.graph import ModelGraph, Op
+from whale.sharding.buckets import NUM_AT_ONCE
 
 Bytes = complex
 """Bytes by the rows of a micro-batch: those that are fixed and, as imaginary part, those of each row."""
@@ -143,9 +143,21 @@ class Fetching:
         for begin, (bucket, need, end) in zip(starts, buckets, strict=True):
             beside[begin:need] += bucket.received or bucket.num_bytes
             beside[need : end + 1] += bucket.num_bytes
-        for bucket, need, _ in buckets:
-            arriving[need] = max(arriving[need], beside[need] + bucket.received)
+        for number, (bucket, need, _) in enumerate(buckets):
+            later = [own for own, same, _ in buckets[number + 1 :] if same == need]  # of which the next is on its way, the others wait
+            on_their_way = sum(own.received or own.num_bytes for own in later[:1]) - sum(own.num_bytes for own in later)
+            arriving[need] = max(arriving[need], beside[need] + bucket.received + on_their_way)
         return Fetching(beside, arriving)
+
+
+@dataclass(frozen=True, slots=True)
+class SummedGradients:
+    """A bucket of gradients that is summed in the last backward pass, as soon as it is whole."""
+
+    place: int  # position in the graph of the op whose backward pass makes the last of them
+    gathered: float = 0.0  # bytes of a buffer to which they are copied, and then freed
+    sent: float = 0.0  # bytes that travel in another type, until they have arrived
+    freed: float = 0.0  # bytes that the device does not keep when they have arrived
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +170,10 @@ class Fullest:
     working: float = 0.0  # activation gradients, and gradients of parameters until they are added
 
 
+_State = tuple[Bytes, Bytes, Bytes, Bytes]
+"""The fields of `Fullest`."""
+
+
 @dataclass(frozen=True)
 class BackwardStates:
     """The states of a backward pass, in order: ``[4, states]`` for the fields of `Fullest`; gradients of parameters as if all stayed."""
@@ -165,7 +181,7 @@ class BackwardStates:
     states: PerOp
 
     @staticmethod
-    def of(states: Iterable[tuple[Bytes, Bytes, Bytes, Bytes]]) -> BackwardStates:
+    def of(states: Iterable[_State]) -> BackwardStates:
         return BackwardStates(np.array([*states], dtype=np.complex128).reshape(-1, 4).T)
 
     @cached_property
@@ -175,14 +191,34 @@ class BackwardStates:
         found: PerOp = working + gradients + recomputed - freed
         return found
 
-    def fullest(self, num_rows: float, most: float = math.inf) -> Fullest:
-        """The pass at its peak, where at most so many bytes of gradients of parameters are alive at once."""
+    def fullest(self, num_rows: float, besides: Floats | float = 0.0) -> Fullest:
+        """The pass at its peak; `besides`: bytes of gradients in each state, beyond those that stay."""
         if not self.states.size:
             return Fullest()
         freed, recomputed, gradients, working = bytes_at(self.states, num_rows)
-        gradients = np.minimum(gradients, most)
+        gradients = gradients + besides
         at = int((working + gradients + recomputed - freed).argmax())
         return Fullest(*(float(each[at]) for each in (freed, recomputed, gradients, working)))
+
+
+@dataclass(frozen=True)
+class SummingStates:
+    """The states of a backward pass, with one after each op, in which sums of gradients start."""
+
+    states: BackwardStates
+    places: NDArray[np.float64]  # per state, the position of its op in the graph; of those after the op, half of one less
+
+    def fullest(self, num_rows: float, sums: Sequence[SummedGradients]) -> Fullest:
+        """The pass at its peak; `sums`: of its buckets, in the order in which they start. As many as may be are in flight."""
+        starts = np.minimum.accumulate([float(each.place) for each in sums])  # none before the one ahead of it
+        started = np.searchsorted(-starts, -self.places, side="left")  # those of earlier ops
+        arrived = np.maximum(started - NUM_AT_ONCE, 0)
+        sent, freed = (np.concatenate(([0.0], np.cumsum(each))) for each in zip(*((own.sent, own.freed) for own in sums), strict=True))
+        gathering = np.zeros(len(self.places))
+        for start, each in zip(starts, sums, strict=True):
+            here = self.places == start - 0.5
+            gathering[here] = np.maximum(gathering[here], each.gathered - each.sent)  # which is made of it when the gradients are freed
+        return self.states.fullest(num_rows, gathering + sent[started] - sent[arrived] - freed[arrived])
 
 
 @dataclass(frozen=True)
@@ -214,6 +250,7 @@ class Passes:
     offloads: bool = False  # whether what is kept waits on the host until the backward pass of the last op that keeps it
     fetched: tuple[FetchedWeights, ...] = ()  # in the order in which a forward pass starts them
     _backward: dict[tuple[frozenset[str], bool], BackwardStates] = field(default_factory=dict, init=False)
+    _summing: dict[frozenset[str], SummingStates] = field(default_factory=dict, init=False)
 
     def forward(self, left: Collection[str]) -> PerOp:
         """Bytes at each point of a forward pass beyond the storages `left`, which it leaves."""
@@ -253,6 +290,17 @@ class Passes:
             self._backward[key] = BackwardStates.of(_Backward(self, stay, defers_weights).walk())
         return self._backward[key]
 
+    def summing(self, stay: Collection[str]) -> SummingStates:
+        """A backward pass in which gradients are summed; `stay` as of `backward`."""
+        key = frozenset(stay)
+        if key not in self._summing:
+            walk, states, places = _Backward(self, stay, is_summing=True), list[_State](), list[float]()
+            for state in walk.walk():
+                states.append(state)
+                places.append(walk.position)
+            self._summing[key] = SummingStates(BackwardStates.of(states), np.array(places))
+        return self._summing[key]
+
     @cached_property
     def _fetching(self) -> Fetching:
         return Fetching.of(len(self.ops), [(each, self._step(each.first), self._step(each.last)) for each in self.fetched])
@@ -271,10 +319,10 @@ class Passes:
 
     def _step(self, position: int) -> int:
         """The index among the ops of the one at a position of the graph."""
-        return min(bisect_left(self._positions, position), len(self.ops) - 1)
+        return min(bisect_left(self.positions, position), len(self.ops) - 1)
 
     @cached_property
-    def _positions(self) -> Sequence[int]:
+    def positions(self) -> Sequence[int]:
         return [self.graph.position[name] for name in self.ops]
 
     @cached_property
@@ -348,17 +396,14 @@ class Passes:
         return self._forward(segment, frozenset(self.restored(number)), extra)
 
 
-_State = tuple[Bytes, Bytes, Bytes, Bytes]
-"""The fields of `Fullest`."""
-
-
 @dataclass
 class _Backward:
     """One backward pass, op by op."""
 
     passes: Passes
     stay: Collection[str]
-    defers: bool
+    defers: bool = False
+    is_summing: bool = False  # whether there is a state after each op
     _gradients: dict[str, list[Any]] = field(default_factory=dict)  # per storage; those that share memory share the list: bytes, readers
     _on_their_way: Bytes = 0.0
     _freed: Bytes = 0.0
@@ -368,6 +413,12 @@ class _Backward:
     _stays: Bytes = 0.0
     _begun: int | None = None
     _place: int = 0
+    _is_after: bool = False
+
+    @property
+    def position(self) -> float:
+        """`SummingStates.places` of the latest state."""
+        return self.passes.positions[self._place] - 0.5 * self._is_after
 
     def walk(self) -> Iterator[_State]:
         """The state at each op, from the last to the first."""
@@ -386,6 +437,10 @@ class _Backward:
                 yield self._at(self._differentiate(op, uses))
                 self._pass(op)
             self._let_go(name)
+            if self.is_summing:
+                self._is_after = True
+                yield self._at()
+                self._is_after = False
 
     def _at(self, extra: Bytes = 0.0) -> _State:
         if self.passes.fetched:

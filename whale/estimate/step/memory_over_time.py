@@ -6,7 +6,8 @@ sent                                                                  B ---> the
 working                                         F                     B            F --> left --> R --> kept --> B
 gradients  in buckets: always; others                                 B ---> end of the step (first W, where weights wait)
            in the optimizer's dtype, where that differs, during the optimizer's step
-           with buckets in flight, from the first last backward pass (or from the last, where sums wait for all) to the optimizer's step
+           with buckets in flight, from when they are whole in the first last backward pass (or from the last, where sums wait for all)
+           to the optimizer's step
            those of other keepers are freed when their sums have arrived: by the end of the last B (or W), and by the optimizer's step
 
 For the duration of a pass its peak counts (`whale.estimate.memory.passes`).
@@ -14,7 +15,7 @@ For the duration of a pass its peak counts (`whale.estimate.memory.passes`).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
@@ -125,8 +126,11 @@ class _Changes:
         recomputed = {(each.action.stage, each.action.micro_batch) for each in self.order if each.action.kind is Kind.RECOMPUTE}
         goes_back = {each.action.stage for each in self.order if each.action.kind in _BACKWARD}
         found, rows = self.found, self.worker.rows
-        self._sums(times)
-        for each, ends in zip(self.order, times, strict=True):
+        summing = self._sums(times)
+        if self.worker.throughout:
+            step = next((start for each, (start, _) in zip(self.order, times, strict=True) if each.action.kind is Kind.STEP), times[-1][1])
+            found.waits("working", [Waiting(self.worker.stages[0], self.worker.throughout, times[0][0], step)])
+        for number, (each, ends) in enumerate(zip(self.order, times, strict=True)):
             kind, stage, micro_batch = each.action.kind, each.action.stage, each.action.micro_batch
             if stage is None:
                 if kind is Kind.STEP and self.worker.casts:
@@ -135,37 +139,51 @@ class _Changes:
             assert micro_batch is not None
             is_recomputed = (stage, micro_batch) in recomputed
             key = stage, kind, rows[micro_batch], is_recomputed
-            own = self._known.get(key)
+            is_summing = number in summing
+            own = None if is_summing else self._known.get(key)
             if own is None:
                 is_first = (stage, kind) not in self._passed
                 work = work_of(self.worker, each.action)
-                made = self._of(kind, stage, work, is_recomputed=is_recomputed, is_first=is_first, goes_back=stage in goes_back)
+                if kind in _BACKWARD:
+                    made = self._backward(stage, work, kind, is_recomputed=is_recomputed, is_first=is_first, is_summing=is_summing)
+                else:
+                    made = self._of(kind, stage, work, is_recomputed=is_recomputed, is_first=is_first, goes_back=stage in goes_back)
                 changes = [each for each in made if each[1]]
                 own = [end for end, *_ in changes], [change for _, change, _ in changes], [found.numbered(what) for *_, what in changes]
                 self._passed.add((stage, kind))
-                if not is_first:
+                if not is_first and not is_summing:
                     self._known[key] = own
             places, num_bytes, whats = own
             found.times += [ends[place] for place in places]
             found.num_bytes += num_bytes
             found.whats += whats
 
-    def _sums(self, times: Sequence[tuple[float, float]]) -> None:
-        """Buckets in flight, gradients freed as their sums arrive, and the weights that follow."""
-        worker, found, last = self.worker, self.found, dict[int | None, tuple[float, float]]()
-        for each, ends in zip(self.order, times, strict=True):
+    def _sums(self, times: Sequence[tuple[float, float]]) -> Collection[int]:
+        """Buckets in flight, gradients freed as their sums arrive, and the weights that follow; the passes that count sums of their own."""
+        worker, found, last, numbers = self.worker, self.found, dict[int | None, tuple[float, float]](), dict[int | None, int]()
+        for number, (each, ends) in enumerate(zip(self.order, times, strict=True)):
             if each.action.kind in _GRADIENTS or each.action.kind is Kind.STEP:
-                last[each.action.stage] = ends
+                last[each.action.stage], numbers[each.action.stage] = ends, number
         if None not in last or not (worker.sent or worker.sent_late or worker.freed_last or worker.published):
-            return
-        step, first = last[None], worker.stages[0]
-        found.waits("gradients", [Waiting(first, worker.sent, min(start for start, _ in last.values()), step[0])])
-        done = max((end for stage, (_, end) in last.items() if stage is not None), default=step[0])
+            return ()
+        step, first = last.pop(None), worker.stages[0]
+        summing = [numbers[stage] for stage in last if self._counts_sums(self.order[numbers[stage]])]
+        if summing and len(summing) == len(last):
+            found.waits("gradients", [Waiting(first, worker.sent_after, min(end for _, end in last.values()), step[0])])
+        else:
+            summing = []
+            found.waits("gradients", [Waiting(first, worker.sent, min((start for start, _ in last.values()), default=step[0]), step[0])])
+        done = max((end for _, end in last.values()), default=step[0])
         found.waits("gradients", [Waiting(first, worker.sent_late, done, step[0])])
         found.waits("working", [Waiting(first, worker.published, *step)])
         for stage, num_bytes in zip(worker.stages, worker.freed, strict=False):
-            found.adds(last.get(stage, step)[1 if stage in last else 0], -num_bytes, ("gradients", stage))
+            found.adds(last[stage][1] if stage in last else step[0], -num_bytes, ("gradients", stage))
         found.adds(step[0], -worker.freed_last, ("gradients", first))
+        return summing
+
+    def _counts_sums(self, computation: Computation) -> bool:
+        """Whether a last pass counts the sums that start in it."""
+        return computation.action.kind is Kind.BACKWARD and work_of(self.worker, computation.action).memory.last is not None
 
     def _of(self, kind: Kind, stage: int, work: Work, *, is_recomputed: bool, is_first: bool, goes_back: bool) -> Iterator[_Change]:
         """The changes of one computation."""
@@ -176,14 +194,13 @@ class _Changes:
         elif kind is Kind.RECOMPUTE:
             yield from _during("working", stage, work.memory.recompute)
             yield _START, work.kept - work.left, ("recomputed", stage)
-        elif kind is Kind.BACKWARD_WEIGHT:
-            yield from self._weights(stage, work, is_first=is_first)
         else:
-            yield from self._backward(stage, work, kind, is_recomputed=is_recomputed, is_first=is_first)
+            yield from self._weights(stage, work, is_first=is_first)
 
-    def _backward(self, stage: int, work: Work, kind: Kind, *, is_recomputed: bool, is_first: bool) -> Iterator[_Change]:
+    def _backward(self, stage: int, work: Work, kind: Kind, *, is_recomputed: bool, is_first: bool, is_summing: bool) -> Iterator[_Change]:
         """A B or I, with its peak for its whole duration."""
-        fullest, own = work.memory.first if is_first else work.memory.later, _let_go(is_recomputed)
+        memory, own = work.memory, _let_go(is_recomputed)
+        fullest = memory.last if is_summing and memory.last is not None else memory.first if is_first else memory.later
         yield _START, -fullest.freed, (own, stage)
         yield from _during("working", stage, fullest.working)
         yield from _during("recomputed", stage, fullest.recomputed)
@@ -195,8 +212,11 @@ class _Changes:
             yield _END, work.for_weights, ("activations", stage)
         elif is_first:
             made = self._make(work)
-            yield _START, min(fullest.gradients, made), ("gradients", stage)
-            yield _END, made - min(fullest.gradients, made), ("gradients", stage)
+            most = min(fullest.gradients, made) + max(0.0, fullest.gradients - memory.gradients)  # with buffers of sums
+            yield _START, most, ("gradients", stage)
+            yield _END, made - most, ("gradients", stage)
+        elif is_summing:
+            yield from _during("gradients", stage, fullest.gradients)
 
     def _weights(self, stage: int, work: Work, *, is_first: bool) -> Iterator[_Change]:
         """A W: all that it waited with lives to its end."""

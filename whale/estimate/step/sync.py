@@ -10,16 +10,16 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import accumulate
+from typing import Any
 
 from whale.estimate.costs.communication import all_reduce_seconds, fabric, fastest_way, ring_volume
 from whale.estimate.costs.compute import copy_seconds, rounding_seconds
 from whale.estimate.costs.line import Floats, Line
-from whale.estimate.memory.passes import FetchedWeights
+from whale.estimate.memory.passes import FetchedWeights, SummedGradients
 from whale.estimate.prices.prices import Prices
 from whale.estimate.step.work import Work
 from whale.ir.cluster import Device
-from whale.ir.graph import DTYPE_BYTES
+from whale.ir.graph import DTYPE_BYTES, ModelGraph
 from whale.ir.plan import Plan, Replica, Stage
 from whale.ir.schedule import Schedule
 from whale.schedules import alike_schedules
@@ -118,6 +118,7 @@ class SummedBuckets:
 
     plan: Plan
     buckets: tuple[Bucket, ...]
+    first_reads: Mapping[str, int]  # per parameter, the position in the graph of the first op that reads it
 
     @cached_property
     def lost(self) -> int:
@@ -187,6 +188,28 @@ class SummedBuckets:
         return found
 
     @cached_property
+    def besides(self) -> int:
+        """`on_their_way` without the buffers that backward passes count."""
+        late = zip(self.let_go, self.starts_late, strict=True)
+        others = (bucket.num_bytes for bucket, starts_late in late if not bucket.is_at_one_place and not starts_late)
+        return most_at_once(bucket.sent_bytes for bucket in self._rounded) + max(others, default=0)
+
+    @cached_property
+    def summing(self) -> Mapping[tuple[int, int], Sequence[tuple[SummedGradients, int | None]]]:
+        """By (replica, stage), the buckets that start in its last backward pass, with their indices in `let_go`; `freed` is left open."""
+        numbers, found = {id(bucket): number for number, bucket in enumerate(self.let_go)}, dict[tuple[int, int], list[Any]]()
+        for bucket in self.buckets:
+            number = numbers.get(id(bucket))
+            if not bucket.is_at_one_place or (number is not None and self.starts_late[number]):
+                continue
+            place = min(self.first_reads[name] for name in bucket.names)
+            gathered, sent = 0 if number is None else bucket.num_bytes, bucket.sent_bytes if bucket.sum_dtype else 0
+            own = SummedGradients(place, float(gathered), float(sent)), number
+            for stage in bucket.stages:
+                found.setdefault(stage, []).append(own)
+        return found
+
+    @cached_property
     def starts_late(self) -> tuple[bool, ...]:
         """Per bucket of `let_go`, whether it starts only when the pass is done."""
         return tuple(any(self.plan.state_of(name).is_shared_out for name in bucket.names) for bucket in self.let_go)
@@ -215,21 +238,16 @@ class SummedHere:
     def _freed(self, buckets: Sequence[int]) -> float:
         return float(sum(self.together.made[number] for number in buckets) - sum(map(self._keeps, buckets)))
 
-    def spared(self, replica: int, stage: int) -> float:
-        """Bytes of gradients that never coexist with the others, where the first backward pass of a stage is the last."""
-        own = self.together.starting.get((replica, stage), ())
-        if any(self.together.starts_late[number] for number in own):
-            return 0.0
-        made, kept = ([0, *accumulate(num_bytes)] for num_bytes in (map(self.together.made.__getitem__, own), map(self._keeps, own)))
-        num = NUM_AT_ONCE + 1
-        most = max((made[at + num] - made[at] + kept[at] for at in range(len(made) - num)), default=made[-1])
-        return float(made[-1] - most)
+    def sums(self, replica: int, stage: int) -> tuple[SummedGradients, ...]:
+        """What starts in the last backward pass of a stage."""
+        own, made = self.together.summing.get((replica, stage), ()), self.together.made
+        return tuple(each if number is None else replace(each, freed=float(made[number] - self._keeps(number))) for each, number in own)
 
     def _keeps(self, number: int) -> int:
         return self.together.kept[number].get(self.rank, 0)
 
 
-def summed_by_rank(plan: Plan, buckets: Iterable[Bucket]) -> Iterator[tuple[int, SummedHere]]:
+def summed_by_rank(plan: Plan, graph: ModelGraph, buckets: Iterable[Bucket]) -> Iterator[tuple[int, SummedHere]]:
     """Per rank, its buckets that are cast or freed."""
     found: dict[int, list[Bucket]] = {}
     for bucket in buckets:
@@ -239,7 +257,7 @@ def summed_by_rank(plan: Plan, buckets: Iterable[Bucket]) -> Iterator[tuple[int,
     for owner, own in found.items():
         look = tuple(map(id, own))
         if look not in together:
-            together[look] = SummedBuckets(plan, tuple(own))
+            together[look] = SummedBuckets(plan, tuple(own), graph.first_reads)
         yield owner, SummedHere(owner, together[look])
 
 
@@ -256,19 +274,14 @@ class Brought:
     forward: float = 0.0  # exposed seconds
     backward: float = 0.0  # exposed seconds
     overlapped: float = 0.0  # seconds over the host's link, while ops compute
-    num_bytes: float = 0.0  # of weights that are there throughout
-    fetched: tuple[FetchedWeights, ...] = ()  # the others
+    fetched: tuple[FetchedWeights, ...] = ()  # but those that are there throughout
 
     def __call__(self, work: Work) -> Work:
         """Adds it to the work of the stage."""
-        if not self.num_bytes and not self.fetched:
+        if not self.fetched:
             return work
-        memory, more = work.memory, self.num_bytes
-        first, later = (replace(each, working=each.working + more) for each in (memory.first, memory.later))
-        recompute = memory.recompute + more if memory.recompute else 0.0
-        memory = replace(memory, forward=memory.forward + more, recompute=recompute, first=first, later=later)
         backward = work.backward_input + max(0.0, self.overlapped - work.backward_input - work.backward_weight) + self.backward
-        return replace(work, forward=max(work.forward, self.overlapped) + self.forward, backward_input=backward, memory=memory)
+        return replace(work, forward=max(work.forward, self.overlapped) + self.forward, backward_input=backward)
 
 
 class Gathering:
@@ -287,6 +300,12 @@ class Gathering:
         visits = self._visits.get(self._plan.rank_of[device])
         return 0.0 if visits is None else sum(self._seconds[number][device] for number in visits.throughout)
 
+    def bytes_throughout(self, device: str) -> float:
+        """Bytes of these, from the first pass of a step until all passes and sums are done."""
+        rank = self._plan.rank_of[device]
+        visits = self._visits.get(rank)
+        return 0.0 if visits is None else float(sum(self._taken(number, rank) for number in visits.throughout))
+
     def of(self, device: str, stage: int) -> Brought:
         """For a pass of a device through a stage."""
         visits = self._visits.get(self._plan.rank_of[device])
@@ -296,13 +315,12 @@ class Gathering:
         order = visits.forward.get(stage, ())
         overlapped = sum(self._seconds[number][device] for number in order) - forward
         rank = self._plan.rank_of[device]
-        there = sum(self._taken(number, rank) for number in visits.throughout)
         passes = order, visits.backward.get(stage, ()), tuple(self._taken(number, rank) for number in order)
         if passes not in self._known:
             self._known[passes] = tuple(
                 self._fetched(number, taken, number in passes[1]) for number, taken in zip(order, passes[2], strict=True)
             )
-        return Brought(forward, backward, overlapped, there, self._known[passes])
+        return Brought(forward, backward, overlapped, self._known[passes])
 
     def _taken(self, number: int, rank: int) -> int:
         """Bytes that a device takes of a bucket for the ops that read it."""

@@ -11,7 +11,7 @@ import numpy as np
 
 from whale.estimate.costs.line import Line, Started
 from whale.estimate.memory.memory import size_line, state_bytes
-from whale.estimate.memory.passes import BackwardStates, BridgedTensor, FetchedWeights, Fullest, bytes_at
+from whale.estimate.memory.passes import BridgedTensor, FetchedWeights, Fullest, Passes, SummedGradients, bytes_at
 from whale.estimate.prices.collective_costs import CollectiveCosts, StagePlace, halved, messages_of
 from whale.estimate.prices.part import Part
 from whale.estimate.prices.prices import Prices
@@ -53,6 +53,7 @@ class PassMemory:
     recompute: float = 0.0  # peak of R beyond what it leaves
     first: Fullest = _NOTHING  # B (or I) at its peak, in the first of a step
     later: Fullest = _NOTHING  # the same in the others
+    last: Fullest | None = None  # the same in the last, where sums of gradients in memory of their own start in it
     weight: float = 0.0  # of the largest weight gradient, where W makes it
 
 
@@ -80,8 +81,8 @@ class _InGroup:
     own: tuple[tuple[float, float, float], ...]  # per position, of its own ops
 
 
-_InMemory = tuple[tuple[float, float, float], tuple[PassMemory, BackwardStates], float]
-"""Bytes of `Work`: kept, left and for_weights; memory, with the first backward pass; away."""
+_InMemory = tuple[tuple[float, float, float], tuple[PassMemory, Passes, frozenset[str]], float]
+"""Bytes of `Work`: kept, left and for_weights; memory, with its passes and the parameters whose gradients are in no bucket; away."""
 
 
 @dataclass(eq=False)
@@ -102,8 +103,10 @@ class Works:
         group: Sequence[str],
         position: int,
         num_rows: int,
-        spared: float = 0.0,
         fetched: tuple[FetchedWeights, ...] = (),
+        sums: tuple[SummedGradients, ...] = (),
+        *,
+        is_only: bool = False,
     ) -> Work:
         """The work of one device.
 
@@ -112,18 +115,27 @@ class Works:
             group: the devices of its split group; itself where the stage is not split.
             position: its own in the group.
             num_rows: that the group takes.
-            spared: bytes of gradients that never coexist with the others in the first backward pass.
             fetched: weights that its passes fetch.
+            sums: of gradients, that start in its last backward pass.
+            is_only: whether there is one micro-batch, so that the first backward pass is the last.
         """
         kinds, links = self.likeness(group)
         own = first_alike(key.shards, position, kinds) if key.shards else position
-        question = key, kinds, links, own, num_rows, spared, fetched
+        question = key, kinds, links, own, num_rows, fetched, sums, is_only and bool(sums)
         if question not in self._known:
-            self._known[question] = self._work(key, group, own, num_rows, spared, fetched)
+            self._known[question] = self._work(key, group, own, num_rows, fetched, sums, is_only=is_only)
         return self._known[question]
 
     def _work(
-        self, key: StageKey, group: Sequence[str], position: int, num_rows: int, spared: float, fetched: tuple[FetchedWeights, ...]
+        self,
+        key: StageKey,
+        group: Sequence[str],
+        position: int,
+        num_rows: int,
+        fetched: tuple[FetchedWeights, ...],
+        sums: tuple[SummedGradients, ...],
+        *,
+        is_only: bool,
     ) -> Work:
         if key.shards:
             together = self._in_group(key, group, num_rows)
@@ -135,9 +147,10 @@ class Works:
         if there not in self._memory:  # which the devices have no part in
             self._memory[there] = self._in_memory(*there)
         forward, inputs, weights = seconds
-        (kept, left, for_weights), (memory, first), away = self._memory[there]
-        if spared:
-            memory = replace(memory, first=first.fullest(num_rows, memory.gradients - spared))
+        (kept, left, for_weights), (memory, passes, apart), away = self._memory[there]
+        if sums:
+            fullest = passes.summing(apart if is_only else ()).fullest(num_rows, sums)
+            memory = replace(memory, first=fullest if is_only else memory.first, last=fullest)
         return Work(forward, inputs, weights, own[0], own[1] + own[2], kept, left, for_weights, memory, away)
 
     def _in_memory(self, key: StageKey, position: int, num_rows: int, fetched: tuple[FetchedWeights, ...]) -> _InMemory:
@@ -206,8 +219,8 @@ class Works:
 
     def _pass_memory(
         self, prices: Prices, key: StageKey, num_rows: int, forms: tuple[BridgedTensor, ...], fetched: tuple[FetchedWeights, ...]
-    ) -> tuple[PassMemory, BackwardStates]:
-        """Bytes of passes besides what is kept, and the first backward pass."""
+    ) -> tuple[PassMemory, Passes, frozenset[str]]:
+        """Bytes of passes besides what is kept; the passes; and the parameters whose gradients are in no bucket."""
         part, training = key.part, prices.training
         states = {
             name: state_bytes(prices.graph.parameter_by_name[name], self.state_of(name), training=training) for name in part.parameters
@@ -225,13 +238,14 @@ class Works:
         )
         forward = float(bytes_at(held.forward, num_rows).max())
         if not training:
-            return PassMemory(forward=forward), held.later
+            return PassMemory(forward=forward), passes, frozenset()
         apart = {name: passes.parameter_bytes[name] for name in passes.uses if name not in self.bucketed}
         first = passes.backward(stay=apart, defers_weights=key.defers_weights) if apart else held.later
         recompute = float(bytes_at(held.recompute, num_rows).max()) if key.recomputes else 0.0
         weight = passes.largest_gradient if key.defers_weights else 0.0
         gradients = sum(apart.values())
-        return PassMemory(gradients, forward, recompute, first.fullest(num_rows), held.later.fullest(num_rows), weight), first
+        found = PassMemory(gradients, forward, recompute, first.fullest(num_rows), held.later.fullest(num_rows), weight=weight)
+        return found, passes, frozenset(apart)
 
     def _divided(self, key: StageKey) -> frozenset[str]:
         """The losses whose classes are cut."""

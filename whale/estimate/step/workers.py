@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from whale.estimate.costs.compute import host_step_seconds, optimizer_seconds
 from whale.estimate.memory.memory import StateBytes, state_bytes
+from whale.estimate.memory.passes import SummedGradients
 from whale.estimate.prices.part import Part
 from whale.estimate.prices.prices import Prices
 from whale.estimate.step.step import MemoryUse
@@ -49,7 +50,9 @@ class SimulatedWorker:
     handling: Handling = NO_HANDLING  # of messages
     on_host: float = 0.0  # bytes in the memory of its host; of activations the most
     sent: float = 0.0  # bytes of buckets in flight, from the first last backward pass to the optimizer's step
+    sent_after: float = 0.0  # the same from the end of that pass on, where passes count buffers of their own
     sent_late: float = 0.0  # bytes of those that start when all backward passes are done
+    throughout: float = 0.0  # bytes of weights gathered before the first pass, and freed before the optimizer's step
     freed: tuple[float, ...] = ()  # per stage, bytes of gradients of other keepers freed by the end of its last backward pass
     freed_last: float = 0.0  # the rest of these, by the optimizer's step
     published: float = 0.0  # peak bytes of buckets in flight after the optimizer's step, without those in which ops read
@@ -91,14 +94,16 @@ class _Own(NamedTuple):
     """What a device has that those of equal replicas may not have: it keeps other parameters, on a host with other devices."""
 
     kept: tuple[_Sums, ...] = ()  # of what it keeps: of all its stages, and of each of them
-    spared: tuple[float, ...] = ()  # per stage, as in `SummedHere`
+    sums: tuple[tuple[SummedGradients, ...], ...] = ()  # per stage, as in `SummedHere`
     freed: tuple[float, ...] = ()  # per stage
     freed_last: float = 0.0  # the rest, by the optimizer's step
     lost: tuple[int, ...] = ()  # of all its stages, and of each of them
     casting: float = 0.0  # seconds
     sent: float = 0.0
+    sent_after: float = 0.0
     sent_late: float = 0.0
     brought: tuple[Brought, ...] = ()  # per stage
+    throughout: float = 0.0  # bytes of gathered weights
     given: float = 0.0  # seconds in which it sends and receives weights outside of passes
     num_given: int = 0  # buckets
     in_buckets: int = 0  # bytes that buckets of weights add to those of weights
@@ -125,8 +130,8 @@ class Workers:
                 self._publishing[device] = self._publishing.get(device, 0.0) + seconds
                 self._num_given[device] += 1
         self._padding = _padding_of_pieces(bucket for bucket in buckets.summed if bucket.form.sharding == "stage")
-        self._summed = dict(summed_by_rank(plan, buckets.summed))
-        self._nothing_summed = SummedHere(0, SummedBuckets(plan, ()))
+        self._summed = dict(summed_by_rank(plan, prices.graph, buckets.summed))
+        self._nothing_summed = SummedHere(0, SummedBuckets(plan, (), {}))
         self._published: dict[int, list[int]] = {}
         self._filling: dict[int, int] = {}  # of buckets in which ops read weights
         for bucket in buckets.published:
@@ -195,14 +200,16 @@ class Workers:
         freed = tuple(summed.freed(replica, stage) for stage in stages)
         return _Own(
             kept=tuple(self._held.kept(*own, kept) for own in _together_and_alone(keys, positions)) if kept else (),
-            spared=tuple(summed.spared(replica, stage) for stage in stages),
+            sums=tuple(summed.sums(replica, place.stage.index) if not place.key.defers_weights else () for place in places),
             freed=freed,
             freed_last=summed.freed_in_all - sum(freed),
             lost=(summed.together.lost, *(summed.lost_of(replica, stage) for stage in stages)),
             casting=summed.together.seconds(self._prices.cluster.by_name[device]),
             sent=float(summed.together.on_their_way),
+            sent_after=float(summed.together.besides),
             sent_late=float(summed.together.on_their_way_late),
             brought=tuple(self._gathering.of(device, stage) for stage in stages),
+            throughout=self._gathering.bytes_throughout(device),
             given=self._publishing.get(device, 0.0) + self._gathering.throughout(device),
             num_given=self._num_given[device],
             in_buckets=self._filling.get(at, 0),
@@ -244,6 +251,8 @@ class Workers:
             known.reached_handling,
             held.on_host + away,
             sent=own.sent,
+            sent_after=own.sent_after,
+            throughout=own.throughout,
             sent_late=own.sent_late,
             freed=own.freed,
             freed_last=own.freed_last,
@@ -259,10 +268,10 @@ class Workers:
         self, places: Sequence[_Place], index: int, device: str, own: _Own, *, is_only: bool
     ) -> Iterator[tuple[tuple[int, int], Work]]:
         """By stage and rows of a micro-batch; `is_only`: whether there is one micro-batch, so that its backward pass is the last."""
-        for place, spared, brought in zip(places, own.spared, own.brought, strict=True):
+        for place, sums, brought in zip(places, own.sums, own.brought, strict=True):
             group, position = divmod(index, place.stage.split)
             for size, rows in place.rows:
-                work = self._works.of(place.key, place.groups[group], position, rows[index], spared if is_only else 0.0, brought.fetched)
+                work = self._works.of(place.key, place.groups[group], position, rows[index], brought.fetched, sums, is_only=is_only)
                 yield (place.stage.index, size), brought(work)
 
 
