@@ -307,15 +307,22 @@ class Passes:
 
     @cached_property
     def fetching_back(self) -> Fetching:
-        """`Fetching` of a backward pass, by the ops in their order; a recomputed segment needs its weights when it begins."""
+        """`Fetching` of a backward pass, by the ops in their order; a recomputed segment needs its weights when it begins.
+
+        Weights are freed once the gradients of what their first reader reads are complete: where it reads none, when the pass ends.
+        """
         last, ends = len(self.ops) - 1, dict[int, int]()
         for segment in self.segments:
             end = self.ops.index(segment[-1])
             ends |= dict.fromkeys(range(end - len(segment) + 1, end + 1), end)
         again = sorted((each for each in self.fetched if each.is_read_backward), key=lambda each: -each.last)
-        steps = ((each, self._step(each.first), self._step(each.last)) for each in again)
+        steps = ((each, start if self._reads_gradients(start := self._step(each.first)) else 0, self._step(each.last)) for each in again)
         found = Fetching.of(len(self.ops), [(each, last - ends.get(end, end), last - start) for each, start, end in steps])
         return Fetching(found.beside[::-1], found.arriving[::-1])
+
+    def _reads_gradients(self, step: int) -> bool:
+        read = (self.graph.by_name[name] for name in self.graph.by_name[self.ops[step]].inputs)
+        return any(op.kind == "call" and op.requires_grad for op in read)
 
     def _step(self, position: int) -> int:
         """The index among the ops of the one at a position of the graph."""
@@ -411,6 +418,7 @@ class _Backward:
     _recomputed: Bytes = 0.0
     _back: Bytes = 0.0
     _stays: Bytes = 0.0
+    _views: set[str] = field(default_factory=set)  # parameters whose gradients, so far, are views
     _begun: int | None = None
     _place: int = 0
     _is_after: bool = False
@@ -490,22 +498,28 @@ class _Backward:
             else:
                 self._hold(root, 0.0 if gradient == "one number" else size)
         if not self._waits(op):
-            extra += sum(self._parameter(name, uses) for name in passes.trained_by(op.name))
+            extra += sum(self._parameter(name, op, uses) for name in passes.trained_by(op.name))
         return extra
 
-    def _parameter(self, name: str, uses: Counter[str]) -> float:
+    def _parameter(self, name: str, op: Op, uses: Counter[str]) -> float:
         """Adds the gradient of a parameter, which waits for those of its other uses; returns the bytes that only this use needs."""
-        size, total = self.passes.parameter_bytes[name], self.passes.uses[name]
+        size, total, stays = self.passes.parameter_bytes[name], self.passes.uses[name], name in self.stay
         uses[name] -= 1
-        if total > 1 and uses[name] == total - 1:
+        if uses[name] == 0 and stays:
+            self._stays += size
+        if total == 1:
+            return 0.0 if stays else size
+        if uses[name] == total - 1:
             self._on_their_way += size
+            if operator_of(op).weights == "linear":
+                self._views.add(name)
             return 0.0
+        summed = size if name in self._views else 0.0  # torch adds to no view: to a product's transpose
+        self._views.discard(name)
         if uses[name] == 0:
-            stays = name in self.stay
-            self._stays += size if stays else 0.0
-            self._on_their_way -= size if total > 1 else 0.0
-            return size if total > 1 or not stays else 0.0
-        return size
+            self._on_their_way -= size
+            summed += 0.0 if stays else size
+        return size + summed
 
     def _waits(self, op: Op) -> bool:
         """Whether an op leaves its weight gradients to W."""
