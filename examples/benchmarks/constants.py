@@ -219,14 +219,14 @@ def answers(asked: Sequence[Question], only: Sequence[str], variant: tuple[Numbe
     from whale.planning import pricing
     from whale.search.deciding import decide
 
-    estimate_with, num_estimates = pricing.estimate_with, 0
+    estimate_with, num_estimates = pricing.estimate_with, 0  # type: ignore[attr-defined]
 
     def counted(*arguments: Any) -> Any:
         nonlocal num_estimates
         num_estimates += 1
         return estimate_with(*arguments)
 
-    pricing.estimate_with = counted
+    pricing.estimate_with = counted  # type: ignore[attr-defined]
     found = dict[str, Answer]()
     for question in (*asked, *_drawn()):
         if only and not question.name.startswith(tuple(only)):

@@ -245,7 +245,7 @@ def cause(folder: Path, told: Told, hosts: Sequence[Host], kind: str, host: Host
 
 def measure(folder: Path, faults: int, seed: int, kinds: Sequence[str], gap: int, limit: float) -> dict[str, Any]:
     """A run with its faults, and the comparison."""
-    from torch.distributed import TCPStore
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     draw, is_apart, checkpoints = random.Random(seed), {*kinds} & {*APART} != set(), folder / "checkpoints"
     environment, address = {**os.environ, "WHALE_PLANNING_SEARCH": "off"}, "localhost"

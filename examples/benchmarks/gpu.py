@@ -244,7 +244,7 @@ def num_kernels(step: Step) -> int:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         step()
         torch.cuda.synchronize()
-    return sum(event.device_type == torch.autograd.DeviceType.CUDA for event in profile.events())
+    return sum(event.device_type == torch.autograd.DeviceType.CUDA for event in profile.events())  # type: ignore[attr-defined]
 
 
 def launched(name: str, dtype: str, options: argparse.Namespace) -> dict[str, Any]:

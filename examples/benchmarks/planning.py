@@ -270,7 +270,7 @@ def start_up(plan: Plan, graph: ModelGraph, config: whale.Config) -> None:
     holdings = Holdings.of(plan, graph, discover_if_sharded(plan, graph))
     schedules = schedules_of(plan)
     plan_buckets(plan, holdings.shardings, graph, alike_schedules(plan), config.communication.bucket_bytes)
-    communicators_of(plan, graph, holdings.shardings, schedules)
+    communicators_of(plan, graph, holdings.shardings, schedules, len(plan.devices))
     for name in (name for name, owners in plan.owners.items() if rank in owners):
         holdings.held(name, rank)
 

@@ -45,10 +45,10 @@ def on_ranks(
     Returns:
         What it gave on rank 0.
     """
-    store = dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
+    store = dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
     results = mp.get_context("spawn").SimpleQueue()
     with terminable(), slow_links(num_ranks, megabits) if megabits is not None else nullcontext() as links:
-        ranks = mp.spawn(_run, (os.getpid(), num_ranks, store.port, links, function, arguments, results), nprocs=num_ranks, join=False)
+        ranks = mp.spawn(_run, (os.getpid(), num_ranks, store.port, links, function, arguments, results), nprocs=num_ranks, join=False)  # type: ignore[attr-defined]
         with ended(ranks.processes), slowed(ranks.pids(), shares) if shares else nullcontext():
             while not ranks.join():
                 pass
@@ -104,7 +104,7 @@ def _run(
         os.environ["GLOO_SOCKET_IFNAME"] = "eth0"
     if num_ranks > 1:
         os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(num_ranks), LOCAL_WORLD_SIZE=str(num_ranks))
-        store = dist.TCPStore(HOST if links is None else links.outside, port)
+        store = dist.TCPStore(HOST if links is None else links.outside, port)  # type: ignore[attr-defined]
         dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks)
     result = function(*arguments)
     if rank == 0:

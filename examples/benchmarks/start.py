@@ -88,7 +88,7 @@ def start(side: str, name: str, rank: int, num_ranks: int, port: int) -> Parts:
         from host import OPTIMIZER
 
         if num_ranks > 1:
-            dist.init_process_group("gloo", store=dist.TCPStore("127.0.0.1", port), rank=rank, world_size=num_ranks)
+            dist.init_process_group("gloo", store=dist.TCPStore("127.0.0.1", port), rank=rank, world_size=num_ranks)  # type: ignore[attr-defined]
         torch.manual_seed(0)
         known = model_of(name)
         module, batch = known.make(), known.batch()
@@ -104,7 +104,7 @@ def start(side: str, name: str, rank: int, num_ranks: int, port: int) -> Parts:
     else:
         with (
             mock.patch.object(torch.export, "export", timing(parts, "export", torch.export.export)),
-            mock.patch.object(parallelizing, "Modes", timing(parts, "capture", parallelizing.Modes)),
+            mock.patch.object(parallelizing, "Modes", timing(parts, "capture", parallelizing.Modes)),  # type: ignore[attr-defined]
             mock.patch.object(Opening, "decide", timing(parts, "plan", Opening.decide)),
             timed(parts, "open"),
         ):
@@ -120,7 +120,7 @@ def start(side: str, name: str, rank: int, num_ranks: int, port: int) -> Parts:
 
 def measured(side: str, name: str, num_ranks: int) -> Parts:
     """What rank 0 of fresh processes took."""
-    from torch.distributed import TCPStore
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     ranks = []

@@ -31,7 +31,7 @@ class RNNModel(nn.Module):
     def __init__(self, kind: type[nn.RNNBase], tied: bool = False) -> None:
         super().__init__()
         self.encoder = nn.Embedding(WORDS, WIDTH)
-        self.rnn = kind(WIDTH, WIDTH, num_layers=2, batch_first=True)
+        self.rnn = kind(WIDTH, WIDTH, num_layers=2, batch_first=True)  # type: ignore[call-arg]
         self.decoder = nn.Linear(WIDTH, WORDS)
         if tied:
             self.decoder.weight = self.encoder.weight
