@@ -12,6 +12,7 @@ from whale.config import Config, ReplicaBlock
 from whale.config.keys import Recomputation
 from whale.errors import PlanError, WhaleError, raise_faults
 from whale.estimate import Costs, StepEstimate
+from whale.estimate.prices.part import NOTHING
 from whale.estimate.prices.prices import Prices
 from whale.ir.cluster import Cluster, Device
 from whale.ir.graph import ModelGraph
@@ -22,7 +23,7 @@ from whale.planning.explain.choices import explain_choices, explain_half_types, 
 from whale.planning.explain.mixing import explain_joining, explain_mixing, explain_not_joined, keeps_apart, mixed_apart
 from whale.planning.pipeline.balance import MemoryShortage
 from whale.planning.pipeline.placement import DevicePool, Placement
-from whale.planning.pipeline.recompute import KEEP_ALL, at_depth, open_depths, read_policy
+from whale.planning.pipeline.recompute import KEEP_ALL, MOST, at_depth, open_depths, read_policy
 from whale.planning.pipeline.scheduling import PipelineShape, shape_pipeline
 from whale.planning.pricing import bare_plan, with_estimate
 from whale.planning.replicas.blocks import Block, assign_by_blocks, check_written_axes, count_by_rows, read_replicas
@@ -34,7 +35,7 @@ from whale.planning.shard.scattering import scatter_all
 from whale.planning.shard.space import check_axes
 from whale.planning.shard.stage_price import StagePricing, make_scene
 from whale.planning.structure.stages import crossing_faults
-from whale.planning.verify.refused import decide_in_memory, refuse_overfull
+from whale.planning.verify.refused import WORTH_KEEPING, decide_in_memory, refuse_overfull
 from whale.planning.verify.verify import needs_axes, verify
 from whale.planning.written import state_plan
 from whale.progress import without_collecting
@@ -112,7 +113,12 @@ def decided_in_memory(
 ) -> EstimatedPlan:
     """The plan that fits; `policies` and `schedules` are those of the replicas. Raises MemoryShortage where nothing fits."""
     depths = open_depths(schedules) if "auto" in policies else ()  # memory decides what some replica computes again
-    return decide_in_memory(pricing.rooms, planned, *([partial(planned, depth=depth) for depth in each] for each in depths))
+    found = decide_in_memory(pricing.rooms, planned, *([partial(planned, depth=depth) for depth in each] for each in depths))
+    if depths and found.is_cut_for_memory:
+        with contextlib.suppress(MemoryShortage):  # what is computed again leaves room for a faster cut
+            again = decide_in_memory(pricing.rooms, partial(planned, depth=MOST))
+            found = min(found, again, key=lambda each: each.step.step_seconds)
+    return found
 
 
 def _planned(pricing: StagePricing, config: Config, cuts: Cuts, pool: DevicePool, depth: str | None) -> EstimatedPlan:
@@ -353,6 +359,12 @@ class EstimatedPlan:
     borders: tuple[Choice, ...]  # choices about what crosses stages
     joined: tuple[Replica, ...]  # the separate replicas that were joined; empty where none were
     not_joined: tuple[Choice, ...]  # why they were not, where needed
+
+    @property
+    def is_cut_for_memory(self) -> bool:
+        """Whether memory makes a split stage slower, by what it chose to cut, that computes nothing again."""
+        stages = (each for model in self.chosen.best.replicas for each in zip(model.shardings, model.recomputes, strict=False))
+        return any(cut is not None and cut.free_seconds < WORTH_KEEPING * cut.seconds and again == NOTHING for cut, again in stages)
 
     def finished(self) -> tuple[Plan, StepEstimate]:
         """The plan with its choices, verified, and the estimate of its step."""

@@ -130,19 +130,21 @@ class FreeSpace:
     def spread(self) -> Iterator[Ranked]:
         """Split groups over several hosts or device types that promise most.
 
-        Each with few micro-batches, and with more where memory may be short: up to so many that activations surely fit.
+        Each with few micro-batches, and with more where memory may be short: up to one more than with which activations surely fit, for
+        what single ops need is not known.
         """
         order, policy = self.freedom.orders[0], self.freedom.policies[0]
         found = list[list[Ranked]]()
         for strategy in self.space.spread():
-            own = list[Ranked]()
+            own, is_last = list[Ranked](), False
             for number in self.space.micro_batches(self.space.num_rows // strategy.num_replicas):
                 each = ordered(strategy, order, order, number, policy)
                 if not self._overflows(each, number):
                     seconds = self.forms.spread_seconds(each, number)
                     own.append(Ranked(each, self.objective.likely(each, seconds, self.forms.least_held(each, number)), effort_of(each)))
-                if self.forms.surely_holds(each, number):
+                if is_last:
                     break
+                is_last = self.forms.surely_holds(each, number)
             found += [own] if own else []
         for own in sorted(found, key=lambda each: each[0].value)[:SPREAD]:
             yield from own

@@ -51,9 +51,11 @@ def test_little_is_given_away() -> None:
     assert max(regrets) <= 0.05 and sum(regrets) / len(regrets) <= 0.005, regrets
 
 
-@pytest.mark.parametrize("number", [9, 18, 20])
+@pytest.mark.parametrize("number", [11, 20, 26, 49])
 def test_little_is_given_away_where_memory_is_short(number: int) -> None:
-    """Weights that stages of one rank share, and values that stay on a rank; groups over two hosts that need many micro-batches."""
+    """A pipeline; groups over two hosts, or of unlike devices: with blocks computed again that leave room for a faster cut, and with more
+    micro-batches than activations alone need.
+    """
     found = outcome(number, 2, is_scarce=True)
     assert found.found and found.regret <= 0.005, found
 

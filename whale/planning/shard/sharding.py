@@ -58,6 +58,7 @@ class StageSharding:
     seconds: float  # of the stage for one micro-batch on the slowest devices, with bridges and a share of the optimizer's step
     whole_seconds: float  # the same if every device computed everything
     bound_by_memory: bool  # whether memory changed sizes or axes
+    free_seconds: float  # as `seconds`, without limits of memory
     gap: float  # bound of the labels' distance from the optimum, as a share; 0 unless the search ran out of nodes
     cut: Cut = field(compare=False, repr=False)  # how it was found
 
@@ -169,7 +170,7 @@ class Sharder:
             self._cuts[*key, budget] = _within_memory(first, budget)
         cut, bound_by_memory = self._cuts[*key, budget]
         shards = tuple(map(cut.outline.names_in(outline).renamed, cut.shards))
-        return StageSharding(shards, cut.chosen.seconds, cut.costs.whole, bound_by_memory, cut.chosen.gap, cut)
+        return StageSharding(shards, cut.chosen.seconds, cut.costs.whole, bound_by_memory, first.chosen.seconds, cut.chosen.gap, cut)
 
     def _without_limits(self, question: Question, insisted: tuple[int, ...], scopes: Sequence[Scope]) -> Cut | None:
         """The best choice without memory limits: solved, or that of a kin question where it is as good."""
