@@ -35,8 +35,6 @@ from whale.search.freedom import Order
 from whale.search.lane import Lane
 from whale.search.places import Hops, Numbers, Places
 
-UNSURE = 0.15  # share by which a device may overflow in closed form and still fit in a plan
-
 SMALL = 4096
 """Up to this many stages x cut points a pipeline gets the cut of its plan; larger ones a quicker cut. Halved or doubled: none of the 10
 searches below differs; 0: two are slower, by 4 and 8 %.
@@ -78,7 +76,7 @@ class ClosedForms:
         """The closed form of a strategy with its micro-batches and its order.
 
         Where memory decides about recomputation, the time lies between none and full recomputation, by the share of bytes
-        that must be freed; for a small overflow it is uncertain whether it fits at all.
+        that must be freed.
         """
         firsts, own = self.places.firsts(strategy), strategy.replicas[0].recompute
         try:
@@ -93,13 +91,9 @@ class ClosedForms:
         share = 0.0
         for lane, other in zip(lanes, others, strict=True):
             over, freed = lane.held - lane.rooms, np.maximum(lane.held - other.held, 1.0)
-            share = max(share, float(np.max(np.minimum(over / freed, over / lane.rooms / self.unsure(strategy)))))
+            share = max(share, float(np.max(over / freed)))
         seconds = min(recomputed.seconds, kept.seconds + min(1.0, share) * (recomputed.seconds - kept.seconds))  # another cut may be faster
         return ClosedForm(seconds, min(kept.lack, recomputed.lack), recomputed.held)
-
-    def unsure(self, strategy: Strategy) -> float:
-        """Share by which the closed form may overflow and still be planned; on few devices (all named) everything may."""
-        return 1e-9 if strategy.near is None else UNSURE
 
     def _with(self, strategy: Strategy, firsts: Sequence[Numbers], policy: Recomputation) -> tuple[ClosedForm, list[Lane]]:
         replicas = strategy.replicas
@@ -110,7 +104,7 @@ class ClosedForms:
         sums, alike = self.places.sums(firsts), len({replica.num_ranks for replica in replicas}) == 1
         sums = [[rate * self._in_turn(strategy) for rate in rates] for rates in sums]
         seconds = max(self._with_end(lane, firsts, count, rates, alike=alike) for lane, count, rates in zip(lanes, rows, sums, strict=True))
-        lack = max(float(np.max(lane.held - (1 + self.unsure(strategy)) * lane.rooms)) for lane in lanes)
+        lack = max(float(np.max(lane.held - lane.rooms)) for lane in lanes)
         return ClosedForm(seconds + self._copying(replicas, firsts), max(0.0, lack), max(float(lane.held.max()) for lane in lanes)), lanes
 
     def least(self, strategy: Strategy, num_micro_batch: int) -> tuple[float, float]:

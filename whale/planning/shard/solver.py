@@ -32,7 +32,10 @@ rather than a time, so that every machine finds the same plan.
 
 OUT_OF_NODES = 1  # SciPy's status of such a search
 
-OVERFLOW_PER_UNIT = 1e-5  # where nothing fits: share of memory worth the time of the most expensive single decision
+OVERFLOW_PER_UNIT = 1e-5
+"""Where nothing fits: share of memory worth the time of the most expensive single decision, so that of labels that overflow equally the
+fastest are taken. Halved or doubled: none of 49 searches differs; 0: one is slower by 0.5 %, one faster by 15 %, 10 % more estimates.
+"""
 
 Expression = dict[int, float]
 """A linear expression: factors by variable."""

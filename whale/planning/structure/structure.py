@@ -10,7 +10,10 @@ from graphlib import CycleError, TopologicalSorter
 from whale.ir.graph import ModelGraph, Op
 from whale.ir.writes import written_storages
 
-CHEAP_FLOPS = 8  # most FLOPs of a repeatable op per element that it reads or writes
+CHEAP_FLOPS = 8
+"""Most FLOPs of a repeatable op per element that it reads or writes: masks and positions are, products are not. Halved, doubled or 0: none
+of 49 searches and plans differs, whose models have neither.
+"""
 
 
 @dataclass(frozen=True)
