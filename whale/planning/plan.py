@@ -115,7 +115,7 @@ def decided_in_memory(
     depths = open_depths(schedules) if "auto" in policies else ()  # memory decides what some replica computes again
     found = decide_in_memory(pricing.rooms, planned, *([partial(planned, depth=depth) for depth in each] for each in depths))
     if depths and found.is_cut_for_memory:
-        with contextlib.suppress(MemoryShortage):  # what is computed again leaves room for a faster cut
+        with contextlib.suppress(PlanError):  # what is computed again leaves room for a faster cut
             again = decide_in_memory(pricing.rooms, partial(planned, depth=MOST))
             found = min(found, again, key=lambda each: each.step.step_seconds)
     return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -55,6 +56,21 @@ class Convolutions(nn.Module):
         return logits
 
 
+class Cast(nn.Module):
+    """To another type."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.dtype = dtype
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.to(self.dtype)
+
+
+def _squared(output: Tensor, _: object) -> Tensor:
+    return output.square().mean()
+
+
 def _classes(logits: Tensor, batch: dict[str, Tensor]) -> Tensor:
     return F.cross_entropy(logits, batch["y"])
 
@@ -65,6 +81,13 @@ def captured(kind: str) -> CapturedMode:
         with torch.device("meta"):
             batch = {"x": torch.zeros(4, 3, 64, 64), "y": torch.zeros(4, dtype=torch.int64)}
             return CapturedMode(Convolutions(), batch, _classes, "train")
+    if kind == "uneven":  # a large last layer, and norms in another type, which share no bucket with what is between them
+        widths = [*[256] * 8, 2500]
+        layers = [layer for a, b in pairwise(widths) for layer in (nn.Linear(a, b), nn.GELU())]
+        with torch.device("meta"):
+            ends = (nn.LayerNorm(width, dtype=torch.float64) for width in (widths[0], widths[-1]))
+            first, last = (nn.Sequential(Cast(torch.float64), norm, Cast(torch.float32)) for norm in ends)
+            return CapturedMode(nn.Sequential(first, *layers, last), {"input": torch.zeros(8, widths[0])}, _squared, "train")
     more: dict[str, Any] = {
         "wide": {"hidden": 512, "sequence": 16},
         "bfloat16": {"dtype": "bfloat16", "vocabulary": 4096},
@@ -113,6 +136,10 @@ TOGETHER: dict[str, tuple[str, int, dict[str, Any]]] = {
     "gathered_again": ("wide", 4, WHOLE | GATHERED | {"recompute.policy": "blocks"}),
     "gathered_stages": ("wide", 4, CHUNKS | GATHERED),
     "gathered_zero_bubble": ("wide", 4, ZERO_BUBBLE | GATHERED),
+    "gathered_uneven": ("uneven", 4, WHOLE | GATHERED),
+    "freed_uneven": ("uneven", 2, WHOLE | FREED | BUCKETS),
+    "freed_uneven_at_once": ("uneven", 4, WHOLE | FREED),
+    "freed_uneven_stages": ("uneven", 4, SHORT | FREED | BUCKETS),
     "freed_stages": ("wide", 4, CHUNKS | FREED),
     "freed_rounded": ("wide", 4, WHOLE | FREED | ROUNDED),
     "split_cores_again": ("long", 2, WHOLE | {"plan": {"split": 2, "replicas": 1, "recompute": "selective"}}),

@@ -157,7 +157,14 @@ class SummedGradients:
     place: int  # position in the graph of the op whose backward pass makes the last of them
     gathered: float = 0.0  # bytes of a buffer to which they are copied, and then freed
     sent: float = 0.0  # bytes that travel in another type, until they have arrived
-    freed: float = 0.0  # bytes that the device does not keep when they have arrived
+    kept: float = 0.0  # bytes that the device copies from the buffer when they have arrived, and then frees it
+
+    @property
+    def freed(self) -> float:
+        return self.gathered - self.kept
+
+
+_NO_SUM = SummedGradients(0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,14 +218,18 @@ class SummingStates:
     def fullest(self, num_rows: float, sums: Sequence[SummedGradients]) -> Fullest:
         """The pass at its peak; `sums`: of its buckets, in the order in which they start. As many as may be are in flight."""
         starts = np.minimum.accumulate([float(each.place) for each in sums])  # none before the one ahead of it
-        started = np.searchsorted(-starts, -self.places, side="left")  # those of earlier ops
-        arrived = np.maximum(started - NUM_AT_ONCE, 0)
         sent, freed = (np.concatenate(([0.0], np.cumsum(each))) for each in zip(*((own.sent, own.freed) for own in sums), strict=True))
-        gathering = np.zeros(len(self.places))
-        for start, each in zip(starts, sums, strict=True):
+        in_flight = (
+            sent - sent[np.maximum(np.arange(len(sent)) - NUM_AT_ONCE, 0)] - freed[np.maximum(np.arange(len(sent)) - NUM_AT_ONCE, 0)]
+        )
+        besides: Floats = in_flight[np.searchsorted(-starts, -self.places, side="left")]  # with those of earlier ops
+        for number, (start, each) in enumerate(zip(starts, sums, strict=True)):  # one after the other, also where several start at once
+            arrived = sums[number - NUM_AT_ONCE] if number >= NUM_AT_ONCE else _NO_SUM
+            # what is sent is made of the buffer when the gradients are freed; what is kept, of the one before the last, first
+            most = max(each.gathered - each.sent, arrived.gathered if arrived.kept else 0.0, 0.0)
             here = self.places == start - 0.5
-            gathering[here] = np.maximum(gathering[here], each.gathered - each.sent)  # which is made of it when the gradients are freed
-        return self.states.fullest(num_rows, gathering + sent[started] - sent[arrived] - freed[arrived])
+            besides[here] = np.maximum(besides[here], in_flight[number + 1] + most)
+        return self.states.fullest(num_rows, besides)
 
 
 @dataclass(frozen=True)

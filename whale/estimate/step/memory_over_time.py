@@ -219,7 +219,7 @@ class _Changes:
             yield from _during("gradients", stage, fullest.gradients)
 
     def _weights(self, stage: int, work: Work, *, is_first: bool) -> Iterator[_Change]:
-        """A W: all that it waited with lives to its end."""
+        """A W: all that it waited with counts to its end."""
         if not is_first:
             yield from _during("working", stage, work.memory.weight)
         else:

@@ -125,19 +125,21 @@ class SummedBuckets:
         """Bytes of rounding errors that each device keeps."""
         return sum(bucket.lost_bytes for bucket in self.buckets)
 
-    @cached_property
-    def on_their_way(self) -> int:
-        """Bytes of buckets in flight in a dtype of their own, and of the buffer that gathers freed gradients during backward passes."""
-        return most_at_once(bucket.sent_bytes for bucket in self._rounded) + self._gathering(is_late=False)
+    def on_their_way(self, *, besides_passes: bool = False) -> int:
+        """Bytes of buckets in flight in a dtype of their own, and of the buffer that gathers freed gradients before all passes are done.
+
+        `besides_passes`: whether each pass counts the buffer for its own gradients.
+        """
+        return most_at_once(bucket.sent_bytes for bucket in self._rounded) + self._gathering(is_late=False, besides_passes=besides_passes)
 
     @cached_property
     def on_their_way_late(self) -> int:
         """Bytes that this buffer takes more once all backward passes are done."""
         return max(0, self._gathering(is_late=True) - self._gathering(is_late=False))
 
-    def _gathering(self, *, is_late: bool) -> int:
-        own = (bucket.num_bytes for bucket, starts_late in zip(self.let_go, self.starts_late, strict=True) if starts_late == is_late)
-        return max(own, default=0)
+    def _gathering(self, *, is_late: bool, besides_passes: bool = False) -> int:
+        own = (bucket for bucket, starts_late in zip(self.let_go, self.starts_late, strict=True) if starts_late == is_late)
+        return max((bucket.num_bytes for bucket in own if not (besides_passes and bucket.is_at_one_place)), default=0)
 
     def seconds(self, device: Device) -> float:
         """Seconds of casting."""
@@ -183,27 +185,20 @@ class SummedBuckets:
         """By (replica, stage), the indices in `let_go` of those that start in its last backward pass."""
         found = dict[tuple[int, int], list[int]]()
         for number, bucket in enumerate(self.let_go):
-            for place in bucket.stages if bucket.is_at_one_place else ():
+            for place in bucket.stages if bucket.is_at_one_place and not self.starts_late[number] else ():
                 found.setdefault(place, []).append(number)
         return found
 
     @cached_property
-    def besides(self) -> int:
-        """`on_their_way` without the buffers that backward passes count."""
-        late = zip(self.let_go, self.starts_late, strict=True)
-        others = (bucket.num_bytes for bucket, starts_late in late if not bucket.is_at_one_place and not starts_late)
-        return most_at_once(bucket.sent_bytes for bucket in self._rounded) + max(others, default=0)
-
-    @cached_property
     def summing(self) -> Mapping[tuple[int, int], Sequence[tuple[SummedGradients, int | None]]]:
-        """By (replica, stage), the buckets that start in its last backward pass, with their indices in `let_go`; `freed` is left open."""
+        """By (replica, stage), the buckets that start in its last backward pass, with their indices in `let_go`; `kept` is left open."""
         numbers, found = {id(bucket): number for number, bucket in enumerate(self.let_go)}, dict[tuple[int, int], list[Any]]()
         for bucket in self.buckets:
             number = numbers.get(id(bucket))
             if not bucket.is_at_one_place or (number is not None and self.starts_late[number]):
                 continue
             place = min(self.first_reads[name] for name in bucket.names)
-            gathered, sent = 0 if number is None else bucket.num_bytes, bucket.sent_bytes if bucket.sum_dtype else 0
+            gathered, sent = 0 if number is None else self.made[number], bucket.sent_bytes if bucket.sum_dtype else 0
             own = SummedGradients(place, float(gathered), float(sent)), number
             for stage in bucket.stages:
                 found.setdefault(stage, []).append(own)
@@ -240,8 +235,8 @@ class SummedHere:
 
     def sums(self, replica: int, stage: int) -> tuple[SummedGradients, ...]:
         """What starts in the last backward pass of a stage."""
-        own, made = self.together.summing.get((replica, stage), ()), self.together.made
-        return tuple(each if number is None else replace(each, freed=float(made[number] - self._keeps(number))) for each, number in own)
+        own = self.together.summing.get((replica, stage), ())
+        return tuple(each if number is None else replace(each, kept=float(self._keeps(number))) for each, number in own)
 
     def _keeps(self, number: int) -> int:
         return self.together.kept[number].get(self.rank, 0)
