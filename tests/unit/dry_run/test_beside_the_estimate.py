@@ -36,6 +36,7 @@ GATHERED: dict[str, Any] = {"memory.zero": 3} | BUCKETS
 FREED: dict[str, Any] = {"memory.zero": 2}
 ROUNDED: dict[str, Any] = {"gradient.sum_dtype": "bf16"}
 CHUNKS: dict[str, Any] = SHORT | {"pipeline.schedule": "interleaved", "pipeline.num_chunks": 2}
+PIECES: dict[str, Any] = {"pipeline.num_micro_batch": 2, "replicas": [{"devices": 2, "split": 2}, {"devices": 1}]}
 ZERO_BUBBLE: dict[str, Any] = SHORT | {"pipeline.schedule": "zb_h1"}
 
 
@@ -136,6 +137,8 @@ TOGETHER: dict[str, tuple[str, int, dict[str, Any]]] = {
     "gathered_again": ("wide", 4, WHOLE | GATHERED | {"recompute.policy": "blocks"}),
     "gathered_stages": ("wide", 4, CHUNKS | GATHERED),
     "gathered_zero_bubble": ("wide", 4, ZERO_BUBBLE | GATHERED),
+    "pieces": ("wide", 3, PIECES),
+    "freed_pieces": ("wide", 3, PIECES | FREED),
     "gathered_uneven": ("uneven", 4, WHOLE | GATHERED),
     "freed_uneven": ("uneven", 2, WHOLE | FREED | BUCKETS),
     "freed_uneven_at_once": ("uneven", 4, WHOLE | FREED),
@@ -146,7 +149,7 @@ TOGETHER: dict[str, tuple[str, int, dict[str, Any]]] = {
     "split_blocks_again": ("long", 2, WHOLE | {"plan": {"split": 2, "replicas": 1, "recompute": "blocks"}}),
     "split_dropout_again": ("explicit", 2, WHOLE | {"plan": {"split": 2, "replicas": 1, "recompute": "selective"}}),
 }
-"""Kinds of the cases above together, and weights that more devices gather."""
+"""Kinds of the cases above together, weights that more devices gather, and replicas that are cut unlike one another."""
 CASES |= further(TOGETHER.items())
 
 

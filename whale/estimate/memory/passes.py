@@ -156,12 +156,9 @@ class SummedGradients:
 
     place: int  # position in the graph of the op whose backward pass makes the last of them
     gathered: float = 0.0  # bytes of a buffer to which they are copied, and then freed
-    sent: float = 0.0  # bytes that travel in another type, until they have arrived
-    kept: float = 0.0  # bytes that the device copies from the buffer when they have arrived, and then frees it
-
-    @property
-    def freed(self) -> float:
-        return self.gathered - self.kept
+    sent: float = 0.0  # bytes that are there beside them, until the sum has arrived
+    freed: float = 0.0  # bytes that the device does not keep when it has arrived
+    is_copied: bool = False  # whether the device then copies what it keeps from the buffer, before that is freed
 
 
 _NO_SUM = SummedGradients(0)
@@ -226,7 +223,7 @@ class SummingStates:
         for number, (start, each) in enumerate(zip(starts, sums, strict=True)):  # one after the other, also where several start at once
             arrived = sums[number - NUM_AT_ONCE] if number >= NUM_AT_ONCE else _NO_SUM
             # what is sent is made of the buffer when the gradients are freed; what is kept, of the one before the last, first
-            most = max(each.gathered - each.sent, arrived.gathered if arrived.kept else 0.0, 0.0)
+            most = max(each.gathered - each.sent, arrived.gathered if arrived.is_copied else 0.0, 0.0)
             here = self.places == start - 0.5
             besides[here] = np.maximum(besides[here], in_flight[number + 1] + most)
         return self.states.fullest(num_rows, besides)

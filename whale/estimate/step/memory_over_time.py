@@ -130,6 +130,7 @@ class _Changes:
         if self.worker.throughout:
             step = next((start for each, (start, _) in zip(self.order, times, strict=True) if each.action.kind is Kind.STEP), times[-1][1])
             found.waits("working", [Waiting(self.worker.stages[0], self.worker.throughout, times[0][0], step)])
+        self._apart(times)
         for number, (each, ends) in enumerate(zip(self.order, times, strict=True)):
             kind, stage, micro_batch = each.action.kind, each.action.stage, each.action.micro_batch
             if stage is None:
@@ -180,6 +181,14 @@ class _Changes:
             found.adds(last[stage][1] if stage in last else step[0], -num_bytes, ("gradients", stage))
         found.adds(step[0], -worker.freed_last, ("gradients", first))
         return summing
+
+    def _apart(self, times: Sequence[tuple[float, float]]) -> None:
+        """Gradients beside their buckets."""
+        first = next((start for each, (start, _) in zip(self.order, times, strict=True) if each.action.kind in _GRADIENTS), None)
+        step = next((ends for each, ends in zip(self.order, times, strict=True) if each.action.kind is Kind.STEP), None)
+        if first is not None and step is not None and any(self.worker.apart):
+            stage = self.worker.stages[0]
+            self.found.waits("gradients", [Waiting(stage, own, first, end) for own, end in zip(self.worker.apart, step, strict=True)])
 
     def _counts_sums(self, computation: Computation) -> bool:
         """Whether a last pass counts the sums that start in it."""

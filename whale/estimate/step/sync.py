@@ -7,6 +7,7 @@ lost           the rounding error stays from step to step
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -190,8 +191,20 @@ class SummedBuckets:
         return found
 
     @cached_property
+    def left_pieces(self) -> tuple[Mapping[int, float], ...]:
+        """Per bucket of `let_go`, owners that sum several pieces of its parameters, with the bytes of those whose last piece it has."""
+        sizes, last, found = sizes_of_pieces(self.let_go), dict[tuple[int, str], int](), [dict[int, float]() for _ in self.let_go]
+        for number, bucket in enumerate(self.let_go) if sizes else ():
+            own = [key for name in bucket.names for owner in bucket.owners if (key := (owner, name)) in sizes]
+            found[number] = dict.fromkeys((owner for owner, _ in own), 0.0)
+            last |= dict.fromkeys(own, number)
+        for (owner, name), number in last.items():
+            found[number][owner] += sum(sizes[owner, name])
+        return tuple(found)
+
+    @cached_property
     def summing(self) -> Mapping[tuple[int, int], Sequence[tuple[SummedGradients, int | None]]]:
-        """By (replica, stage), the buckets that start in its last backward pass, with their indices in `let_go`; `kept` is left open."""
+        """By (replica, stage), the buckets that start in its last backward pass, with their indices in `let_go`; `freed` is left open."""
         numbers, found = {id(bucket): number for number, bucket in enumerate(self.let_go)}, dict[tuple[int, int], list[Any]]()
         for bucket in self.buckets:
             number = numbers.get(id(bucket))
@@ -235,11 +248,31 @@ class SummedHere:
 
     def sums(self, replica: int, stage: int) -> tuple[SummedGradients, ...]:
         """What starts in the last backward pass of a stage."""
-        own = self.together.summing.get((replica, stage), ())
-        return tuple(each if number is None else replace(each, kept=float(self._keeps(number))) for each, number in own)
+        return tuple(self._here(*each) for each in self.together.summing.get((replica, stage), ()))
+
+    def _here(self, bucket: SummedGradients, number: int | None) -> SummedGradients:
+        if number is None:
+            return bucket
+        left, kept = self.together.left_pieces[number].get(self.rank), self._keeps(number)
+        if left is None:
+            return replace(bucket, freed=self.together.made[number] - kept, is_copied=kept > 0)
+        # gradients of which pieces are summed stay beside the buffers until the last has arrived
+        return replace(bucket, gathered=0.0, sent=bucket.sent + bucket.gathered, freed=left - kept if left else 0.0)
 
     def _keeps(self, number: int) -> int:
         return self.together.kept[number].get(self.rank, 0)
+
+
+def sizes_of_pieces(buckets: Iterable[Bucket]) -> Mapping[tuple[int, str], Sequence[int]]:
+    """Per rank and parameter of which it sums several pieces, their bytes."""
+    found = tuple(buckets)
+    numbers, sizes = Counter(slot.name for bucket in found for slot in bucket.slots), dict[tuple[int, str], list[int]]()
+    for bucket in found:
+        for slot in (each for each in bucket.slots if numbers[each.name] > 1):
+            num_bytes = (slot.stop - slot.start) * DTYPE_BYTES[bucket.form.dtype]
+            for owner in bucket.owners:
+                sizes.setdefault((owner, slot.name), []).append(num_bytes)
+    return {key: own for key, own in sizes.items() if len(own) > 1}
 
 
 def summed_by_rank(plan: Plan, graph: ModelGraph, buckets: Iterable[Bucket]) -> Iterator[tuple[int, SummedHere]]:

@@ -15,14 +15,24 @@ from whale.estimate.memory.passes import SummedGradients
 from whale.estimate.prices.part import Part
 from whale.estimate.prices.prices import Prices
 from whale.estimate.step.step import MemoryUse
-from whale.estimate.step.sync import Brought, Gathering, SummedBuckets, SummedHere, deferred, giving_seconds, most_at_once, summed_by_rank
+from whale.estimate.step.sync import (
+    Brought,
+    Gathering,
+    SummedBuckets,
+    SummedHere,
+    deferred,
+    giving_seconds,
+    most_at_once,
+    sizes_of_pieces,
+    summed_by_rank,
+)
 from whale.estimate.step.work import StageKey, Work, Works, first_alike
 from whale.ir.cluster import NO_HANDLING, Device, Handling
 from whale.ir.graph import DTYPE_BYTES, Parameter
 from whale.ir.plan import ParameterState, Plan, Replica, Stage
 from whale.ir.schedule import Kind, Schedule
 from whale.schedules import count_in_flight
-from whale.sharding.buckets import Bucket, Buckets, BucketSlot, filled_up
+from whale.sharding.buckets import Buckets, filled_up
 
 _NOTHING: Mapping[str, int] = {}
 
@@ -52,6 +62,8 @@ class SimulatedWorker:
     sent: float = 0.0  # bytes of buckets in flight, from the first last backward pass to the optimizer's step
     sent_after: float = 0.0  # the same from the end of that pass on, where passes count buffers of their own
     sent_late: float = 0.0  # bytes of those that start when all backward passes are done
+    # bytes of gradients that fall into pieces, beside their buckets: from the first backward pass to the optimizer's step, and to its end
+    apart: tuple[float, float] = (0.0, 0.0)
     throughout: float = 0.0  # bytes of weights gathered before the first pass, and freed before the optimizer's step
     freed: tuple[float, ...] = ()  # per stage, bytes of gradients of other keepers freed by the end of its last backward pass
     freed_last: float = 0.0  # the rest of these, by the optimizer's step
@@ -108,6 +120,7 @@ class _Own(NamedTuple):
     num_given: int = 0  # buckets
     in_buckets: int = 0  # bytes that buckets of weights add to those of weights
     padding: int = 0  # the same of gradients
+    apart: tuple[float, float] = (0.0, 0.0)  # as in `SimulatedWorker`
     published: float = 0.0
     num_on_host: int = 1  # devices of its host, where state lives there
 
@@ -129,7 +142,12 @@ class Workers:
             for device, seconds in giving_seconds(plan, prices, bucket).items() if id(bucket) not in later else ():
                 self._publishing[device] = self._publishing.get(device, 0.0) + seconds
                 self._num_given[device] += 1
-        self._padding = _padding_of_pieces(bucket for bucket in buckets.summed if bucket.form.sharding == "stage")
+        self._padding, self._apart = Counter[int](), dict[int, tuple[float, float]]()
+        for (rank, name), own in sizes_of_pieces(each for each in buckets.summed if each.form.sharding == "stage").items():
+            self._padding[rank] += sum(map(filled_up, own)) - filled_up(sum(own))
+            passed, stepped = self._apart.get(rank, (0.0, 0.0))
+            stays = sum(own) * (plan.state_of(name).kept.sharding == "stage")
+            self._apart[rank] = passed + sum(own) - stays, stepped + stays
         self._summed = dict(summed_by_rank(plan, prices.graph, buckets.summed))
         self._nothing_summed = SummedHere(0, SummedBuckets(plan, (), {}))
         self._published: dict[int, list[int]] = {}
@@ -213,7 +231,8 @@ class Workers:
             given=self._publishing.get(device, 0.0) + self._gathering.throughout(device),
             num_given=self._num_given[device],
             in_buckets=self._filling.get(at, 0),
-            padding=self._padding.get(at, 0),
+            padding=self._padding[at],
+            apart=self._apart.get(at, (0.0, 0.0)),
             published=float(most_at_once(self._published.get(at, ()))),
             num_on_host=self._num_on_host[self._prices.cluster.by_name[device].host] if self._uses_hosts else 1,
         )
@@ -253,6 +272,7 @@ class Workers:
             sent=own.sent,
             sent_after=own.sent_after,
             throughout=own.throughout,
+            apart=own.apart,
             sent_late=own.sent_late,
             freed=own.freed,
             freed_last=own.freed_last,
@@ -392,20 +412,3 @@ def _with_sent(held: StateBytes, state: ParameterState, kept: int, *, is_whole: 
 
 def _added(rows: Iterable[_Sums]) -> _Sums:
     return tuple(map(sum, zip(_NO_SUMS, *rows, strict=True)))
-
-
-def _padding_of_pieces(buckets: Iterable[Bucket]) -> dict[int, int]:
-    """Per rank, padding bytes of parameters that fall into pieces, beyond one slot for each parameter."""
-    pieces: dict[str, list[tuple[Bucket, BucketSlot]]] = {}
-    for bucket in buckets:
-        for slot in bucket.slots:
-            pieces.setdefault(slot.name, []).append((bucket, slot))
-    sizes: dict[tuple[int, str], list[int]] = {}
-    for name, found in pieces.items():
-        for bucket, slot in found if len(found) > 1 else ():
-            for owner in bucket.owners:
-                sizes.setdefault((owner, name), []).append((slot.stop - slot.start) * DTYPE_BYTES[bucket.form.dtype])
-    padding: dict[int, int] = {}
-    for (owner, _), own in sizes.items():
-        padding[owner] = padding.get(owner, 0) + sum(map(filled_up, own)) - filled_up(sum(own))
-    return {owner: num_bytes for owner, num_bytes in padding.items() if num_bytes}
