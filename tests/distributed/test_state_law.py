@@ -330,7 +330,8 @@ def test_memory_is_the_plans_to_the_byte(world: World, zero: Zero, home: str, re
     expected = estimate(plan, graph, make_cluster(case.speeds))
     for device, read, summed, kept, on_host in run_case(world, trained_bytes, case, plan):
         assert_as_planned(expected.of(device), read, summed, kept, on_host)
-        assert zero not in (0, 1) or summed == expected.of(device).peak.gradients, "they are accumulated where they are summed"
+        in_pieces = SPLIT in replicas  # gradients of which pieces are summed are beside these until then
+        assert zero not in (0, 1) or in_pieces or summed == expected.of(device).peak.gradients, "they are accumulated where they are summed"
 
 
 def with_frozen(case: Case, *numbers: int, **changes: Any) -> Case:
