@@ -216,14 +216,13 @@ class SummingStates:
         """The pass at its peak; `sums`: of its buckets, in the order in which they start. As many as may be are in flight."""
         starts = np.minimum.accumulate([float(each.place) for each in sums])  # none before the one ahead of it
         sent, freed = (np.concatenate(([0.0], np.cumsum(each))) for each in zip(*((own.sent, own.freed) for own in sums), strict=True))
-        in_flight = (
-            sent - sent[np.maximum(np.arange(len(sent)) - NUM_AT_ONCE, 0)] - freed[np.maximum(np.arange(len(sent)) - NUM_AT_ONCE, 0)]
-        )
+        arrived = np.maximum(np.arange(len(sent)) - NUM_AT_ONCE, 0)  # by the number that have started
+        in_flight = sent - sent[arrived] - freed[arrived]
         besides: Floats = in_flight[np.searchsorted(-starts, -self.places, side="left")]  # with those of earlier ops
         for number, (start, each) in enumerate(zip(starts, sums, strict=True)):  # one after the other, also where several start at once
-            arrived = sums[number - NUM_AT_ONCE] if number >= NUM_AT_ONCE else _NO_SUM
+            taken = sums[number - NUM_AT_ONCE] if number >= NUM_AT_ONCE else _NO_SUM
             # what is sent is made of the buffer when the gradients are freed; what is kept, of the one before the last, first
-            most = max(each.gathered - each.sent, arrived.gathered if arrived.is_copied else 0.0, 0.0)
+            most = max(each.gathered - each.sent, taken.gathered if taken.is_copied else 0.0, 0.0)
             here = self.places == start - 0.5
             besides[here] = np.maximum(besides[here], in_flight[number + 1] + most)
         return self.states.fullest(num_rows, besides)

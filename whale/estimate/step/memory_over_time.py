@@ -127,10 +127,8 @@ class _Changes:
         goes_back = {each.action.stage for each in self.order if each.action.kind in _BACKWARD}
         found, rows = self.found, self.worker.rows
         summing = self._sums(times)
-        if self.worker.throughout:
-            step = next((start for each, (start, _) in zip(self.order, times, strict=True) if each.action.kind is Kind.STEP), times[-1][1])
-            found.waits("working", [Waiting(self.worker.stages[0], self.worker.throughout, times[0][0], step)])
-        self._apart(times)
+        if self.worker.throughout or any(self.worker.apart):
+            self._beside_passes(times)
         for number, (each, ends) in enumerate(zip(self.order, times, strict=True)):
             kind, stage, micro_batch = each.action.kind, each.action.stage, each.action.micro_batch
             if stage is None:
@@ -145,10 +143,8 @@ class _Changes:
             if own is None:
                 is_first = (stage, kind) not in self._passed
                 work = work_of(self.worker, each.action)
-                if kind in _BACKWARD:
-                    made = self._backward(stage, work, kind, is_recomputed=is_recomputed, is_first=is_first, is_summing=is_summing)
-                else:
-                    made = self._of(kind, stage, work, is_recomputed=is_recomputed, is_first=is_first, goes_back=stage in goes_back)
+                how = {"is_recomputed": is_recomputed, "is_first": is_first, "is_summing": is_summing, "goes_back": stage in goes_back}
+                made = self._of(kind, stage, work, **how)
                 changes = [each for each in made if each[1]]
                 own = [end for end, *_ in changes], [change for _, change, _ in changes], [found.numbered(what) for *_, what in changes]
                 self._passed.add((stage, kind))
@@ -182,19 +178,24 @@ class _Changes:
         found.adds(step[0], -worker.freed_last, ("gradients", first))
         return summing
 
-    def _apart(self, times: Sequence[tuple[float, float]]) -> None:
-        """Gradients beside their buckets."""
-        first = next((start for each, (start, _) in zip(self.order, times, strict=True) if each.action.kind in _GRADIENTS), None)
-        step = next((ends for each, ends in zip(self.order, times, strict=True) if each.action.kind is Kind.STEP), None)
-        if first is not None and step is not None and any(self.worker.apart):
-            stage = self.worker.stages[0]
-            self.found.waits("gradients", [Waiting(stage, own, first, end) for own, end in zip(self.worker.apart, step, strict=True)])
+    def _beside_passes(self, times: Sequence[tuple[float, float]]) -> None:
+        """Weights gathered for all passes, and gradients beside their buckets."""
+        worker, kinds = self.worker, [each.action.kind for each in self.order]
+        step = times[kinds.index(Kind.STEP)] if Kind.STEP in kinds else None
+        end = times[-1][1] if step is None else step[0]
+        self.found.waits("working", [Waiting(worker.stages[0], worker.throughout, times[0][0], end)])
+        first = next((start for kind, (start, _) in zip(kinds, times, strict=True) if kind in _GRADIENTS), None)
+        if first is not None and step is not None:
+            apart = zip(worker.apart, step, strict=True)
+            self.found.waits("gradients", [Waiting(worker.stages[0], own, first, end) for own, end in apart])
 
     def _counts_sums(self, computation: Computation) -> bool:
         """Whether a last pass counts the sums that start in it."""
         return computation.action.kind is Kind.BACKWARD and work_of(self.worker, computation.action).memory.last is not None
 
-    def _of(self, kind: Kind, stage: int, work: Work, *, is_recomputed: bool, is_first: bool, goes_back: bool) -> Iterator[_Change]:
+    def _of(
+        self, kind: Kind, stage: int, work: Work, *, is_recomputed: bool, is_first: bool, is_summing: bool, goes_back: bool
+    ) -> Iterator[_Change]:
         """The changes of one computation."""
         if kind is Kind.FORWARD:
             yield from _during("working", stage, work.memory.forward)
@@ -203,8 +204,10 @@ class _Changes:
         elif kind is Kind.RECOMPUTE:
             yield from _during("working", stage, work.memory.recompute)
             yield _START, work.kept - work.left, ("recomputed", stage)
-        else:
+        elif kind is Kind.BACKWARD_WEIGHT:
             yield from self._weights(stage, work, is_first=is_first)
+        else:
+            yield from self._backward(stage, work, kind, is_recomputed=is_recomputed, is_first=is_first, is_summing=is_summing)
 
     def _backward(self, stage: int, work: Work, kind: Kind, *, is_recomputed: bool, is_first: bool, is_summing: bool) -> Iterator[_Change]:
         """A B or I, with its peak for its whole duration."""

@@ -182,15 +182,6 @@ class SummedBuckets:
         return found
 
     @cached_property
-    def starting(self) -> Mapping[tuple[int, int], Sequence[int]]:
-        """By (replica, stage), the indices in `let_go` of those that start in its last backward pass."""
-        found = dict[tuple[int, int], list[int]]()
-        for number, bucket in enumerate(self.let_go):
-            for place in bucket.stages if bucket.is_at_one_place and not self.starts_late[number] else ():
-                found.setdefault(place, []).append(number)
-        return found
-
-    @cached_property
     def left_pieces(self) -> tuple[Mapping[int, float], ...]:
         """Per bucket of `let_go`, owners that sum several pieces of its parameters, with the bytes of those whose last piece it has."""
         sizes, last, found = sizes_of_pieces(self.let_go), dict[tuple[int, str], int](), [dict[int, float]() for _ in self.let_go]
@@ -236,7 +227,8 @@ class SummedHere:
 
     def freed(self, replica: int, stage: int) -> float:
         """Bytes freed by the end of the last backward pass of a stage, less what the device keeps of them."""
-        return self._freed(self.together.starting.get((replica, stage), ())[:-NUM_AT_ONCE])
+        own = [number for _, number in self.together.summing.get((replica, stage), ()) if number is not None]
+        return self._freed(own[:-NUM_AT_ONCE])
 
     @property
     def freed_in_all(self) -> float:
