@@ -158,10 +158,28 @@ COPIES = Case(
     "adam",
 )
 
+ONE_AND_TWO = Case(
+    Description(tokens=False, blocks=(Block("linear"),), sequence=2),
+    (4, 4),
+    Cluster(
+        "one and two",
+        (
+            Host("host0", (_device("host0/0", "host0", 1e6),), Link(1e5, 1e-5)),
+            Host("host1", tuple(_device(f"host1/{i}", "host1", 1e6) for i in (0, 1)), Link(1e7, 1e-5)),
+        ),
+        Link(1e4, 1e-5),
+    ),
+    None,
+    (("planning.effort", EFFORT),),
+    "sgd",
+)
+"""A split over two hosts, the first of which could not hold it alone."""
+
 
 @at_most(6, suppress_health_check=list(HealthCheck))
 @example(case=SHORT)
 @example(case=COPIES)
+@example(case=ONE_AND_TWO)
 @given(case=cases())
 def test_law(world: World, case: Case) -> None:
     note(f"{case!r}")

@@ -148,9 +148,9 @@ class Pieces:
         """What a device of a split group holds."""
         return self._known(kind, width).held
 
-    def can_split(self, kind: Device, width: int) -> bool:
-        """Whether something of the model can be cut over so many devices of a type on one host."""
-        return self._of(kind, width, None) is not None
+    def can_split(self, kind: Device, width: int, host: str | None = None) -> bool:
+        """Whether something of the model can be cut over so many devices of a type on this host, or with None on any."""
+        return self._of(kind, width, host) is not None
 
     def _known(self, kind: Device, width: int, host: str | None = None) -> _Columns:
         found = self._of(kind, width, host)

@@ -268,7 +268,7 @@ class StageTables:
 
     def _sums_of(self, device: Device, times: float, width: int, host: str | None, num_rows: int) -> tuple[Floats, Floats]:
         """Per place, seconds of all ops before it: of a device, and of its host."""
-        parts = width if self.pieces.can_split(device, width) else 1
+        parts = width if self.pieces.can_split(device, width, host) else 1
         sums, share = self.pieces.sums(device, parts, float(num_rows), host), parts / width
         computing = times * (sums.forward[0] + num_rows * sums.forward[1]) + sums.backward[0] + num_rows * sums.backward[1]
         return computing * share, times * sums.started_forward + sums.started_backward
