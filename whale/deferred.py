@@ -173,6 +173,7 @@ class _Deferred(torch.autograd.Function):
         restored = list(ctx.rest)
         for position, value in zip(ctx.places, ctx.saved_tensors, strict=True):
             restored[position] = ctx.leaves.get(position, value)
+        restored[rule.data] = restored[rule.data].detach()  # W needs nothing of what made it, and what came from another stage may go
         args = tuple(restored)
         ctx.queue.add(rule, args, ctx.types, gradient)
         results: list[Any] = [None] * (4 + len(args))

@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 
 from whale.axes.operators import operator_of
 from whale.estimate.costs.line import Floats, Line
-from whale.estimate.memory.memory import place_share
+from whale.estimate.memory.memory import kept_for_weights, place_share, weight_share
 from whale.ir.graph import ModelGraph, Op
 from whale.sharding.buckets import NUM_AT_ONCE
 
@@ -256,8 +256,10 @@ class Passes:
     forms: tuple[BridgedTensor, ...] = ()  # of tensors, that the split group makes
     offloads: bool = False  # whether what is kept waits on the host until the backward pass of the last op that keeps it
     fetched: tuple[FetchedWeights, ...] = ()  # in the order in which a forward pass starts them
+    in_halves: bool = False  # whether each op runs twice, on half of the rows, so that each parameter has two gradients
     _backward: dict[tuple[frozenset[str], bool], BackwardStates] = field(default_factory=dict, init=False)
     _summing: dict[frozenset[str], SummingStates] = field(default_factory=dict, init=False)
+    _weights: dict[frozenset[str], SummingStates] = field(default_factory=dict, init=False)
 
     def forward(self, left: Collection[str]) -> PerOp:
         """Bytes at each point of a forward pass beyond the storages `left`, which it leaves."""
@@ -308,6 +310,29 @@ class Passes:
             self._summing[key] = SummingStates(BackwardStates.of(states), np.array(places))
         return self._summing[key]
 
+    def weights(self, stay: Collection[str]) -> SummingStates:
+        """A pass for the weight gradients that were left to it; `stay` as of `backward`.
+
+        In the order of backward passes each op's gradients are made, and then what it waited with is freed.
+        """
+        key = frozenset(stay)
+        if key not in self._weights:
+            states, places = list[_State](), list[float]()
+            left = Counter(each for waits in self.waiting.values() for each in waits)
+            new = key.intersection(name for op in self.waiting for name in self.trained_by(op))
+            freed, stays = complex(), sum(self.parameter_bytes[name] for name in key - new)
+            for op, waits in reversed(self.waiting.items()):
+                made = {*self.trained_by(op)}
+                stays += sum(self.parameter_bytes[name] for name in made & new)
+                states.append((freed, 0.0, stays, sum(self.parameter_bytes[name] for name in made - new)))
+                new -= made
+                left.subtract(waits)
+                freed += sum(self.num_bytes[each] for each in waits if not left[each])
+                states.append((freed, 0.0, stays, 0.0))
+                places += self.graph.position[op], self.graph.position[op] - 0.5
+            self._weights[key] = SummingStates(BackwardStates.of(states), np.array(places))
+        return self._weights[key]
+
     @cached_property
     def _fetching(self) -> Fetching:
         return Fetching.of(len(self.ops), [(each, self._step(each.first), self._step(each.last)) for each in self.fetched])
@@ -351,6 +376,11 @@ class Passes:
     @cached_property
     def largest_gradient(self) -> float:
         return max((self.parameter_bytes[name] for name in self.uses), default=0.0)
+
+    @cached_property
+    def waiting(self) -> Mapping[str, tuple[str, ...]]:
+        """Per op whose weight gradients can be left to a pass of their own, what waits for it: gradients go by their op's name."""
+        return {op: tuple(kept_for_weights(self.graph, [op])) for op in self.ops if weight_share(self.graph, op)}
 
     @cached_property
     def uses(self) -> Counter[str]:
@@ -504,7 +534,7 @@ class _Backward:
                 extra += size
             else:
                 self._hold(root, 0.0 if gradient == "one number" else size)
-        if not self._waits(op):
+        if not self._waits(op.name):
             extra += sum(self._parameter(name, op, uses) for name in passes.trained_by(op.name))
         return extra
 
@@ -514,13 +544,14 @@ class _Backward:
         uses[name] -= 1
         if uses[name] == 0 and stays:
             self._stays += size
-        if total == 1:
+        if total == 1 and not self.passes.in_halves:
             return 0.0 if stays else size
         if uses[name] == total - 1:
             self._on_their_way += size
             if operator_of(op).weights == "linear":
                 self._views.add(name)
-            return 0.0
+            if not self.passes.in_halves:
+                return 0.0
         summed = size if name in self._views else 0.0  # torch adds to no view: to a product's transpose
         self._views.discard(name)
         if uses[name] == 0:
@@ -528,9 +559,9 @@ class _Backward:
             summed += 0.0 if stays else size
         return size + summed
 
-    def _waits(self, op: Op) -> bool:
+    def _waits(self, op: str) -> bool:
         """Whether an op leaves its weight gradients to W."""
-        return self.defers and operator_of(op).weights is not None
+        return self.defers and op in self.passes.waiting
 
     def _is_value(self, name: str) -> bool:
         op = self.passes.graph.by_name[name]
@@ -543,8 +574,7 @@ class _Backward:
     def _pass(self, op: Op) -> None:
         """Frees the gradient of an op's result, unless it is shared or weight gradients need it."""
         passes = self.passes
-        waits = self._waits(op) and any(passes.trained_by(op.name))
-        if op.name in self._gradients and op.name not in passes.crossing and not waits:
+        if op.name in self._gradients and op.name not in passes.crossing and not self._waits(op.name):
             shared = self._gradients.pop(op.name)
             shared[1] -= 1
             if shared[1] == 0:
@@ -552,7 +582,7 @@ class _Backward:
 
     def _let_go(self, name: str) -> None:
         passes, op = self.passes, self.passes.graph.by_name[name]
-        waits = self._waits(op)
+        waits = self._waits(name)
         freed = sum(0.0 if waits else passes.num_bytes[root] for root in passes.frees.get(name, ())) + self._places(op)
         if passes.offloads:
             self._back -= freed

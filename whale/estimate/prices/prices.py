@@ -490,15 +490,15 @@ class Prices:
         forms: tuple[BridgedTensor, ...] = (),
         divided: frozenset[str] = frozenset(),
         fetched: tuple[FetchedWeights, ...] = (),
+        in_halves: bool = False,
     ) -> tuple[Passes, PassStates]:
         """The passes of a part, and what they hold; arguments as the fields of `Passes`, and of `StageKey`."""
-        key = part, tuple(parameter_bytes.items()), segments, recomputes, defers_weights, offloads, forms, divided, fetched
+        key = part, tuple(parameter_bytes.items()), segments, recomputes, defers_weights, offloads, forms, divided, fetched, in_halves
         if key not in self._passes:
             tensors = self.held_tensors(part, segments, is_away=offloads)
             crossing, kept = frozenset(tensors.crossing), frozenset(tensors.there)
-            made = Passes(
-                self.graph, self.result_bytes, part.ops, self.kept, segments, crossing, parameter_bytes, divided, forms, offloads, fetched
-            )
+            own = crossing, parameter_bytes, divided, forms, offloads, fetched, in_halves
+            made = Passes(self.graph, self.result_bytes, part.ops, self.kept, segments, *own)
             nothing: PerOp = np.zeros(0, dtype=np.complex128)
             if self.training:
                 states = PassStates(

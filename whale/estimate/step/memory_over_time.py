@@ -22,9 +22,10 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from whale.estimate.events.simulate import Computation
+from whale.estimate.memory.passes import Fullest
 from whale.estimate.step.program import work_of
 from whale.estimate.step.step import MemoryUse
-from whale.estimate.step.work import Work
+from whale.estimate.step.work import Peaks, Work
 from whale.estimate.step.workers import SimulatedWorker
 from whale.ir.schedule import Kind
 
@@ -161,15 +162,12 @@ class _Changes:
         for number, (each, ends) in enumerate(zip(self.order, times, strict=True)):
             if each.action.kind in _GRADIENTS or each.action.kind is Kind.STEP:
                 last[each.action.stage], numbers[each.action.stage] = ends, number
-        if None not in last or not (worker.sent or worker.sent_late or worker.freed_last or worker.published):
+        summing = [number for number in numbers.values() if self._counts_sums(self.order[number])]
+        if None not in last or not (summing or worker.sent or worker.sent_late or worker.freed_last or worker.published):
             return ()
         step, first = last.pop(None), worker.stages[0]
-        summing = [numbers[stage] for stage in last if self._counts_sums(self.order[numbers[stage]])]
-        if summing and len(summing) == len(last):
-            found.waits("gradients", [Waiting(first, worker.sent_after, min(end for _, end in last.values()), step[0])])
-        else:
-            summing = []
-            found.waits("gradients", [Waiting(first, worker.sent, min((start for start, _ in last.values()), default=step[0]), step[0])])
+        begins = [end if numbers[stage] in summing else start for stage, (start, end) in last.items()]
+        found.waits("gradients", [Waiting(first, worker.sent, min(begins, default=step[0]), step[0])])
         done = max((end for _, end in last.values()), default=step[0])
         found.waits("gradients", [Waiting(first, worker.sent_late, done, step[0])])
         found.waits("working", [Waiting(first, worker.published, *step)])
@@ -190,8 +188,12 @@ class _Changes:
             self.found.waits("gradients", [Waiting(worker.stages[0], own, first, end) for own, end in apart])
 
     def _counts_sums(self, computation: Computation) -> bool:
-        """Whether a last pass counts the sums that start in it."""
-        return computation.action.kind is Kind.BACKWARD and work_of(self.worker, computation.action).memory.last is not None
+        """Whether the last pass of a stage counts the sums that start in it."""
+        if computation.action.stage is None:
+            return False
+        memory = work_of(self.worker, computation.action).memory
+        peaks = memory.weights if computation.action.kind is Kind.BACKWARD_WEIGHT else memory.backward
+        return peaks.last is not None
 
     def _of(
         self, kind: Kind, stage: int, work: Work, *, is_recomputed: bool, is_first: bool, is_summing: bool, goes_back: bool
@@ -205,14 +207,17 @@ class _Changes:
             yield from _during("working", stage, work.memory.recompute)
             yield _START, work.kept - work.left, ("recomputed", stage)
         elif kind is Kind.BACKWARD_WEIGHT:
-            yield from self._weights(stage, work, is_first=is_first)
+            fullest = _fullest(work.memory.weights, is_first=is_first, is_summing=is_summing)
+            yield _START, -fullest.freed, ("activations", stage)
+            yield from _during("working", stage, fullest.working)
+            yield _END, fullest.freed - work.for_weights, ("activations", stage)
+            yield from self._gradients(stage, work, fullest, is_first=is_first, is_summing=is_summing)
         else:
             yield from self._backward(stage, work, kind, is_recomputed=is_recomputed, is_first=is_first, is_summing=is_summing)
 
     def _backward(self, stage: int, work: Work, kind: Kind, *, is_recomputed: bool, is_first: bool, is_summing: bool) -> Iterator[_Change]:
         """A B or I, with its peak for its whole duration."""
-        memory, own = work.memory, _let_go(is_recomputed)
-        fullest = memory.last if is_summing and memory.last is not None else memory.first if is_first else memory.later
+        own, fullest = _let_go(is_recomputed), _fullest(work.memory.backward, is_first=is_first, is_summing=is_summing)
         yield _START, -fullest.freed, (own, stage)
         yield from _during("working", stage, fullest.working)
         yield from _during("recomputed", stage, fullest.recomputed)
@@ -222,27 +227,28 @@ class _Changes:
         if kind is Kind.BACKWARD_INPUT:
             yield from _during("gradients", stage, fullest.gradients)
             yield _END, work.for_weights, ("activations", stage)
-        elif is_first:
+        else:
+            yield from self._gradients(stage, work, fullest, is_first=is_first, is_summing=is_summing)
+
+    def _gradients(self, stage: int, work: Work, fullest: Fullest, *, is_first: bool, is_summing: bool) -> Iterator[_Change]:
+        """Those that a B or W makes, with buffers of sums."""
+        if is_first:
             made = self._make(work)
-            most = min(fullest.gradients, made) + max(0.0, fullest.gradients - memory.gradients)  # with buffers of sums
+            most = min(fullest.gradients, made) + max(0.0, fullest.gradients - work.memory.gradients)
             yield _START, most, ("gradients", stage)
             yield _END, made - most, ("gradients", stage)
         elif is_summing:
             yield from _during("gradients", stage, fullest.gradients)
-
-    def _weights(self, stage: int, work: Work, *, is_first: bool) -> Iterator[_Change]:
-        """A W: all that it waited with counts to its end."""
-        if not is_first:
-            yield from _during("working", stage, work.memory.weight)
-        else:
-            yield _START, self._make(work), ("gradients", stage)
-        yield _END, -work.for_weights, ("activations", stage)
 
     def _make(self, work: Work) -> float:
         """The gradients that a stage makes first; a parameter shared by several stages of the device counts once."""
         made = min(work.memory.gradients, self.worker.unbucketed - self._given)
         self._given += made
         return made
+
+
+def _fullest(peaks: Peaks, *, is_first: bool, is_summing: bool) -> Fullest:
+    return peaks.last if is_summing and peaks.last is not None else peaks.first if is_first else peaks.later
 
 
 def _let_go(is_recomputed: bool) -> What:

@@ -126,21 +126,20 @@ class SummedBuckets:
         """Bytes of rounding errors that each device keeps."""
         return sum(bucket.lost_bytes for bucket in self.buckets)
 
-    def on_their_way(self, *, besides_passes: bool = False) -> int:
-        """Bytes of buckets in flight in a dtype of their own, and of the buffer that gathers freed gradients before all passes are done.
-
-        `besides_passes`: whether each pass counts the buffer for its own gradients.
-        """
-        return most_at_once(bucket.sent_bytes for bucket in self._rounded) + self._gathering(is_late=False, besides_passes=besides_passes)
+    @cached_property
+    def on_their_way(self) -> int:
+        """Bytes of buckets in flight in a dtype of their own, and of the buffer that gathers freed gradients from several places."""
+        return most_at_once(bucket.sent_bytes for bucket in self._rounded) + self._gathering(is_late=False)
 
     @cached_property
     def on_their_way_late(self) -> int:
         """Bytes that this buffer takes more once all backward passes are done."""
         return max(0, self._gathering(is_late=True) - self._gathering(is_late=False))
 
-    def _gathering(self, *, is_late: bool, besides_passes: bool = False) -> int:
+    def _gathering(self, *, is_late: bool) -> int:
+        """Bytes of the largest; passes count those for gradients of one place, which start in them."""
         own = (bucket for bucket, starts_late in zip(self.let_go, self.starts_late, strict=True) if starts_late == is_late)
-        return max((bucket.num_bytes for bucket in own if not (besides_passes and bucket.is_at_one_place)), default=0)
+        return max((bucket.num_bytes for bucket in own if is_late or not bucket.is_at_one_place), default=0)
 
     def seconds(self, device: Device) -> float:
         """Seconds of casting."""

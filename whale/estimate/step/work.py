@@ -45,16 +45,23 @@ _NOTHING = Fullest()
 
 
 @dataclass(frozen=True, slots=True)
+class Peaks:
+    """A pass that makes gradients at its peak."""
+
+    first: Fullest = _NOTHING  # in the first of a step
+    later: Fullest = _NOTHING  # in the others
+    last: Fullest | None = None  # in the last, where sums of gradients in memory of their own start in it
+
+
+@dataclass(frozen=True, slots=True)
 class PassMemory:
     """Bytes of the passes of one micro-batch besides what is kept."""
 
     gradients: float = 0.0  # unbucketed, from the first backward pass of a step on
     forward: float = 0.0  # peak of F beyond what it leaves
     recompute: float = 0.0  # peak of R beyond what it leaves
-    first: Fullest = _NOTHING  # B (or I) at its peak, in the first of a step
-    later: Fullest = _NOTHING  # the same in the others
-    last: Fullest | None = None  # the same in the last, where sums of gradients in memory of their own start in it
-    weight: float = 0.0  # of the largest weight gradient, where W makes it
+    backward: Peaks = Peaks()  # of B (or I)
+    weights: Peaks = Peaks()  # of W
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,8 +156,9 @@ class Works:
         forward, inputs, weights = seconds
         (kept, left, for_weights), (memory, passes, apart), away = self._memory[there]
         if sums:
-            fullest = passes.summing(apart if is_only else ()).fullest(num_rows, sums)
-            memory = replace(memory, first=fullest if is_only else memory.first, last=fullest)
+            field, summing = ("weights", passes.weights) if key.defers_weights else ("backward", passes.summing)
+            fullest, peaks = summing(apart if is_only else ()).fullest(num_rows, sums), getattr(memory, field)
+            memory = replace(memory, **{field: replace(peaks, first=fullest if is_only else peaks.first, last=fullest)})
         return Work(forward, inputs, weights, own[0], own[1] + own[2], kept, left, for_weights, memory, away)
 
     def _in_memory(self, key: StageKey, position: int, num_rows: int, fetched: tuple[FetchedWeights, ...]) -> _InMemory:
@@ -235,6 +243,7 @@ class Works:
             forms=forms,
             divided=self._divided(key),
             fetched=fetched,
+            in_halves=key.overlap,
         )
         forward = float(bytes_at(held.forward, num_rows).max())
         if not training:
@@ -242,10 +251,10 @@ class Works:
         apart = {name: passes.parameter_bytes[name] for name in passes.uses if name not in self.bucketed}
         first = passes.backward(stay=apart, defers_weights=key.defers_weights) if apart else held.later
         recompute = float(bytes_at(held.recompute, num_rows).max()) if key.recomputes else 0.0
-        weight = passes.largest_gradient if key.defers_weights else 0.0
-        gradients = sum(apart.values())
-        found = PassMemory(gradients, forward, recompute, first.fullest(num_rows), held.later.fullest(num_rows), weight=weight)
-        return found, passes, frozenset(apart)
+        backward, weights = Peaks(first.fullest(num_rows), held.later.fullest(num_rows)), Peaks()
+        if key.defers_weights:
+            weights = Peaks(*(passes.weights(stay).states.fullest(num_rows) for stay in (apart, ())))
+        return PassMemory(sum(apart.values()), forward, recompute, backward, weights), passes, frozenset(apart)
 
     def _divided(self, key: StageKey) -> frozenset[str]:
         """The losses whose classes are cut."""

@@ -59,8 +59,7 @@ class SimulatedWorker:
     capacity: int  # bytes that a plan may use
     handling: Handling = NO_HANDLING  # of messages
     on_host: float = 0.0  # bytes in the memory of its host; of activations the most
-    sent: float = 0.0  # bytes of buckets in flight, from the first last backward pass to the optimizer's step
-    sent_after: float = 0.0  # the same from the end of that pass on, where passes count buffers of their own
+    sent: float = 0.0  # bytes of buckets in flight, from the first last backward pass to the optimizer's step, but those that passes count
     sent_late: float = 0.0  # bytes of those that start when all backward passes are done
     # bytes of gradients that fall into pieces, beside their buckets: from the first backward pass to the optimizer's step, and to its end
     apart: tuple[float, float] = (0.0, 0.0)
@@ -112,7 +111,6 @@ class _Own(NamedTuple):
     lost: tuple[int, ...] = ()  # of all its stages, and of each of them
     casting: float = 0.0  # seconds
     sent: float = 0.0
-    sent_after: float = 0.0
     sent_late: float = 0.0
     brought: tuple[Brought, ...] = ()  # per stage
     throughout: float = 0.0  # bytes of gathered weights
@@ -218,13 +216,12 @@ class Workers:
         freed = tuple(summed.freed(replica, stage) for stage in stages)
         return _Own(
             kept=tuple(self._held.kept(*own, kept) for own in _together_and_alone(keys, positions)) if kept else (),
-            sums=tuple(summed.sums(replica, place.stage.index) if not place.key.defers_weights else () for place in places),
+            sums=tuple(summed.sums(replica, stage) for stage in stages),
             freed=freed,
             freed_last=summed.freed_in_all - sum(freed),
             lost=(summed.together.lost, *(summed.lost_of(replica, stage) for stage in stages)),
             casting=summed.together.seconds(self._prices.cluster.by_name[device]),
-            sent=float(summed.together.on_their_way()),
-            sent_after=float(summed.together.on_their_way(besides_passes=True)),
+            sent=float(summed.together.on_their_way),
             sent_late=float(summed.together.on_their_way_late),
             brought=tuple(self._gathering.of(device, stage) for stage in stages),
             throughout=self._gathering.bytes_throughout(device),
@@ -270,7 +267,6 @@ class Workers:
             known.reached_handling,
             held.on_host + away,
             sent=own.sent,
-            sent_after=own.sent_after,
             throughout=own.throughout,
             apart=own.apart,
             sent_late=own.sent_late,

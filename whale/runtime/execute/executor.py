@@ -263,16 +263,18 @@ class Executor:
         }
         with self._visit(stage, backward=True):
             self._stages[stage].backward(flight, seeds)
-        self._exchange.pass_locally(place, flight.received_gradients())
+        self._exchange.pass_locally(place, flight.returned)
 
     def _send_backward(self, state: StepState, stage: int, micro_batch: int) -> None:
-        self._exchange.send(("backward", stage, micro_batch), self._flights[stage, micro_batch].received_gradients())
+        self._exchange.send(("backward", stage, micro_batch), self._flights[stage, micro_batch].returned)
         self._done(stage, micro_batch, Kind.SEND_BACKWARD)
 
     def _done(self, stage: int, micro_batch: int, kind: Kind) -> None:
         """Frees a micro-batch after its last action."""
         flight = self._flights[stage, micro_batch]
         flight.pending.discard(kind)
+        if flight.pending == {Kind.BACKWARD_WEIGHT}:
+            flight.returned = {}
         if not flight.pending:
             del self._flights[stage, micro_batch]
 

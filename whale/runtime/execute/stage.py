@@ -34,6 +34,7 @@ class Flight:
     received: dict[str, torch.Tensor]  # leaf tensors from earlier stages, by op name
     outputs: dict[str, object]  # of the program, by op name
     gradients: dict[str, torch.Tensor] = field(default_factory=dict)  # of the outputs, from later stages
+    returned: dict[str, torch.Tensor] = field(default_factory=dict)  # gradients of the received tensors, once backward has made them
     seed: int | None = None  # of its random numbers; None for a stage without any
     weights: WeightQueue = field(default_factory=WeightQueue)  # weight gradients that wait for W
     pending: set[Kind] = field(default_factory=set)  # kinds of actions after which it can be freed
@@ -41,11 +42,6 @@ class Flight:
     def tensors(self) -> dict[str, torch.Tensor]:
         """The outputs that are tensors."""
         return {name: value for name, value in self.outputs.items() if isinstance(value, torch.Tensor)}
-
-    def received_gradients(self) -> dict[str, torch.Tensor]:
-        """Gradients of the received tensors; zeros where the loss does not depend on one."""
-        needed = {name: value for name, value in self.received.items() if value.requires_grad}
-        return {name: torch.zeros_like(value) if value.grad is None else value.grad for name, value in needed.items()}
 
 
 @dataclass(frozen=True)
@@ -140,8 +136,11 @@ class StageRunner:
                 gradients.append(gradient)
         if roots:
             torch.autograd.backward(roots, gradients)
-        flight.outputs.clear()
-        flight.arguments.clear()
+        needed = {name: value for name, value in flight.received.items() if value.requires_grad}
+        # zeros where the loss does not depend on one
+        flight.returned = {name: torch.zeros_like(value) if value.grad is None else value.grad for name, value in needed.items()}
+        for done in (flight.outputs, flight.arguments, flight.received, flight.gradients):  # W may come much later
+            done.clear()
 
     def _run(self, flight: Flight, program: StageProgram, arguments: Sequence[object], with_graph: bool) -> None:
         with torch.set_grad_enabled(with_graph), nullcontext() if flight.seed is None else seeded(flight.seed, self._device):
