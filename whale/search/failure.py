@@ -10,10 +10,12 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
 from whale.config import Config
+from whale.config.keys import choice_text
 from whale.config.replicas import REPLICAS
 from whale.errors import ConfigError, OutOfMemory, WhaleError
 from whale.estimate.prices.budget import Budget
@@ -238,12 +240,16 @@ def _without(fault: WhaleError, graph: ModelGraph, config: Config) -> Iterator[t
     for pins in PINS:
         own = {name: value for name, value in config.explicit_items() if name in pins}
         if own:
-            yield " and ".join(f"{name} ({value})" for name, value in own.items()), graph, _left(config, tuple(own))
+            yield " and ".join(f"{name} ({_text(value)})" for name, value in own.items()), graph, _left(config, tuple(own))
     is_scoped = any(op.scope for op in graph.ops)
     division = [*(["the scopes"] if is_scoped else []), *(["the replicas that are written down"] if config.replicas else [])]
     if division and not isinstance(fault, ConfigError):  # that says what is wrong in the division itself
         plain = replace(graph, ops=tuple(replace(op, scope=()) for op in graph.ops))
         yield " and ".join(division), plain, _left(config, (REPLICAS,))
+
+
+def _text(value: Any) -> str:
+    return choice_text(value) if isinstance(value, tuple) else str(value)
 
 
 def _left(config: Config, names: Sequence[str]) -> Config:
