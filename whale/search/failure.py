@@ -41,10 +41,21 @@ def failure(
 
     Args:
         faults: of the plans that were tried.
-        short: strategies that did not fit, with why.
+        short: strategies that did not fit on devices, with why.
         space: that was searched.
         free: the space if nothing divided the model.
     """
+    error = _of_devices(faults, short, space, free)
+    on_hosts = next((fault for fault in faults if isinstance(fault, OutOfMemory) and not isinstance(fault, MemoryShortage)), None)
+    if short and on_hosts is not None:  # more memory on devices is then not all that would help
+        error.hint = f"{error.hint}; or more memory on hosts, for a plan that fits on devices:\n{on_hosts}"
+    return error
+
+
+def _of_devices(
+    faults: Sequence[WhaleError], short: Sequence[tuple[Strategy, MemoryShortage]], space: FreeSpace | OpenSpace, free: FreeSpace
+) -> WhaleError:
+    """The same, where devices have too little memory, or something else than memory is in the way."""
     remedies = _Remedies(free)
     if isinstance(space, OpenSpace):
         if not short:
