@@ -48,10 +48,13 @@ _LOOKS = (DataDependentOutputException, DynamicOutputShapeException)
 _OPTIMIZERS: Mapping[int, Callable[..., torch.optim.Optimizer]] = {
     0: torch.optim.SGD,
     1: partial(torch.optim.SGD, momentum=0.9),
-    2: partial(torch.optim.AdamW, fused=True),
-    3: partial(torch.optim.AdamW, fused=True, amsgrad=True),
+    2: torch.optim.AdamW,
+    3: partial(torch.optim.AdamW, amsgrad=True),
 }
 """By the number of tensors that they keep for each parameter."""
+
+_FUSED = (2, 3)
+"""Those that step in one kernel, which needs no memory of its own; torch has none for complex numbers."""
 
 
 @dataclass(frozen=True)
@@ -150,7 +153,11 @@ class DryRank:
                 f"a dry run does not support memory.optimizer_states: {kept}",
                 hint=f"set memory.optimizer_states to {min(_OPTIMIZERS)}..{max(_OPTIMIZERS)}, or leave out the dry run",
             )
-        return _OPTIMIZERS[kept](list(parameters.values()), lr=1e-3)
+        groups = list[dict[str, Any]]()
+        for is_complex in (False, True):
+            own = [each for each in parameters.values() if each.is_complex() is is_complex]
+            groups += [{"params": own} | ({"fused": not is_complex} if kept in _FUSED else {})] if own else []
+        return _OPTIMIZERS[kept](groups, lr=1e-3)
 
 
 @contextmanager

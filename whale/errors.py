@@ -123,12 +123,13 @@ def first_few(names: Sequence[str], most: int = 3, *, separator: str = ", ", cou
 
 
 def raise_faults(faults: Sequence[WhaleError]) -> None:
-    """Raises all faults of a pass: one unchanged, several as one error of their common class with a numbered list."""
-    if not faults:
+    """Raises all faults of a pass, each once: one unchanged, several as one error of their common class with a numbered list."""
+    told = list({str(fault): fault for fault in faults}.values())
+    if not told:
         return
-    if len(faults) == 1:
-        raise faults[0]
-    _raise_together(faults)
+    if len(told) == 1:
+        raise told[0]
+    _raise_together(told)
 
 
 def _raise_together(faults: Sequence[WhaleError]) -> NoReturn:

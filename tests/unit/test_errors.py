@@ -36,6 +36,14 @@ def test_several_faults_are_numbered() -> None:
     assert str(caught.value) == "2 faults\n1. a\n  hint: h\n2. b"
 
 
+def test_a_fault_of_several_places_is_said_once() -> None:
+    with pytest.raises(ConfigError) as caught:
+        raise_faults([ConfigError("a"), ConfigError("b"), ConfigError("a")])
+    assert str(caught.value) == "2 faults\n1. a\n2. b"
+    with pytest.raises(ConfigError, match=r"^a$"):
+        raise_faults([ConfigError("a"), ConfigError("a")])
+
+
 def test_faults_of_several_kinds_are_of_their_common_class() -> None:
     with pytest.raises(WhaleError) as caught:
         raise_faults([ConfigError("a"), ClusterError("b")])

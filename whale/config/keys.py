@@ -19,11 +19,11 @@ Choice = str | ByName  # one of some words, or one by patterns of parameter name
 Recomputation = str | Shares | ByName  # a value of ``recompute.policy``
 
 
-def choice_text(value: Choice) -> str:
+def choice_text(value: Choice | Recomputation) -> str:
     """A choice as a user writes it."""
     if isinstance(value, str):
         return value
-    return f"{{{', '.join(f'{json.dumps(pattern)}: {choice}' for pattern, choice in value)}}}"
+    return f"{{{', '.join(f'{json.dumps(each)}: {choice}' for each, choice in value)}}}"
 
 
 TYPE_WORDS: dict[KeyType, str] = {"bool": "true or false", "int": "a whole number", "float": "a number", "str": "text"}

@@ -217,7 +217,7 @@ class Reader:
             pipeline = tuple((name, values[name]) for name in self.keys if name in values)
             blocks.append(ReplicaBlock(**own, pipeline=pipeline, place=partial(where, number)))
         faults += _together(blocks, where) if not faults else []
-        return tuple(blocks), list({str(fault): fault for fault in faults}.values())
+        return tuple(blocks), faults
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -375,7 +375,8 @@ class EstimatedPlan:
         types = (explain_half_types(plan),) if plan.half_types else ()
         rows = (*types, *joining, *self.not_joined, *self.borders, *explain_mixing(mixed))
         plan = dataclasses.replace(plan, choices=(*choices, *rows, *plan.choices, *explain_step(self.step)))
-        verify(plan, prices.graph, prices.cluster, prices.axes if needs_axes(plan) else None, step=self.step)
+        axes = prices.axes if needs_axes(plan) else None
+        verify(plan, prices.graph, prices.cluster, axes, costs=prices.costs, step=self.step)
         return plan, self.step
 
 

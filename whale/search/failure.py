@@ -10,10 +10,12 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
 from whale.config import Config
+from whale.config.keys import choice_text
 from whale.config.replicas import REPLICAS
 from whale.errors import ConfigError, OutOfMemory, WhaleError
 from whale.estimate.prices.budget import Budget
@@ -39,10 +41,21 @@ def failure(
 
     Args:
         faults: of the plans that were tried.
-        short: strategies that did not fit, with why.
+        short: strategies that did not fit on devices, with why.
         space: that was searched.
         free: the space if nothing divided the model.
     """
+    error = _of_devices(faults, short, space, free)
+    on_hosts = next((fault for fault in faults if isinstance(fault, OutOfMemory) and not isinstance(fault, MemoryShortage)), None)
+    if short and on_hosts is not None:  # more memory on devices is then not all that would help
+        error.hint = f"{error.hint}; or more memory on hosts, for a plan that fits on devices:\n{on_hosts}"
+    return error
+
+
+def _of_devices(
+    faults: Sequence[WhaleError], short: Sequence[tuple[Strategy, MemoryShortage]], space: FreeSpace | OpenSpace, free: FreeSpace
+) -> WhaleError:
+    """The same, where devices have too little memory, or something else than memory is in the way."""
     remedies = _Remedies(free)
     if isinstance(space, OpenSpace):
         if not short:
@@ -238,12 +251,16 @@ def _without(fault: WhaleError, graph: ModelGraph, config: Config) -> Iterator[t
     for pins in PINS:
         own = {name: value for name, value in config.explicit_items() if name in pins}
         if own:
-            yield " and ".join(f"{name} ({value})" for name, value in own.items()), graph, _left(config, tuple(own))
+            yield " and ".join(f"{name} ({_text(value)})" for name, value in own.items()), graph, _left(config, tuple(own))
     is_scoped = any(op.scope for op in graph.ops)
     division = [*(["the scopes"] if is_scoped else []), *(["the replicas that are written down"] if config.replicas else [])]
     if division and not isinstance(fault, ConfigError):  # that says what is wrong in the division itself
         plain = replace(graph, ops=tuple(replace(op, scope=()) for op in graph.ops))
         yield " and ".join(division), plain, _left(config, (REPLICAS,))
+
+
+def _text(value: Any) -> str:
+    return choice_text(value) if isinstance(value, tuple) else str(value)
 
 
 def _left(config: Config, names: Sequence[str]) -> Config:

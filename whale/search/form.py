@@ -99,7 +99,10 @@ class ClosedForms:
         replicas = strategy.replicas
         m, shares = strategy.num_micro_batch, self.shares(replicas)
         pricing = self.planner.pricing_for(replicas, policy)
-        lanes = [self._lane(replica, own, share, policy, pricing) for replica, own, share in zip(replicas, firsts, shares, strict=True)]
+        lanes = [
+            self._lane(replica, own, placed, share, policy, pricing)
+            for replica, own, placed, share in zip(replicas, firsts, self.places.of_first(strategy), shares, strict=True)
+        ]
         rows = self._rows(lanes, m)
         sums, alike = self.places.sums(firsts), len({replica.num_ranks for replica in replicas}) == 1
         sums = [[rate * self._in_turn(strategy) for rate in rates] for rates in sums]
@@ -322,22 +325,15 @@ class ClosedForms:
             self._totals[kind, width] = grid, np.array(values)
         return np.interp(rows, *self._totals[kind, width])
 
-    def _lane(self, replica: ReplicaSpec, firsts: Numbers, share: float, policy: Recomputation, pricing: StagePricing) -> Lane:
+    def _lane(
+        self, replica: ReplicaSpec, firsts: Numbers, placed: Placed, share: float, policy: Recomputation, pricing: StagePricing
+    ) -> Lane:
         m = replica.num_micro_batch or 1
         about = max(1, math.ceil(share / m - 1e-9))
         solver = self.planner.solver(replica, policy, pricing)
-        placed = replica.names or self._names(replica, firsts[0])
         is_small = solver.pipeline.num_stages * self.planner.points.num_units <= SMALL
         units = solver.cut(placed, about).units if is_small else fill(solver.tables, placed, about)
         return self._cut(replica, solver, placed, units, self.places.hops(firsts), self.places.slowest(firsts, replica), about)
-
-    def _names(self, replica: ReplicaSpec, firsts: Numbers) -> Placed:
-        """The devices of a replica; a group's devices follow its first one in the cluster's order."""
-        devices = self.planner.cluster.devices
-        return tuple(
-            tuple(devices[first + place].name for place in range(rank.width))
-            for rank, first in zip(replica.ranks or (), firsts.tolist(), strict=True)
-        )
 
     def _cut(
         self,

@@ -19,7 +19,7 @@ from whale.estimate import Line, all_reduce_line
 from whale.estimate.costs.line import Floats
 from whale.estimate.prices.prices import Prices
 from whale.ir.cluster import Device
-from whale.planning.strategy import RankSpec, ReplicaSpec, Strategy
+from whale.planning.strategy import Placed, RankSpec, ReplicaSpec, Strategy
 from whale.sharding.keepers import connected
 
 Numbers = NDArray[np.int64]
@@ -52,6 +52,13 @@ class Places:
         if strategy.replicas[0].names is not None:
             return [np.array([[self._number[names[0]] for names in replica.names or ()]]) for replica in strategy.replicas]
         return [np.stack([rank[:, 0] for rank in ranks], axis=1) for ranks in self._placed(strategy)]
+
+    def of_first(self, strategy: Strategy) -> list[Placed]:
+        """Per replica specification, the devices of each rank of its first replica."""
+        if strategy.replicas[0].names is not None:
+            return [replica.names or () for replica in strategy.replicas]
+        devices = self.prices.cluster.devices
+        return [tuple(tuple(devices[number].name for number in rank[0].tolist()) for rank in ranks) for ranks in self._placed(strategy)]
 
     def named(self, strategy: Strategy) -> Strategy:
         """The strategy with all devices named; replicas in the order of the cluster's devices."""

@@ -167,6 +167,25 @@ def test_optimizers_keep_what_the_settings_say(kept: int) -> None:
     assert (2 + kept) * weight_bytes <= held < (3 + kept) * weight_bytes
 
 
+class Complex(nn.Module):
+    """A real and a complex layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH, dtype=torch.complex64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        value: Tensor = self.second(self.first(x).to(torch.complex64)).abs()
+        return value
+
+
+def test_complex_parameters_are_stepped_too() -> None:
+    mode, config = captured(Complex), Config({"planning.search": "off"})
+    plan = make_plan(mode.graph, cluster_of(1), config)
+    use, (peak,) = estimate(plan, mode.graph, cluster_of(1)).of("device0").peak, dry_run(plan, mode, config).of.values()
+    assert 0 <= peak.held_bytes - use.weights - use.optimizer <= 60 * 512
+
+
 def test_an_unknown_optimizer_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"does not support memory\.optimizer_states: 5") as caught:
         dry(2, memory__optimizer_states=5)

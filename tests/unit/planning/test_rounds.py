@@ -13,6 +13,7 @@ from whale.estimate import Costs, estimate
 from whale.ir.plan import Plan, Rounds
 from whale.ir.serialization import from_json, to_json
 from whale.planning import write_plan
+from whale.planning.plan import plan_and_estimate
 from whale.planning.verify import verify
 from whale.schedules import alike_schedules
 from whale.search import decide
@@ -158,6 +159,13 @@ def test_a_plan_and_settings_are_of_one_training(settings: dict[str, object], me
     verify(plan, GRAPH, where, costs=Costs.of(Config({"communication.sync_steps": 8})))
     with pytest.raises(WhaleError, match=message):
         verify(plan, GRAPH, where, costs=Costs.of(Config(settings)))
+
+
+def test_hosts_with_weights_of_their_own_keep_no_copies() -> None:
+    settings = Config({"communication.sync_steps": 8, "memory.redundancy": "1"})
+    with pytest.raises(ConfigError, match=r"memory\.redundancy does not work with communication\.sync_steps: 8"):
+        plan_and_estimate(GRAPH, on(2, 2), settings)
+    assert plan_and_estimate(GRAPH, on(2), settings)[0].rounds is None
 
 
 def test_yaml_does_not_hold_rounds() -> None:

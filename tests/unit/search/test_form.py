@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from tests.examples import at_most, slow
 from tests.unit.search.exhaustive import seater_of, space_of
 from tests.unit.search.many import drawn_graph
+from tests.unit.search.test_objective import priced
 from tests.unit.search.test_search import GIB, layers, made
 from whale.config import Config
 from whale.errors import WhaleError
@@ -48,6 +49,15 @@ def test_a_split_group_takes_what_its_plan_takes(model: str, num_rows: int, widt
     strategy = Strategy((replica,), near=True)
     planned = forms.planner.realize(forms.places.named(strategy)).plan.step_seconds
     assert forms.of(strategy).seconds == pytest.approx(planned, rel=0.01)
+
+
+def test_a_split_group_may_begin_with_any_device() -> None:
+    """The cheapest is taken first."""
+    cluster = priced(made([[(1e9, GIB)] * 3], network=1e9), (3.0, 2.0, 3.0), (None,))
+    forms = ClosedForms(seater_of(layers([64] * 3), cluster, Config(), 8))
+    replica = ReplicaSpec((RankSpec(cluster.devices[0].kind, 3),), schedule="1f1b", num_chunks=1, num_micro_batch=1)
+    strategy = Strategy((replica,), near=True)
+    assert forms.of(strategy) == forms.of(forms.places.named(strategy))
 
 
 @pytest.mark.parametrize(("offload", "error"), [("activations", 0.08), ("optimizer", 0.1), ("optimizer+parameters", 0.2)])

@@ -28,6 +28,7 @@ def hint_of(rows: int, settings: dict[str, object]) -> str:
 def test_the_setting_without_which_there_is_a_plan_is_named() -> None:
     assert "without pipeline.num_micro_batch (64) there is a plan" in hint_of(8, {"pipeline.num_micro_batch": 64})
     assert "without planning.search (off) there is a plan" in hint_of(8, {"planning.search": "off"})
+    assert "without recompute.policy ({0: full, 9: 0.3}) there is a plan" in hint_of(8, {"recompute.policy": {0: "full", 9: 0.3}})
     assert "without memory.fraction (0.1) there is a plan" in hint_of(8, {"memory.fraction": 0.1, "recompute.policy": "auto"})
 
 

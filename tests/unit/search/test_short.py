@@ -13,7 +13,7 @@ from tests.unit.search.exhaustive import every_strategy, least_divided, recomput
 from tests.unit.search.many import drawn_cluster, drawn_graph
 from tests.unit.search.test_search import layers
 from whale.config import Config
-from whale.errors import ConfigError
+from whale.errors import ConfigError, OutOfMemory
 from whale.estimate import Costs
 from whale.ir.cluster import Cluster
 from whale.planning.plan import plan_and_estimate
@@ -91,3 +91,16 @@ def test_what_the_plain_way_finds_in_short_memories_is_found(number: int) -> Non
     every = [least_divided(graph, short, Config({"recompute.policy": policy}), rows) for policy in ("auto", *FOR_MEMORY)]
     assert any(seconds is not None for seconds in every)
     assert search(graph, short, Config({"memory.zero": "0"}), rows=rows).value > 0
+
+
+def test_a_lack_of_memory_on_hosts_is_said_beside_that_on_devices() -> None:
+    """Pipelines fit on devices, and not what they keep on the host; single devices have too little memory themselves."""
+    config = Config({"memory.offload": "optimizer", "memory.zero": "0"})
+    graph, roomy = layers([64] * 4), cluster((1e9, 1e9))
+    least = search(graph, roomy, config.with_values({"planning.objective": "memory"}), rows=8).value
+    short = with_room(roomy, least)
+    short = replace(short, hosts=tuple(replace(host, memory=1000) for host in short.hosts))
+    with pytest.raises(
+        OutOfMemory, match=r"(?s)out of memory on h0/0.*or more memory on hosts.*\nout of memory on host h0: .*, 1000 B usable"
+    ):
+        search(graph, short, config, rows=8)

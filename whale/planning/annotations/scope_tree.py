@@ -107,7 +107,7 @@ def scope_tree(graph: ModelGraph) -> tuple[ScopeTree, list[AnnotationError]]:
     for keys, default in hosted.items():
         by_path[default,].hosted.append(by_path[keys])
     roots = tuple(node for keys, node in by_path.items() if len(keys) == 1 and keys not in hosted)
-    return ScopeTree(roots, by_path), list({str(fault): fault for fault in faults}.values())
+    return ScopeTree(roots, by_path), faults
 
 
 def _split_faults(path: ScopePath) -> Iterator[AnnotationError]:

@@ -107,10 +107,11 @@ def _check_modules(patterns: Sequence[str], graph: ModelGraph) -> None:
     paths = dict.fromkeys(op.module for op in graph.ops if op.kind == "call")
     used = {module_match(patterns, path)[0] for path in paths}
     if idle := [pattern for pattern in patterns[:-1] if pattern not in used]:
+        named = first_few([path for path in paths if path])
         raise ConfigError(
             f"recompute.policy: no op is in a module for {', '.join(map(repr, idle))} (the first pattern counts that matches the module "
             "of an op, or one around it)",
-            hint=f"the modules are {first_few([path for path in paths if path])}",
+            hint=f"the modules are {named}" if named else "all ops are in the model itself, which has no modules inside",
         )
 
 

@@ -236,8 +236,8 @@ def _ranks_of_scopes(config: Config, annotations: Annotations, chunks: int) -> i
     listing = ", ".join(annotations.names)
     if num_stages % chunks:
         raise ConfigError(
-            f"the scopes make {num_stages} stages ({listing}); schedule {config.pipeline.schedule} with {chunks} chunks needs a multiple "
-            f"of {chunks}",
+            f"the scopes make {counted(num_stages, 'stage')} ({listing}); schedule {config.pipeline.schedule} with {chunks} chunks needs a "
+            f"multiple of {chunks}",
             where=annotations.scopes[0].where,
             hint="fewer chunks (pipeline.num_chunks), or more TaskGraphs and devices for them",
         )
@@ -245,7 +245,8 @@ def _ranks_of_scopes(config: Config, annotations: Annotations, chunks: int) -> i
     asked = config.pipeline.num_stages
     if asked is not None and asked != num_ranks:
         raise ConfigError(
-            f"pipeline.num_stages: {asked} contradicts the scopes, which make a pipeline of {num_ranks} virtual devices ({listing})",
+            f"pipeline.num_stages: {asked} contradicts the scopes, which make a pipeline of {counted(num_ranks, 'virtual device')} "
+            f"({listing})",
             where=annotations.scopes[0].where,
             hint="remove the key or the scopes",
         )

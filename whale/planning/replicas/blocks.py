@@ -109,15 +109,14 @@ def with_micro_batches(
         ConfigError: rows by weight that are not whole micro-batches.
     """
     total = sum(block.rows or 1 for block in asked)
-    faults: dict[ReplicaBlock, WhaleError] = {}
-    counts = []
+    faults, counts = list[WhaleError](), []
     for block in asked:
         unit = block.micro_batch_rows or 1
         own, rest = divmod(num_rows * (block.rows or 1), total)
         if block.rows is not None and block.micro_batch_rows is not None and (rest or own % unit):
-            faults[block] = _not_whole(block, f"{num_rows * block.rows / total:g}", num_rows)
+            faults.append(_not_whole(block, f"{num_rows * block.rows / total:g}", num_rows))
         counts.append(max(1, own // unit))
-    raise_faults(list(faults.values()))
+    raise_faults(faults)
     return _counted(graph, config, asked, shapes, counts)
 
 

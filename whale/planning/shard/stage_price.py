@@ -151,7 +151,8 @@ class StagePricing:
                 taken += held
             else:
                 kept[own], working = held + waits, max(working, part.beside.at(rows) - waits)  # what an op needs is cut with it
-        share = kept[stage] / sum(kept.values())
+        total = sum(kept.values())
+        share = kept[stage] / total if total else 1 / len(kept)  # nothing is held of frozen weights that are kept on hosts
         repeated = repeated_of(assignment.parts[stage].ops, recomputes[stage], pipeline.waiting[stage] if waiting else 0)
         capacity = capacity_of(site, self.prices, self.budget)
         return MemoryBudget(kept[stage] + working * share, pipeline.in_flight[stage], capacity, taken, share, repeated, self.budget)

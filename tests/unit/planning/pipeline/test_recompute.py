@@ -157,6 +157,8 @@ def test_names_of_no_module_are_refused() -> None:
     config = Config({"recompute.policy": {"*.attn": "recompute", "*": "keep"}})
     with pytest.raises(ConfigError, match=r"no op is in a module for '\*\.attn' .*\n.*the modules are h\.0\.mlp\.up, h\.0\.mlp, h\.0"):
         make_plan(named(), cluster((1e9,)), config, rows=8)
+    with pytest.raises(ConfigError, match=r"\n.*all ops are in the model itself, which has no modules inside"):
+        make_plan(chain(2), cluster((1e9,)), config, rows=8)
     with pytest.raises(ConfigError, match=r"\{'\*\.mlp': 'recompute', .* cannot be used with schedule recompute_early"):
         by_name = {"recompute.policy": {"*.mlp": "recompute", "*": "keep"}, "pipeline.schedule": "recompute_early"}
         make_plan(named(), cluster((1e9, 1e9)), Config(by_name | TWO_STAGES), rows=8)

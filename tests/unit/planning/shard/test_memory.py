@@ -7,12 +7,14 @@ from functools import lru_cache
 
 import pytest
 
+from tests.unit.planning.graphs import Graph, cluster, scope
 from tests.unit.search.exhaustive import recomputing, replica_of
 from whale.config import Config
 from whale.estimate import Costs
 from whale.estimate.prices.prices import Prices
 from whale.hardware import parse_cluster
 from whale.ir.graph import ModelGraph
+from whale.planning import make_plan
 from whale.planning.pipeline.balance import MemoryShortage
 from whale.planning.pipeline.recompute import rank_memory
 from whale.planning.plan import EstimatedPlan
@@ -76,6 +78,17 @@ def fits(policy: str, mebibytes: float) -> bool:
 
 
 @pytest.mark.slow
+def test_a_split_stage_may_hold_nothing() -> None:
+    """Frozen weights are on hosts, and nothing is kept for gradients that there are not."""
+    made = Graph()
+    made.path = (scope(0, 2, "frozen", "split"),)
+    value = made.call("layer", "aten.linear.default", made.input("x"), made.parameter("weight", 8, 8, trainable=False), grad=False)
+    made.path = ()
+    made.sum_loss(value)
+    plan = make_plan(made.build(), cluster((1e9, 1e9)), Config({"memory.offload": "optimizer+parameters"}))
+    assert plan.replicas[0].stages[0].split == 2
+
+
 def test_the_more_is_computed_again_the_less_memory_is_enough() -> None:
     most = fullest(drafted("none")) / 2**20 * 2
     low, blocks = most / 8, most
