@@ -103,10 +103,10 @@ def check_places(tables: StageTables) -> None:
 def _best_of(tables: StageTables, placed: Placed, num_rows: int, margin: float | None) -> list[int]:
     """The bounds of the best cut, in units; `margin` None ignores memory.
 
-    What a stage receives of others than its neighbours depends on where these are cut: the cut is made again with what is sent in the one
-    before, while that is better.
+    Where ranks have several stages, what stays there depends on where the others are cut: the cut is made again with what is sent in the
+    one before, while that is better.
     """
-    chosen, rest = _best_beside(tables, placed, num_rows, margin, None), MAX_CUTS - 1
+    chosen, rest = _best_beside(tables, placed, num_rows, margin, None), MAX_CUTS - 1 if tables.pipeline.num_chunks > 1 else 0
     while rest and any(True for _ in tables.points.skips(chosen)):
         again = _best_beside(tables, placed, num_rows, margin, chosen)
         if _by_slowest(tables, placed, num_rows, again) >= _by_slowest(tables, placed, num_rows, chosen):
