@@ -9,7 +9,6 @@ It ranks strategies; plan and simulation decide.
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -403,10 +402,7 @@ class ClosedForms:
         points, inner, read = self.planner.points, list(units[1:-1]), set[tuple[int, int]]()
         passed: Floats = np.stack([points.crossing_fixed[inner], points.crossing_per_row[inner], points.messages[inner]])
         directly = np.zeros_like(passed)
-        ends = np.searchsorted(np.array(units), points.far_ends, side="right")
-        for index in np.flatnonzero(ends[1] - ends[0] > 1).tolist():
-            far = points.far[index]
-            made, *readers = (bisect_right(units, unit) - 1 for unit in (far.made, *far.read))
+        for far, made, readers in points.skips(units):
             payload = np.array(far.payload)
             passed[:, made : readers[-1]] -= payload[:, None]
             for reader in {*readers} - {made}:

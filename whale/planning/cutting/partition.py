@@ -3,8 +3,9 @@
     best[s][j] = min over i < j of max(best[s-1][i], cost_s(i, j))
 
 over the units of `whale.planning.pipeline.cut_points`, where cost_s is the time of the piece from i to j on the device of
-stage s for one micro-batch, with its messages: values at i, gradients at j. Among cuts with the same slowest piece the
-least sum of squares balances the others. Only pieces up to some length are tried; longer ones if a better cut may have one.
+stage s for one micro-batch, with its messages: values that it reads, gradients of what it makes; nothing for those that
+stay on its rank. Among cuts with the same slowest piece the least sum of squares balances the others. Only pieces up to
+some length are tried; longer ones if a better cut may have one.
 
 For a first estimate of pipelines with many ranks `fill` is faster: within a time limit every stage takes as much as it
 can, in order, cutting where little crosses; the least feasible limit is found by bisection.
@@ -16,7 +17,6 @@ from bisect import bisect_right
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,6 +30,8 @@ from whale.planning.strategy import Placed
 from whale.planning.structure.stages import Wish
 
 LENGTHS = 2  # pieces of at most this multiple of the average length are tried first: a matter of time alone, no plan depends on it
+
+MAX_CUTS = 3  # of one replica, each with the messages past stages of the one before
 
 EQUAL = 1e-12  # relative difference of equal times
 
@@ -77,11 +79,7 @@ def cut_into_stages(tables: StageTables, placed: Placed, num_rows: int, margin: 
         chosen = _best_of(tables, placed, num_rows, margin)
 
     def slowest(bounds: Iterable[int]) -> float:
-        pieces = enumerate(pairwise(bounds))
-        return max(
-            float(tables.seconds(stage, placed, num_rows, np.array(i), np.array(j)) + tables.answered(stage, placed, num_rows)[j])
-            for stage, (i, j) in pieces
-        )
+        return max(tables.by_stage(placed, num_rows, tuple(bounds)))
 
     return Partition(tuple(int(points.bounds[index]) for index in chosen), tuple(chosen), slowest)
 
@@ -103,22 +101,50 @@ def check_places(tables: StageTables) -> None:
 
 
 def _best_of(tables: StageTables, placed: Placed, num_rows: int, margin: float | None) -> list[int]:
-    """The bounds of the best cut, in units; `margin` None ignores memory."""
+    """The bounds of the best cut, in units; `margin` None ignores memory.
+
+    Where ranks have several stages, what stays there depends on where the others are cut: the cut is made again with what is sent in the
+    one before, while that is better.
+    """
+    chosen, rest = _best_beside(tables, placed, num_rows, margin, None), MAX_CUTS - 1 if tables.pipeline.num_chunks > 1 else 0
+    while rest and any(True for _ in tables.points.skips(chosen)):
+        again = _best_beside(tables, placed, num_rows, margin, chosen)
+        if _by_slowest(tables, placed, num_rows, again) >= _by_slowest(tables, placed, num_rows, chosen):
+            break
+        chosen, rest = again, rest - 1
+    return chosen
+
+
+def _by_slowest(tables: StageTables, placed: Placed, num_rows: int, bounds: Sequence[int]) -> tuple[float, float]:
+    """The slowest stage of a cut, and the sum of squares."""
+    seconds = tables.by_stage(placed, num_rows, bounds)
+    return max(seconds), sum(own * own for own in seconds)
+
+
+def _best_beside(tables: StageTables, placed: Placed, num_rows: int, margin: float | None, others: Sequence[int] | None) -> list[int]:
+    """The same if messages past a stage are sent as in the cut `others`; None: all of them by the neighbour."""
     num_units, num_stages = tables.points.num_units, tables.pipeline.num_stages
     longest = min(num_units, LENGTHS * -(-num_units // num_stages))
-    while (chosen := _chosen(tables, placed, num_rows, margin, Band(num_units, longest))) is None:
+    while (chosen := _chosen(tables, placed, num_rows, margin, Band(num_units, longest), others)) is None:
         longest = min(num_units, 2 * longest)
     return chosen
 
 
-def _chosen(tables: StageTables, placed: Placed, num_rows: int, margin: float | None, band: Band) -> list[int] | None:
+def _chosen(
+    tables: StageTables, placed: Placed, num_rows: int, margin: float | None, band: Band, others: Sequence[int] | None = None
+) -> list[int] | None:
     """The same within a band; None where longer pieces may be in a better cut."""
     stages = range(tables.pipeline.num_stages)
     growing = [tables.times(stage, placed, num_rows, band) for stage in stages]
+    answers = [tables.answers(stage, placed, num_rows, band) for stage in stages]
+    if others is not None:
+        more = [tables.skipping(stage, placed, num_rows, others, band.starts, band.ends) for stage in stages]
+        growing = [own + values for own, (values, _) in zip(growing, more, strict=True)]
+        answers = [own + gradients for own, (_, gradients) in zip(answers, more, strict=True)]
     if margin is not None:
         lowest = tables.lowest(placed, num_rows, margin)
         growing = [np.where(band.starts < low[:, None], np.inf, own) for own, low in zip(growing, lowest, strict=True)]
-    seconds = [own + tables.answered(stage, placed, num_rows)[:, None] for stage, own in enumerate(growing)]
+    seconds = [own + answered for own, answered in zip(growing, answers, strict=True)]
     slowest = _least_maximum(seconds, band)
     if not _is_enough(growing, slowest, band):  # gradients may take less time at a later place
         return None

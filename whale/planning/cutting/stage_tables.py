@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
-from itertools import combinations
+from functools import cached_property, partial
+from itertools import combinations, pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,7 +20,7 @@ from whale.estimate.prices.budget import ALL, Budget
 from whale.estimate.prices.prices import Prices
 from whale.ir.cluster import Device, Link
 from whale.planning.cutting.pieces import Pieces
-from whale.planning.pipeline.cut_points import CutPoints
+from whale.planning.pipeline.cut_points import CutPoints, Span, over_pieces
 from whale.planning.pipeline.recompute import Policy, expected_bytes, going_back
 from whale.planning.pipeline.scheduling import PipelineShape
 from whale.planning.strategy import Placed
@@ -121,13 +121,61 @@ class StageTables:
         return self.pipeline.stage_rank, self.pipeline.devices, times
 
     def times(self, stage: int, placed: Placed, num_rows: int, band: Band) -> Floats:
-        """Seconds of every piece of a band as this stage, infinite where there is none; never decreasing with the end."""
-        self._ask(num_rows)
-        kind, way = self._where(stage, placed, num_rows)
-        timed, known = (*self._timed(stage, kind, placed), way, band.longest, num_rows), self.pieces.times
+        """Seconds of every piece of a band as this stage, infinite where there is none; never decreasing with the end.
+
+        With values from the stage before, as if it sent all of them; `answers` has the gradients from the next.
+        """
+        way = self._way(stage - 1, stage, placed, num_rows)
+        timed, known = (*self._timed(stage, self._kind(stage, placed), placed), way, band.longest, num_rows), self.pieces.times
         if timed not in known:
-            known[timed] = np.where(band.is_piece, self.seconds(stage, placed, num_rows, band.starts, band.ends), np.inf)
+            computing = self.computing(stage, placed, num_rows, band.starts, band.ends)
+            known[timed] = np.where(band.is_piece, computing + self._in_band(self.points.received, "received", way, num_rows, band), np.inf)
         return known[timed]
+
+    def answers(self, stage: int, placed: Placed, num_rows: int, band: Band) -> Floats:
+        """Seconds of every piece of a band to receive gradients from the next stage, as if it sent all of them."""
+        way = self._way(stage, stage + 1, placed, num_rows) if self.prices.training else None
+        return self._in_band(self.points.returned, "returned", way, num_rows, band)
+
+    def _in_band(self, crossing: Floats, name: str, way: CutLink | None, num_rows: int, band: Band) -> Floats:
+        """`_over` of every piece of a band; `name` of what crosses."""
+        key, known = (name, way, band.longest, num_rows), self.pieces.times
+        if key not in known:
+            known[key] = self._over(way, crossing[:, band.starts, band.ends], num_rows)
+        return known[key]
+
+    def skipping(
+        self, stage: int, placed: Placed, num_rows: int, bounds: Sequence[int], starts: NDArray[np.int64], ends: NDArray[np.int64]
+    ) -> tuple[Floats, Floats]:
+        """What `times` and `answers` lack, or have too much, if the other stages are as in this cut.
+
+        A tensor that is read further on than by the next stage is sent by the rank that makes it to each stage that reads it on another.
+        """
+        values, gradients = list[tuple[Span, Sequence[float]]](), list[tuple[Span, Sequence[float]]]()
+        for far, made, read in self.points.skips(bounds):
+            sent = partial(self._sent, np.array(far.payload), placed, num_rows)
+            more = sent(min(made, stage - 1), stage) - sent(stage - 1, stage)
+            values += [(span, (more,)) for span in far.arrives]
+            if self.prices.training:
+                last = {max(reader, stage + 1): unit for reader, unit in zip(read, far.read, strict=True)}
+                gradients += [(far.returns(unit), (sent(stage, reader),)) for reader, unit in last.items()]
+                gradients.append((far.returns(far.read[-1]), (-sent(stage, stage + 1),)))
+        own, returned = (over_pieces(self.points.num_units, 1, each)[0, starts, ends] for each in (values, gradients))
+        return own, returned
+
+    def by_stage(self, placed: Placed, num_rows: int, bounds: Sequence[int]) -> list[float]:
+        """Seconds of each stage of a cut for a micro-batch, on one device of a split group, with all that it receives."""
+        found, skips = list[float](), any(True for _ in self.points.skips(bounds))
+        for stage, (start, end) in enumerate(pairwise(bounds)):
+            own = np.array(start), np.array(end)
+            seconds = float(self.computing(stage, placed, num_rows, *own))
+            seconds += self._sent(self.points.received[:, start, end], placed, num_rows, stage - 1, stage)
+            if self.prices.training:
+                seconds += self._sent(self.points.returned[:, start, end], placed, num_rows, stage, stage + 1)
+            if skips:
+                seconds += float(sum(self.skipping(stage, placed, num_rows, bounds, *own)))
+            found.append(seconds)
+        return found
 
     def lowest(self, placed: Placed, num_rows: int, margin: float) -> NDArray[np.int64]:
         """Per stage and end of a piece, the first start that fits in memory: ``[stages, places]``."""
@@ -156,20 +204,14 @@ class StageTables:
         room = margin * self.prices.capacity(name, self.budget) / self.pipeline.num_chunks
         return np.maximum(self._bytes[look] - room, 0.0)
 
-    def seconds(self, stage: int, placed: Placed, num_rows: int, starts: NDArray[np.int64], ends: NDArray[np.int64]) -> Floats:
-        """Seconds of pieces as this stage, on one device of a split group (with an even part of the work).
-
-        With messages from the stage before; `answered` has those from the next.
-        """
+    def computing(self, stage: int, placed: Placed, num_rows: int, starts: NDArray[np.int64], ends: NDArray[np.int64]) -> Floats:
+        """Seconds of pieces as this stage, on one device of a split group (with an even part of the work), without messages."""
         self._ask(num_rows)
-        kind, way = self._where(stage, placed, num_rows)
-        timed = self._timed(stage, kind, placed)
+        timed = self._timed(stage, self._kind(stage, placed), placed)
         if timed not in self._sums:
             self._sums[timed] = self._sums_of(*timed, num_rows)
         computing, starting = (sums[ends] - sums[starts] for sums in self._sums[timed])
         found: Floats = np.maximum(computing, starting)
-        if way is not None:
-            found = found + self._received(way, num_rows)[starts]
         return found
 
     def running(self, stage: int, kind: Device, placed: Placed, num_rows: int, places: NDArray[np.int64]) -> list[float]:
@@ -181,11 +223,6 @@ class StageTables:
             computing, starting = self._sums_of(*timed, num_rows)
             self.pieces.lists[key] = np.maximum(computing, starting)[places].tolist()
         return self.pieces.lists[key]
-
-    def answered(self, stage: int, placed: Placed, num_rows: int) -> Floats:
-        """Per end of a piece as this stage, seconds of receiving gradients from the next."""
-        way = self._where(stage + 1, placed, num_rows)[1] if self.prices.training and stage + 1 < self.pipeline.num_stages else None
-        return np.zeros(self.points.num_units + 1) if way is None else self._received(way, num_rows)
 
     def loads(self, placed: Placed, num_rows: int, bounds: Sequence[int]) -> Floats:
         """Bytes per stage on a device, for a given cut."""
@@ -223,10 +260,20 @@ class StageTables:
         found: Floats = capacity[list(self.pipeline.stage_rank)] / self.pipeline.num_chunks
         return found
 
-    def _received(self, way: CutLink, num_rows: int) -> Floats:
-        """Per place, seconds of what crosses there one way: of training, half of it."""
+    def _sent(self, crossing: Floats, placed: Placed, num_rows: int, first: int, second: int) -> float:
+        """Seconds in which of two stages one receives from the other what crosses."""
+        return float(self._over(self._way(first, second, placed, num_rows), crossing, num_rows))
+
+    def _over(self, way: CutLink | None, crossing: Floats, num_rows: int) -> Floats:
+        """Seconds of what crosses one way: of training, half of it.
+
+        `crossing`: fixed bytes, those per row, and messages, both ways: ``[3, ...]``.
+        """
+        if way is None:
+            return np.zeros(crossing.shape[1:])
+        fixed, per_row, messages = crossing
         share = 0.5 if self.prices.training else 1.0
-        return way.seconds(share * self.points.messages, share * self._crossing(num_rows))
+        return way.seconds(share * messages, share * (fixed + per_row * num_rows))
 
     def _ask(self, num_rows: int) -> None:
         """Clears what is cached of other numbers of rows."""
@@ -235,18 +282,24 @@ class StageTables:
             for known in (self._sums, self._bytes, self._gatherings):
                 known.clear()
 
-    def _where(self, stage: int, placed: Placed, num_rows: int) -> tuple[Device, CutLink | None]:
-        """The device type of a stage, and the link that it receives over."""
-        ranks, before = self.pipeline.stage_rank, max(stage - 1, 0)
-        name, source = placed[ranks[stage]][0], placed[ranks[before]][0]
-        kind = self.prices.cluster.by_name[name].kind
+    def _kind(self, stage: int, placed: Placed) -> Device:
+        """The device type of a stage."""
+        return self.prices.cluster.by_name[placed[self.pipeline.stage_rank[stage]][0]].kind
+
+    def _way(self, first: int, second: int, placed: Placed, num_rows: int) -> CutLink | None:
+        """How two stages reach each other; None where they share devices, or there is no such stage."""
+        stages, ranks = (first, second), self.pipeline.stage_rank
+        if first < 0 or second >= self.pipeline.num_stages:
+            return None
+        source, name = (placed[ranks[stage]][0] for stage in stages)
         if source == name:
-            return kind, None
-        link, num_parts = self.prices.link(source, name), min(self.pipeline.width(before), self.pipeline.width(stage))
+            return None
+        link, num_parts = self.prices.link(source, name), min(map(self.pipeline.width, stages))
         if num_parts == 1:
-            return kind, CutLink(link)
-        here, there = (self._gathering(placed[ranks[own]][: self.pipeline.width(own)], num_rows) for own in (stage, before))
-        return kind, CutLink(link, num_parts, (here + there) * 0.5)  # values are gathered here, their gradients there
+            return CutLink(link)
+        self._ask(num_rows)
+        there, here = (self._gathering(placed[ranks[stage]][: self.pipeline.width(stage)], num_rows) for stage in stages)
+        return CutLink(link, num_parts, (here + there) * 0.5)  # values are gathered here, their gradients there
 
     def _gathering(self, group: tuple[str, ...], num_rows: int) -> Line:
         """Seconds of gathering a message in a split group, by its bytes."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,6 +20,9 @@ from whale.planning.structure.structure import Structure, floating_ops
 
 MAX_UNITS = 320  # ops are bundled into at most this many units, cut where least crosses; halved: none of 22 plans differs
 
+Span = tuple[int, int, int, int]
+"""The pieces that start between two bounds and end between two others, all included; -1: the last bound."""
+
 
 @dataclass(frozen=True, slots=True)
 class FarRead:
@@ -27,6 +31,22 @@ class FarRead:
     made: int
     read: tuple[int, ...]
     payload: tuple[float, float, float]
+
+    @property
+    def arrives(self) -> Iterator[Span]:
+        """The pieces that receive it: those that read it and do not make it."""
+        for before, unit in pairwise((self.made, *self.read)):
+            yield before + 1, unit, unit + 1, -1
+
+    @property
+    def passes(self) -> Iterator[Span]:
+        """The pieces that it passes: it is made before and read only after them."""
+        for before, unit in pairwise((self.made, *self.read)):
+            yield before + 1, unit, 0, unit
+
+    def returns(self, read: int) -> Span:
+        """The pieces that make it and receive its gradient from a unit."""
+        return 0, self.made, self.made + 1, read
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,6 +102,33 @@ class CutPoints:
         found: NDArray[np.int64] = np.array([(each.made, each.read[-1]) for each in self.far], dtype=np.int64).reshape(-1, 2).T
         return found
 
+    def skips(self, units: Sequence[int]) -> Iterator[tuple[FarRead, int, Sequence[int]]]:
+        """The tensors that are read beyond the piece after the one that makes them; with that piece, and that of each unit that reads them.
+
+        `units`: where each piece starts, and the end.
+        """
+        ends = np.searchsorted(np.array(units), self.far_ends, side="right")
+        for index in np.flatnonzero(ends[1] - ends[0] > 1).tolist():
+            far = self.far[index]
+            made, *read = (bisect_right(units, unit) - 1 for unit in (far.made, *far.read))
+            yield far, made, read
+
+    @cached_property
+    def received(self) -> Floats:
+        """Of each piece, what it reads and others make: fixed bytes, those per row, and messages, all both ways: ``[3, starts, ends]``."""
+        passing = [(span, far.payload) for far in self.far for span in far.passes]
+        return self._crossing[:, :, None] - over_pieces(self.num_units, 3, passing)
+
+    @cached_property
+    def returned(self) -> Floats:
+        """The same of what it makes and others read."""
+        before: list[tuple[Span, Sequence[float]]] = [((far.made + 1, -1, 0, far.read[-1]), far.payload) for far in self.far]
+        return self._crossing[:, None, :] - over_pieces(self.num_units, 3, before)
+
+    @property
+    def _crossing(self) -> Floats:
+        return np.stack([self.crossing_fixed, self.crossing_per_row, self.messages])
+
     @cached_property
     def read_again(self) -> float:
         """Bytes of the parameters that several units read, in each but the first of them."""
@@ -103,6 +150,19 @@ class CutPoints:
         pairs = [(start, start, 1.0), (end, end, 1.0), (start, end, -1.0), (end, start, -1.0)]
         twice = sum(sign * known[np.ix_(first, second)] for first, second, sign in pairs)
         return float(np.sum(np.triu(twice, 1) * (own[:, None] != own[None, :])))
+
+
+def over_pieces(num_units: int, num_figures: int, spans: Sequence[tuple[Span, Sequence[float]]]) -> Floats:
+    """Per piece, the sums of the figures of all spans that it is in: ``[figures, starts, ends]``."""
+    steps = np.zeros((num_figures, num_units + 2, num_units + 2))
+    corners = np.array([span for span, _ in spans], dtype=np.int64).reshape(-1, 4).T
+    figures = np.array([own for _, own in spans], dtype=np.float64).reshape(-1, num_figures).T
+    start, stop, first, last = np.where(corners < 0, num_units, corners)
+    for step, own in zip(steps, figures, strict=True):
+        for rows, columns, sign in ((start, first, 1), (start, last + 1, -1), (stop + 1, first, -1), (stop + 1, last + 1, 1)):
+            np.add.at(step, (rows, columns), sign * own)
+    found: Floats = steps.cumsum(axis=1).cumsum(axis=2)[:, :-1, :-1]
+    return found
 
 
 def find_cut_points(structure: Structure, prices: Prices, kept: Mapping[str, tuple[str, ...]], budget: Budget = ALL) -> CutPoints:

@@ -2,28 +2,33 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 from itertools import combinations, pairwise
 from pathlib import Path
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.unit.planning.graphs import chain, cluster
+from tests.unit.planning.graphs import Graph, chain, cluster
+from tests.unit.search.many import drawn_graph
 from whale.config import Config
 from whale.estimate import Costs
 from whale.estimate.prices.prices import Prices
 from whale.hardware import load_cluster
-from whale.ir.cluster import Link
+from whale.ir.cluster import Cluster, Link
+from whale.ir.graph import ModelGraph
 from whale.planning import make_plan
-from whale.planning.cutting.partition import _chosen, _least_maximum, _least_squares, cut_into_stages
+from whale.planning.cutting.partition import Partition, _chosen, _least_maximum, _least_squares, cut_into_stages, wishes_of
 from whale.planning.cutting.pieces import Pieces
 from whale.planning.cutting.stage_tables import Band, StageTables
 from whale.planning.pipeline.cut_points import find_cut_points
 from whale.planning.pipeline.placement import likeness_of
 from whale.planning.pipeline.recompute import KEEP_ALL, kept_under
 from whale.planning.pipeline.scheduling import Split, shape_pipeline
+from whale.planning.structure.stages import assign
 from whale.planning.structure.structure import analyse
 from whale.workloads import GPT
 
@@ -121,3 +126,51 @@ def test_a_stage_may_take_more_of_its_rank_than_another() -> None:
     assert roomy.loads(placed, 2, best).max() > needed / 2  # more than an equal part of its rank
     tight = tied_in_two_chunks(round(1.01 * needed / roomy.prices.costs.memory_fraction))
     assert cut_into_stages(tight, placed, 2, 1.0, look).units == best
+
+
+def tables_of(graph: ModelGraph, hosts: Cluster, num_ranks: int, schedule: str, num_chunks: int = 1) -> StageTables:
+    prices = Prices(graph, hosts, Costs())
+    asked = {"num_stages": num_ranks, "schedule": schedule, "num_chunks": num_chunks, "num_micro_batch": 4}
+    pipeline = shape_pipeline(Config({f"pipeline.{key}": value for key, value in asked.items()}), None, num_ranks)
+    points = find_cut_points(analyse(graph), prices, kept_under(prices, KEEP_ALL))
+    return StageTables(points, Pieces(prices, points, 8), prices, pipeline, KEEP_ALL)
+
+
+@pytest.mark.parametrize("number", range(1, 16, 2))
+def test_a_stage_receives_what_it_reads_and_gradients_of_what_is_read_elsewhere(number: int) -> None:
+    """Each over the link between two ranks: nothing for what passes a stage, or stays on its rank."""
+    graph, placed = drawn_graph(random.Random(number), scoped=False), (("h0/0",), ("h0/1",), ("h1/0",))
+    hosts = cluster((1e9, 2e9), (3e9,))
+    free = Cluster("free", tuple(replace(host, link=Link(1e300, 0.0)) for host in hosts.hosts), Link(1e300, 0.0))
+    for num_ranks, schedule, num_chunks in ((2, "interleaved", 2), (2, "zb_v", 2), (3, "1f1b", 1)):
+        tables, computing = (tables_of(graph, each, num_ranks, schedule, num_chunks) for each in (hosts, free))
+        points, prices, ranks = tables.points, tables.prices, tables.pipeline.stage_rank
+        for inner in combinations(range(1, points.num_units), len(ranks) - 1):
+            units = (0, *inner, points.num_units)
+            cut = Partition(tuple(points.bounds[list(units)].tolist()), units, lambda _: 0.0)
+            expected, received = np.array(computing.by_stage(placed, 2, units)), np.zeros(len(ranks))
+            for stage, part in enumerate(assign(graph, points.structure, wishes_of(points, cut), len(ranks))[0].parts):
+                for source, line, count in prices.part(part, 2.0).sends:
+                    if ranks[source] != ranks[stage]:
+                        link = prices.link(placed[ranks[source]][0], placed[ranks[stage]][0])
+                        received[[source, stage]] += (line.at(2) / link.bandwidth + count * link.latency) / 2
+            assert tables.by_stage(placed, 2, units) == pytest.approx(expected + received, rel=1e-9)
+
+
+def test_what_stays_on_a_rank_does_not_push_the_cut_aside() -> None:
+    """Each chunk hands a value past the next one, to its own rank; over the link goes only what the third one makes."""
+    graph = Graph()
+    x = graph.input("x", 64)
+    first = graph.linear("first", x, width=64)
+    second = graph.linear("second", x, width=64)
+    both = graph.call("both", "aten.add.Tensor", first, x, width=64, tags=["pointwise"])
+    third = graph.linear("third", both, width=64)
+    graph.sum_loss(graph.call("joined", "aten.add.Tensor", third, second, width=64, tags=["pointwise"]))
+    hosts = Cluster("slow", tuple(replace(host, link=Link(2e7, 1e-6)) for host in cluster((2e9, 1e10)).hosts), None)
+    placed, tables = (("h0/0",), ("h0/1",)), tables_of(graph.build(), hosts, 2, "interleaved", 2)
+    points = tables.points
+    chosen = cut_into_stages(tables, placed, 4, 1.0, likeness_of(placed, hosts))
+    every = [(0, *inner, points.num_units) for inner in combinations(range(1, points.num_units), 3)]
+    assert chosen.slowest == min(max(tables.by_stage(placed, 4, units)) for units in every)
+    stages = [points.spine[start:stop] for start, stop in pairwise(chosen.bounds)]
+    assert stages == [("first",), ("second",), ("both",), ("third", "joined", "loss")]
