@@ -23,8 +23,6 @@ TOLERANCE = 0.025
 KNOWN = (
     # masks of dropout, which are floats on a CPU, and bytes on a GPU
     dict.fromkeys(("dropout", "cores_again", "modules_again", "split_dropout", "away_1f1b"), 0.12)
-    # gradients that a W waits with, and messages that wait, where they are most of what there is
-    | {"zero_bubble": 0.08, "away_zero_bubble": 0.11, "nested": 0.09}
     # gradients of activations, which autograd adds in place or not
     | {"convolutions": 0.06, "convolutions_1f1b": 0.06, "away_split": 0.06, "split_blocks_again": 0.03, "gathered_stages": 0.07}
 )
@@ -37,6 +35,7 @@ FREED: dict[str, Any] = {"memory.zero": 2}
 ROUNDED: dict[str, Any] = {"gradient.sum_dtype": "bf16"}
 CHUNKS: dict[str, Any] = SHORT | {"pipeline.schedule": "interleaved", "pipeline.num_chunks": 2}
 PIECES: dict[str, Any] = {"pipeline.num_micro_batch": 2, "replicas": [{"devices": 2, "split": 2}, {"devices": 1}]}
+HALVES: dict[str, Any] = {"plan": {"split": 2, "replicas": 2}, "communication.overlap": True}
 ZERO_BUBBLE: dict[str, Any] = SHORT | {"pipeline.schedule": "zb_h1"}
 
 
@@ -137,6 +136,10 @@ TOGETHER: dict[str, tuple[str, int, dict[str, Any]]] = {
     "gathered_again": ("wide", 4, WHOLE | GATHERED | {"recompute.policy": "blocks"}),
     "gathered_stages": ("wide", 4, CHUNKS | GATHERED),
     "gathered_zero_bubble": ("wide", 4, ZERO_BUBBLE | GATHERED),
+    "freed_zero_bubble": ("wide", 4, ZERO_BUBBLE | FREED),
+    "rounded_zero_bubble": ("wide", 4, ZERO_BUBBLE | ROUNDED),
+    "halves": ("wide", 4, WHOLE | HALVES),
+    "freed_halves": ("wide", 4, WHOLE | HALVES | FREED | BUCKETS),
     "pieces": ("wide", 3, PIECES),
     "freed_pieces": ("wide", 3, PIECES | FREED),
     "gathered_uneven": ("uneven", 4, WHOLE | GATHERED),

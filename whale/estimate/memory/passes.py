@@ -320,7 +320,7 @@ class Passes:
             states, places = list[_State](), list[float]()
             left = Counter(each for waits in self.waiting.values() for each in waits)
             new = key.intersection(name for op in self.waiting for name in self.trained_by(op))
-            freed, stays = complex(), sum(self.parameter_bytes[name] for name in key - new)
+            freed, stays = 0j, sum(self.parameter_bytes[name] for name in key - new)
             for op, waits in reversed(self.waiting.items()):
                 made = {*self.trained_by(op)}
                 stays += sum(self.parameter_bytes[name] for name in made & new)

@@ -25,6 +25,11 @@ class Part:
         """The distinct ops of other stages whose tensors arrive."""
         return tuple(dict.fromkeys(name for _, names in self.received for name in names))
 
+    @cached_property
+    def crossing(self) -> frozenset[str]:
+        """The ops whose tensors arrive or are handed on."""
+        return frozenset((*self.arriving, *self.handed_on))
+
     def received_from(self, stage: int) -> tuple[str, ...]:
         return dict(self.received).get(stage, ())
 

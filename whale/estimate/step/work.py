@@ -269,7 +269,7 @@ class Works:
     def _repeating(self, key: StageKey) -> RepeatedBridges:
         if key not in self._repeats:
             labels = self.prices.labels(key.part.ops, key.shards)
-            self._repeats[key] = RepeatedBridges(self.prices, labels, self._bridges(key), key.segments)
+            self._repeats[key] = RepeatedBridges(self.prices, labels, self._bridges(key), key.segments, key.part.crossing)
         return self._repeats[key]
 
 

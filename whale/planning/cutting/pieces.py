@@ -334,7 +334,7 @@ class Pieces:
         except WhaleError:
             return None
         bridges, copies = prices.bridges(ops, shards, scene.returned), np.zeros((2, len(graph.ops)))
-        repeating = RepeatedBridges(prices, prices.labels(ops, shards), bridges, ())
+        repeating = RepeatedBridges(prices, prices.labels(ops, shards), bridges, (), handed_on)
         for form in repeating.forms(0):
             if form.is_kept:  # beside what ops keep of their own parts
                 copies[:, graph.position[form.users[0]]] += form.num_bytes.real, form.num_bytes.imag

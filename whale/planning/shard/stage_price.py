@@ -174,7 +174,7 @@ class StagePricing:
         names = {(place, prices.cluster.by_name[name].kind): name for group in site.groups for place, name in enumerate(group)}
         labels = prices.labels(scene.ops, shards)
         bridges = prices.bridges(scene.ops, shards, scene.returned)
-        repeating = RepeatedBridges(prices, labels, bridges, recompute.segments)
+        repeating = RepeatedBridges(prices, labels, bridges, recompute.segments, part.crossing)
         forms = [repeating.forms(position) for position in range(site.width)]
         alone = {
             (place, kind): cost_alone(parts[place], part, name, site.num_rows, recompute, self.budget, waits=waits, forms=forms[place])
