@@ -259,12 +259,11 @@ def run_plainly(course: Course) -> list[Found]:
         elif verb == "accumulate":
             optimizer.zero_grad()
             given = {f"loss {part}": backward(batch)[0] for part, batch in enumerate(course.batches(number))}
-            if value[1] is not None:  # of what is applied; torch adds 1e-6 to the norm of what it is given
-                norm = nn.utils.clip_grad_norm_(model.parameters(), value[1] * len(value[0]))
-                given |= {"norm": norm / len(value[0])}
             for weight in model.parameters():
                 if weight.grad is not None:
                     weight.grad /= len(value[0])
+            if value[1] is not None:
+                given |= {"norm": nn.utils.clip_grad_norm_(model.parameters(), value[1])}
             update()
         elif verb in ("evaluate", "predict"):
             results = {}

@@ -221,7 +221,7 @@ class Engine:
         waiting = self._waiting()
         if not math.isinf(max_norm):
             self._accumulated = replace(waiting, clipped_for=scale)
-        return self.runtime.clip(self.state, None if math.isinf(max_norm) else max_norm / scale) * scale
+        return self.runtime.clip(self.state, None if math.isinf(max_norm) else max_norm, scale)
 
     def _begin(self, batch: Any, call: Literal["step", "forward_backward"]) -> torch.Tensor:
         self.runtime.check_open()

@@ -30,6 +30,10 @@ from whale.capture.source import line_of_function, user_line
 from whale.errors import CaptureError, RuntimeFault, WhaleError, first_few, raise_faults, warn
 from whale.ir.graph import ModelGraph
 
+_LAYERS = ("_modules", "_parameters")
+_BUILD_BEFORE = (
+    "build the model before parallelize; to change it during training call parallelize again, with the weights of engine.state_dict()"
+)
 _IS_TRAINED, _NUM_WRITES = attrgetter("requires_grad"), attrgetter("_version")
 
 
@@ -59,7 +63,8 @@ class Guards:
         self, model: nn.Module, graph: ModelGraph, users: Mapping[str, Tensor], device: torch.device, *, trains: bool, warns: bool
     ) -> None:
         self._device, self._users = device, users
-        self._parts = HeldValues(_parts(model, "_modules", "_parameters"))
+        self._parts = HeldValues(_parts(model, *_LAYERS))
+        self._tables = [(path, table, len(table)) for path, table in _tables(model, *_LAYERS)]
         self._was_trained = {parameter.name: parameter.trainable for parameter in graph.parameters if parameter.kind == "parameter"}
         self._flags = in_columns((), 3)
         self._writes = _OutsideWrites(model, warns=warns)
@@ -74,7 +79,7 @@ class Guards:
         """Checks what the script has done since the last step.
 
         Raises:
-            CaptureError: a layer or parameter was replaced, frozen or unfrozen since the capture; or `torch.autocast` is active.
+            CaptureError: a layer or parameter was replaced, added, frozen or unfrozen since the capture; or `torch.autocast` is active.
 
         Warns:
             UserWarning: tensors of the user's model were written.
@@ -82,11 +87,10 @@ class Guards:
         with torch._C.DisableTorchFunctionSubclass():  # of the user's parameters, which see reads
             check_types(self._device)
             if replaced := self._parts.differing():
-                raise CaptureError(
-                    f"{first_few(replaced)} of the model was replaced after capture",
-                    hint="build the model before parallelize; to change it during training call parallelize again, with the weights of "
-                    "engine.state_dict()",
-                )
+                raise CaptureError(f"{first_few(replaced)} of the model was replaced after capture", hint=_BUILD_BEFORE)
+            if any(len(table) != size for _, table, size in self._tables):
+                added = [_join(path, [*table][size]) for path, table, size in self._tables if len(table) > size]
+                raise CaptureError(f"{first_few(added)} of the model was added after capture", hint=_BUILD_BEFORE)
             names, tensors, trained = self._flags
             if changed := dict.fromkeys(compress(names, map(is_not, map(_IS_TRAINED, tensors), trained))):
                 raise_faults([*self._frozen(changed, "unfrozen", was_trained=False), *self._frozen(changed, "frozen", was_trained=True)])
@@ -110,11 +114,20 @@ class Guards:
 
 def _parts(model: nn.Module, *kinds: str) -> Iterator[tuple[str, dict[str, Any], str, Any]]:
     """Per parameter, buffer or submodule: its path, the dict that holds it, its key there, and itself."""
+    for path, held in _tables(model, *kinds):
+        for key, part in held.items():
+            yield _join(path, key), held, key, part
+
+
+def _tables(model: nn.Module, *kinds: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The dicts that hold the parameters, buffers or submodules of each module, with the module's path."""
     for path, module in model.named_modules():
         for kind in kinds:
-            held = getattr(module, kind)
-            for key, part in held.items():
-                yield f"{path}.{key}".removeprefix("."), held, key, part
+            yield path, getattr(module, kind)
+
+
+def _join(path: str, key: str) -> str:
+    return f"{path}.{key}".removeprefix(".")
 
 
 class _OutsideWrites:

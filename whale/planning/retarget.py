@@ -28,7 +28,7 @@ from whale.planning.pipeline.segments import find_ground
 from whale.planning.replicas.joining import cut_rows
 from whale.planning.shard.write import OpCuts, carried, with_work
 from whale.planning.structure.stages import Assignment, Late, Wish, assign, crossing_faults, find_batch_axes
-from whale.planning.structure.structure import Structure, analyse, floating_ops
+from whale.planning.structure.structure import Structure, analyse, floating_ops, has_own_size
 from whale.planning.verify.shards import shard_faults
 from whale.planning.verify.verify import update_faults
 from whale.sharding.parameters import ParameterShardings, Pattern
@@ -40,8 +40,9 @@ def retarget_plan(plan: Plan, train_graph: ModelGraph, other: ModelGraph) -> Pla
     """A plan with the devices, shares and parameters of `plan` for the ops of `other`.
 
     An op that reads parameters runs on the first stage that holds them all and is not before its producers. What is computed
-    from these stays with its producers; what is computed from the batch alone goes where it is read. Where nothing is trained
-    and there is no such stage, the parameters are lent to a later one, which then holds more than in training.
+    from these stays with its producers, or with its readers if it cannot be sent; what is computed from the batch alone goes
+    where it is read. Where nothing is trained and there is no such stage, the parameters are lent to a later one, which then
+    holds more than in training.
 
     Args:
         plan: made for `train_graph`.
@@ -84,8 +85,9 @@ def retarget_plan(plan: Plan, train_graph: ModelGraph, other: ModelGraph) -> Pla
 
 
 def _structure(graph: ModelGraph, plan: Plan) -> Structure:
-    """The structure in which a cheap op is repeated only if every stage holds the buffers it reads."""
-    structure = analyse(graph)
+    """The structure in which a cheap op is repeated only if every stage holds the buffers it reads, and only what can be sent is."""
+    bonds = [(op.name, user) for op in graph.ops if has_own_size(op) for user in graph.users[op.name]]
+    structure = analyse(graph, bonds=bonds)
     everywhere = set.intersection(*(set(stage.parameters) for replica in plan.replicas for stage in replica.stages))
     pinned = [
         name
@@ -95,7 +97,7 @@ def _structure(graph: ModelGraph, plan: Plan) -> Structure:
             for source in map(graph.by_name.__getitem__, structure.inputs[name])
         )
     ]
-    return analyse(graph, frozenset(pinned)) if pinned else structure
+    return analyse(graph, frozenset(pinned), bonds) if pinned else structure
 
 
 def _assign_by_holders(graph: ModelGraph, structure: Structure, held: tuple[tuple[str, ...], ...]) -> Assignment:

@@ -236,11 +236,11 @@ class Runtime:
         self._connections.world_sums.add(found, "looking for gradients that are not finite")
         return found.clamp_(max=1.0)
 
-    def clip(self, state: EngineState, limit: float | None) -> torch.Tensor:
+    def clip(self, state: EngineState, limit: float | None, factor: float = 1.0) -> torch.Tensor:
         """Clips the gradients to a norm, whatever is set, and returns the norm before; None only computes it."""
         if self._by_hand is None:
             self._by_hand = self._make_clipping(state, None)
-        return self._by_hand.clip(limit)
+        return self._by_hand.clip(limit, factor)
 
     def publish(self) -> None:
         """Updates what ops read from what the optimizer has stepped. A collective of the world.

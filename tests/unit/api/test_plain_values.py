@@ -262,6 +262,15 @@ def test_layers_that_are_replaced_are_told() -> None:
         engine.step(BATCH)
 
 
+@pytest.mark.parametrize("part", [nn.Linear(3, 3), nn.Parameter(torch.ones(3))], ids=["layer", "parameter"])
+def test_layers_that_are_added_are_told(part: nn.Module | nn.Parameter) -> None:
+    model = scaled()
+    engine = whale.parallelize(model, loss=plain, optimizer=SGD, batch=BATCH)
+    model.first.extra = part
+    with pytest.raises(CaptureError, match=r"first\.extra of the model was added after capture"):
+        engine.step(BATCH)
+
+
 def test_what_is_written_to_the_users_model_is_told_to_be_lost_once() -> None:
     model = scaled()
     engine = whale.parallelize(model, loss=plain, optimizer=SGD, batch=BATCH)

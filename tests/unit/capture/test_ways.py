@@ -177,6 +177,13 @@ def test_a_number_that_python_makes_is_refused_with_its_line(read: Callable[[Ten
         captured(lambda x, h: h.sum() if read(x.max()) > 5 else h.mean())
 
 
+def test_two_masks_that_must_select_as_many_are_told_to_be_one() -> None:
+    with pytest.raises(
+        CaptureError, match=r"two sizes that depend on them must be equal\)\n  at .*test_ways.py:\d+\n  hint: select with one mask"
+    ):
+        captured(lambda x, h: torch.nn.functional.mse_loss(h[x[:, 0] > 0], x[x[:, 0] > 0]))
+
+
 def test_a_truth_that_is_only_computed_with_decides_nothing() -> None:
     graph, program = captured(lambda x, h: (h * (x > 0.5).any().item()).sum())
     assert not checks(graph)

@@ -16,13 +16,14 @@ from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 from unittest import mock
 
+import sympy
 import torch
 import torch.utils.checkpoint
 from torch import fx, nn
 from torch._C._functorch import is_batchedtensor, is_gradtrackingtensor
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor, FakeTensorMode
-from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, free_unbacked_symbols
 from torch.nn.parameter import UninitializedParameter
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
@@ -36,6 +37,7 @@ from whale.ir.scope import SourceLine
 
 READ = "it uses a number that is read from a tensor"
 CHECK_HINT = "; a check that raises may compare x.item()"
+SIZES = "two sizes that depend on them must be equal"
 INNER_HINT = "write torch.cond, while_loop and the like with ordinary tensor operations"
 
 
@@ -51,7 +53,9 @@ def as_capture_error(error: Exception, last_number: SourceLine | None) -> WhaleE
         return CaptureError(
             f"the model's control flow or a size depends on values in tensors ({asked})",
             where=where,
-            hint="use torch.where or masks in place of Python's if, for, int() and bool() on tensors"
+            hint="select with one mask in all places (keep = y > 0; loss(x[keep], y[keep])): nothing tells that two masks select as many"
+            if asked == SIZES
+            else "use torch.where or masks in place of Python's if, for, int() and bool() on tensors"
             + (CHECK_HINT if asked == READ else ""),
         )
     if isinstance(error, TorchDynamoException) and not isinstance(error, UserError):  # such an export compiles those alone
@@ -75,7 +79,8 @@ def _asked(error: Exception) -> str | None:
     if isinstance(error, GuardOnDataDependentSymNode) and re.search(r"expression Eq\(u\d+, 1\) ", str(error)) is not None:
         return "a condition decides what is computed"
     if isinstance(error, GuardOnDataDependentSymNode):
-        return READ
+        is_equality = isinstance(error.cond, (sympy.Eq, sympy.Ne))
+        return SIZES if is_equality and all(free_unbacked_symbols(side) for side in error.cond.args) else READ
     return None
 
 

@@ -16,7 +16,7 @@ from whale.estimate.memory.held import kept_by_maker
 from whale.estimate.prices.budget import ALL, Budget
 from whale.estimate.prices.prices import Prices
 from whale.ir.graph import ModelGraph
-from whale.planning.structure.structure import Structure, floating_ops
+from whale.planning.structure.structure import Structure, floating_ops, has_own_size
 
 MAX_UNITS = 320  # ops are bundled into at most this many units, cut where least crosses; halved: none of 22 plans differs
 
@@ -200,7 +200,7 @@ def _crossing(
         payload = _payload(prices, name)
         steps[:, index + 1] += payload
         steps[:, last + 1] -= payload
-        if any(factor < 0 for spec in graph.by_name[name].outputs for factor in spec.row_factors):
+        if has_own_size(graph.by_name[name]):
             mixed[index + 1] += 1
             mixed[last + 1] -= 1
     return np.maximum(np.cumsum(steps, axis=1), 0.0), np.cumsum(mixed) > 0

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from graphlib import CycleError, TopologicalSorter
+from itertools import chain
 
 from whale.ir.graph import ModelGraph, Op
 from whale.ir.writes import written_storages
@@ -28,8 +29,14 @@ class Structure:
     order: tuple[int, ...]  # the atoms, producers first
 
 
-def analyse(graph: ModelGraph, pinned: frozenset[str] = frozenset()) -> Structure:
-    """Finds the structure of a graph; `pinned` ops are not repeated, although they could be."""
+def analyse(graph: ModelGraph, pinned: frozenset[str] = frozenset(), bonds: Iterable[tuple[str, str]] = ()) -> Structure:
+    """Finds the structure of a graph.
+
+    Args:
+        graph: of ops.
+        pinned: ops that are not repeated, although they could be.
+        bonds: more pairs of ops that share a stage.
+    """
     inputs = {op.name: op.inputs for op in graph.ops}
     mutated = frozenset(name for op in graph.ops for name in written_storages(graph, op))
 
@@ -38,7 +45,7 @@ def analyse(graph: ModelGraph, pinned: frozenset[str] = frozenset()) -> Structur
 
     repeatable = _repeatable(graph, inputs, lambda op: op.name in pinned or "checks" in op.tags or reads_written(op))
     parents = {op.name: op.name for op in graph.ops if op.kind == "call" and op.name not in repeatable}
-    for first, second in _bonds(graph, inputs):
+    for first, second in chain(_bonds(graph, inputs), bonds):
         if first in parents and second in parents:
             _unite(parents, first, second)
     while True:
@@ -50,6 +57,11 @@ def analyse(graph: ModelGraph, pinned: frozenset[str] = frozenset()) -> Structur
             for name in cycle.args[1]:
                 _unite(parents, cycle.args[1][0], name)
     return _number(graph, inputs, repeatable, parents, edges, order)
+
+
+def has_own_size(op: Op) -> bool:
+    """Whether a result's size is not in proportion to the rows, as of what a mask selects: it cannot be sent."""
+    return any(factor < 0 for spec in op.outputs for factor in spec.row_factors)
 
 
 def floating_ops(graph: ModelGraph, structure: Structure) -> frozenset[str]:

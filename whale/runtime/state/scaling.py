@@ -259,16 +259,17 @@ class Clipping:
         self._add(totals, "summing the norms of the gradients")
         return (totals[self._group] + (totals * 0).sum()).sqrt()  # where one is not finite, none is: all leave out a step together
 
-    def clip(self, limit: float | None = None) -> torch.Tensor:
+    def clip(self, limit: float | None = None, factor: float = 1.0) -> torch.Tensor:
         """Scales gradients in place so that the global norm is at most the limit, as `torch.nn.utils.clip_grad_norm_`.
 
         Args:
             limit: instead of the configured one.
+            factor: what gradients are multiplied by later; limit and norm are those of the products.
 
         Returns:
             The norm before: 0-dim float64, equal on every rank.
         """
-        self.last = norm = self.norm()
+        self.last = norm = self.norm() if factor == 1.0 else self.norm() * factor
         limit = self._limit if limit is None else limit
         if limit is not None:
             scale((limit / (norm + 1e-6)).clamp(max=1.0), self._parameters)

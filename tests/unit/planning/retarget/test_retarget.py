@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from tests.unit.planning.graphs import Graph, chain, cluster, scope
+from tests.unit.planning.graphs import ROWS, Graph, chain, cluster, scope
 from whale.config import Config
 from whale.errors import PlanError
-from whale.ir.graph import ModelGraph
+from whale.ir.graph import ModelGraph, TensorSpec
 from whale.planning import make_plan, retarget_plan
 from whale.planning.verify import verify
 
@@ -75,6 +75,23 @@ def test_cheap_ops_on_a_buffer_that_one_stage_holds_are_sent() -> None:
     plan = make_plan(train, cluster((1e9, 1e9)), Config())
     carried = retarget_plan(plan, train, other)
     assert [edge.tensors for edge in carried.replicas[0].edges] == [("sum0", "read")]
+
+
+def test_what_a_mask_selects_stays_with_its_readers() -> None:
+    def build(mode: str) -> ModelGraph:
+        graph = Graph()
+        value = graph.input("x")
+        graph.path = (scope(0, 1),) if mode == "train" else ()
+        value = graph.linear("gate", value)
+        graph.path = (scope(1, 1),) if mode == "train" else ()
+        value = graph.call("select", "own.select.default", value, spec=TensorSpec((ROWS, 8), "float32", (-1, 0)))
+        graph.sum_loss(graph.linear("expert", value))
+        return graph.build(mode=mode)
+
+    train, there = build("train"), cluster((1e9, 1e9))
+    carried = retarget_plan(make_plan(train, there, Config()), train, build("eval"))
+    assert [stage.ops for stage in carried.replicas[0].stages] == [("gate",), ("select", "expert", "loss")]
+    assert [edge.tensors for edge in carried.replicas[0].edges] == [("gate",)]
 
 
 def test_an_order_that_the_placement_cannot_serve_is_lent_parameters_unless_it_trains_them() -> None:

@@ -47,6 +47,14 @@ def test_clips_as_torch_does_with_parameters_of_several_types_and_without_gradie
                 torch.testing.assert_close(parameter.grad, expected[name].grad)
 
 
+def test_what_is_multiplied_later_is_clipped_as_torch_clips_the_product() -> None:
+    summed = torch.tensor([3.0, -4.0], dtype=torch.float64)
+    ours, expected = parameters_of(summed.clone()), parameters_of(summed / 4)
+    norm = clipping(ours, 0, 0.1).clip(factor=1 / 4)
+    torch.testing.assert_close(norm, nn.utils.clip_grad_norm_(expected.values(), 0.1), rtol=1e-14, atol=0)
+    torch.testing.assert_close(ours["p0"].grad / 4, expected["p0"].grad, rtol=1e-14, atol=0)
+
+
 def test_a_rank_counts_only_what_it_is_the_lowest_owner_of() -> None:
     assert clipping(parameters_of(torch.ones(4)), 0, 1.0).norm() == 2
     assert clipping(parameters_of(torch.ones(4)), 1, 1.0).norm() == 0
