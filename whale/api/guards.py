@@ -64,7 +64,8 @@ class Guards:
     ) -> None:
         self._device, self._users = device, users
         self._parts = HeldValues(_parts(model, *_LAYERS))
-        self._tables = [(path, table, len(table)) for path, table in _tables(model, *_LAYERS)]
+        self._paths, self._tables = in_columns(_tables(model, *_LAYERS), 2)
+        self._sizes = [*map(len, self._tables)]
         self._was_trained = {parameter.name: parameter.trainable for parameter in graph.parameters if parameter.kind == "parameter"}
         self._flags = in_columns((), 3)
         self._writes = _OutsideWrites(model, warns=warns)
@@ -88,8 +89,9 @@ class Guards:
             check_types(self._device)
             if replaced := self._parts.differing():
                 raise CaptureError(f"{first_few(replaced)} of the model was replaced after capture", hint=_BUILD_BEFORE)
-            if any(len(table) != size for _, table, size in self._tables):
-                added = [_join(path, [*table][size]) for path, table, size in self._tables if len(table) > size]
+            if [*map(len, self._tables)] != self._sizes:
+                known = zip(self._paths, self._tables, self._sizes, strict=True)
+                added = [_join(path, [*table][size]) for path, table, size in known if len(table) > size]
                 raise CaptureError(f"{first_few(added)} of the model was added after capture", hint=_BUILD_BEFORE)
             names, tensors, trained = self._flags
             if changed := dict.fromkeys(compress(names, map(is_not, map(_IS_TRAINED, tensors), trained))):

@@ -321,7 +321,7 @@ class Passes:
             left = Counter(each for waits in self.waiting.values() for each in waits)
             new = key.intersection(name for op in self.waiting for name in self.trained_by(op))
             freed, stays = 0j, sum(self.parameter_bytes[name] for name in key - new)
-            for op, waits in reversed(self.waiting.items()):
+            for op, waits in reversed([*self.waiting.items()]):
                 made = {*self.trained_by(op)}
                 stays += sum(self.parameter_bytes[name] for name in made & new)
                 states.append((freed, 0.0, stays, sum(self.parameter_bytes[name] for name in made - new)))

@@ -25,6 +25,9 @@ from whale.planning.pipeline.recompute import Policy, expected_bytes, going_back
 from whale.planning.pipeline.scheduling import PipelineShape
 from whale.planning.strategy import Placed
 
+Places = NDArray[np.int64] | int
+"""Cut points: of many pieces, or of one."""
+
 _Timed = tuple[Device, float, int, str | None]
 
 
@@ -112,6 +115,7 @@ class StageTables:
     _sums: dict[_Timed, tuple[Floats, Floats]] = field(default_factory=dict, init=False)
     _bytes: dict[Hashable, Floats] = field(default_factory=dict, init=False)
     _gatherings: dict[tuple[str, ...], Line] = field(default_factory=dict, init=False)
+    _ways: dict[tuple[Placed, int, int], CutLink | None] = field(default_factory=dict, init=False)
 
     @property
     def look(self) -> Hashable:
@@ -145,7 +149,7 @@ class StageTables:
         return known[key]
 
     def skipping(
-        self, stage: int, placed: Placed, num_rows: int, bounds: Sequence[int], starts: NDArray[np.int64], ends: NDArray[np.int64]
+        self, stage: int, placed: Placed, num_rows: int, bounds: Sequence[int], starts: Places, ends: Places
     ) -> tuple[Floats, Floats]:
         """What `times` and `answers` lack, or have too much, if the other stages are as in this cut.
 
@@ -154,9 +158,10 @@ class StageTables:
         values, gradients = list[tuple[Span, Sequence[float]]](), list[tuple[Span, Sequence[float]]]()
         for far, made, read in self.points.skips(bounds):
             sent = partial(self._sent, np.array(far.payload), placed, num_rows)
-            more = sent(min(made, stage - 1), stage) - sent(stage - 1, stage)
-            values += [(span, (more,)) for span in far.arrives]
-            if self.prices.training:
+            if made < stage - 1:
+                more = sent(made, stage) - sent(stage - 1, stage)
+                values += [(span, (more,)) for span in far.arrives]
+            if self.prices.training and read[-1] > stage + 1:
                 last = {max(reader, stage + 1): unit for reader, unit in zip(read, far.read, strict=True)}
                 gradients += [(far.returns(unit), (sent(stage, reader),)) for reader, unit in last.items()]
                 gradients.append((far.returns(far.read[-1]), (-sent(stage, stage + 1),)))
@@ -165,16 +170,15 @@ class StageTables:
 
     def by_stage(self, placed: Placed, num_rows: int, bounds: Sequence[int]) -> list[float]:
         """Seconds of each stage of a cut for a micro-batch, on one device of a split group, with all that it receives."""
-        found, skips = list[float](), any(True for _ in self.points.skips(bounds))
+        skips = any(True for _ in self.points.skips(bounds))
+        ways = [self._way(stage - 1, stage, placed, num_rows) for stage in range(len(bounds))]
+        crossing = (self.points.received, self.points.returned) if self.prices.training else (self.points.received,)
+        found = list[float]()
         for stage, (start, end) in enumerate(pairwise(bounds)):
-            own = np.array(start), np.array(end)
-            seconds = float(self.computing(stage, placed, num_rows, *own))
-            seconds += self._sent(self.points.received[:, start, end], placed, num_rows, stage - 1, stage)
-            if self.prices.training:
-                seconds += self._sent(self.points.returned[:, start, end], placed, num_rows, stage, stage + 1)
-            if skips:
-                seconds += float(sum(self.skipping(stage, placed, num_rows, bounds, *own)))
-            found.append(seconds)
+            seconds = float(self.computing(stage, placed, num_rows, start, end))
+            for way, each in zip(ways[stage : stage + 2], crossing, strict=False):
+                seconds += 0.0 if way is None else float(self._over(way, each[:, start, end], num_rows))
+            found.append(seconds + (float(sum(self.skipping(stage, placed, num_rows, bounds, start, end))) if skips else 0.0))
         return found
 
     def lowest(self, placed: Placed, num_rows: int, margin: float) -> NDArray[np.int64]:
@@ -204,7 +208,7 @@ class StageTables:
         room = margin * self.prices.capacity(name, self.budget) / self.pipeline.num_chunks
         return np.maximum(self._bytes[look] - room, 0.0)
 
-    def computing(self, stage: int, placed: Placed, num_rows: int, starts: NDArray[np.int64], ends: NDArray[np.int64]) -> Floats:
+    def computing(self, stage: int, placed: Placed, num_rows: int, starts: Places, ends: Places) -> Floats:
         """Seconds of pieces as this stage, on one device of a split group (with an even part of the work), without messages."""
         self._ask(num_rows)
         timed = self._timed(stage, self._kind(stage, placed), placed)
@@ -279,7 +283,7 @@ class StageTables:
         """Clears what is cached of other numbers of rows."""
         if self._asked != num_rows:
             self._asked, self._enters = num_rows, None
-            for known in (self._sums, self._bytes, self._gatherings):
+            for known in (self._sums, self._bytes, self._gatherings, self._ways):
                 known.clear()
 
     def _kind(self, stage: int, placed: Placed) -> Device:
@@ -288,16 +292,21 @@ class StageTables:
 
     def _way(self, first: int, second: int, placed: Placed, num_rows: int) -> CutLink | None:
         """How two stages reach each other; None where they share devices, or there is no such stage."""
-        stages, ranks = (first, second), self.pipeline.stage_rank
-        if first < 0 or second >= self.pipeline.num_stages:
-            return None
+        self._ask(num_rows)
+        key = placed, first, second
+        if key not in self._ways:
+            is_there = first >= 0 and second < self.pipeline.num_stages
+            self._ways[key] = self._between((first, second), placed, num_rows) if is_there else None
+        return self._ways[key]
+
+    def _between(self, stages: tuple[int, int], placed: Placed, num_rows: int) -> CutLink | None:
+        ranks = self.pipeline.stage_rank
         source, name = (placed[ranks[stage]][0] for stage in stages)
         if source == name:
             return None
         link, num_parts = self.prices.link(source, name), min(map(self.pipeline.width, stages))
         if num_parts == 1:
             return CutLink(link)
-        self._ask(num_rows)
         there, here = (self._gathering(placed[ranks[stage]][: self.pipeline.width(stage)], num_rows) for stage in stages)
         return CutLink(link, num_parts, (here + there) * 0.5)  # values are gathered here, their gradients there
 
