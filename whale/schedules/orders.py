@@ -215,7 +215,7 @@ INTERLEAVED = Builder(
     takes_group=True,
     check=_check_interleaved,
     idle=by_groups,
-    tried=(2, 4),
+    tried=(2, 3, 4),
     ends_by_chunk=True,
 )
 
