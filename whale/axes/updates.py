@@ -102,7 +102,7 @@ class OverRows:
 
     def _call(self, op: Op) -> Of:
         entry, has_rows = entry_of_call(op.target), self._roles.has_rows(op.name)
-        is_unknown = not has_rows and any(factor < 0 for spec in op.outputs for factor in spec.row_factors)
+        is_unknown = not has_rows and op.has_own_size
         is_unknown = is_unknown or self._roles.has_rows_twice(op.name)  # its size is in no proportion to the rows
         if entry.rows in SHAPED and not is_unknown:
             return Of("rows") if has_rows else Of("zero" if entry.rows == "zeros" else "constant")

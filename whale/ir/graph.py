@@ -118,6 +118,11 @@ class Op:
         return next((tag for tag in self.tags if tag.startswith(REGION)), None)
 
     @property
+    def has_own_size(self) -> bool:
+        """Whether a result's size is not in proportion to the rows, as of what a mask selects."""
+        return any(factor < 0 for spec in self.outputs for factor in spec.row_factors)
+
+    @property
     def num_bytes(self) -> int:
         """Bytes of its outputs at the example's rows."""
         return sum(spec.num_bytes for spec in self.outputs)

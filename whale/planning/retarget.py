@@ -28,7 +28,7 @@ from whale.planning.pipeline.segments import find_ground
 from whale.planning.replicas.joining import cut_rows
 from whale.planning.shard.write import OpCuts, carried, with_work
 from whale.planning.structure.stages import Assignment, Late, Wish, assign, crossing_faults, find_batch_axes
-from whale.planning.structure.structure import Structure, analyse, floating_ops, has_own_size
+from whale.planning.structure.structure import Structure, analyse, floating_ops
 from whale.planning.verify.shards import shard_faults
 from whale.planning.verify.verify import update_faults
 from whale.sharding.parameters import ParameterShardings, Pattern
@@ -86,7 +86,7 @@ def retarget_plan(plan: Plan, train_graph: ModelGraph, other: ModelGraph) -> Pla
 
 def _structure(graph: ModelGraph, plan: Plan) -> Structure:
     """The structure in which a cheap op is repeated only if every stage holds the buffers it reads, and only what can be sent is."""
-    bonds = [(op.name, user) for op in graph.ops if has_own_size(op) for user in graph.users[op.name]]
+    bonds = [(op.name, user) for op in graph.ops if op.has_own_size for user in graph.users[op.name]]
     structure = analyse(graph, bonds=bonds)
     everywhere = set.intersection(*(set(stage.parameters) for replica in plan.replicas for stage in replica.stages))
     pinned = [

@@ -77,14 +77,14 @@ class ClosedForms:
         Where memory decides about recomputation, the time lies between none and full recomputation, by the share of bytes
         that must be freed.
         """
-        firsts, own = self.places.firsts(strategy), strategy.replicas[0].recompute
+        where, own = (self.places.firsts(strategy), self.places.of_first(strategy)), strategy.replicas[0].recompute
         try:
             if own not in (None, "auto"):
-                return self._with(strategy, firsts, own)[0]
-            kept, lanes = self._with(strategy, firsts, "none")
+                return self._with(strategy, *where, own)[0]
+            kept, lanes = self._with(strategy, *where, "none")
             if all(np.all(lane.held <= lane.rooms) for lane in lanes):
                 return kept
-            recomputed, others = self._with(strategy, firsts, "auto")
+            recomputed, others = self._with(strategy, *where, "auto")
         except WhaleError:  # it cannot be cut so
             return ClosedForm(math.inf, math.inf, math.inf)
         share = 0.0
@@ -94,13 +94,15 @@ class ClosedForms:
         seconds = min(recomputed.seconds, kept.seconds + min(1.0, share) * (recomputed.seconds - kept.seconds))  # another cut may be faster
         return ClosedForm(seconds, min(kept.lack, recomputed.lack), recomputed.held)
 
-    def _with(self, strategy: Strategy, firsts: Sequence[Numbers], policy: Recomputation) -> tuple[ClosedForm, list[Lane]]:
+    def _with(
+        self, strategy: Strategy, firsts: Sequence[Numbers], placed: Sequence[Placed], policy: Recomputation
+    ) -> tuple[ClosedForm, list[Lane]]:
         replicas = strategy.replicas
         m, shares = strategy.num_micro_batch, self.shares(replicas)
         pricing = self.planner.pricing_for(replicas, policy)
         lanes = [
-            self._lane(replica, own, placed, share, policy, pricing)
-            for replica, own, placed, share in zip(replicas, firsts, self.places.of_first(strategy), shares, strict=True)
+            self._lane(replica, own, names, share, policy, pricing)
+            for replica, own, names, share in zip(replicas, firsts, placed, shares, strict=True)
         ]
         rows = self._rows(lanes, m)
         sums, alike = self.places.sums(firsts), len({replica.num_ranks for replica in replicas}) == 1

@@ -59,6 +59,7 @@ class RepeatedBridges:
         self._prices, self._labels, self._segments = prices, labels, segments
         self._runs = RepeatedRuns(prices, segments)
         self._bridges, self._crossing = tuple(bridges), frozenset(prices.graph.storage[name] for name in crossing)
+        self._forms: dict[int, tuple[BridgedTensor, ...]] = {}
 
     def exchanged(self) -> Iterator[Bridge]:
         """What moves forward again: inside segments, and inputs of which only shards are kept."""
@@ -75,8 +76,11 @@ class RepeatedBridges:
 
     def forms(self, position: int) -> tuple[BridgedTensor, ...]:
         """The forms that bridges make on the device at a position; their bytes are by the rows of its group."""
-        moving = (self._form(bridge, position) for bridge in self._moving if bridge.is_sum or bridge.users)
-        return (*moving, *(self._handed_on(bridge, position) for bridge in self._leaving), *self._not_kept(position))
+        if position not in self._forms:
+            moving = (self._form(bridge, position) for bridge in self._moving if bridge.is_sum or bridge.users)
+            leaving = (self._handed_on(bridge, position) for bridge in self._leaving)
+            self._forms[position] = (*moving, *leaving, *self._not_kept(position))
+        return self._forms[position]
 
     def _form(self, bridge: Bridge, position: int) -> BridgedTensor:
         users = (bridge.tensor,) if bridge.is_sum else bridge.users

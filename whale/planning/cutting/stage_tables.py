@@ -20,13 +20,15 @@ from whale.estimate.prices.budget import ALL, Budget
 from whale.estimate.prices.prices import Prices
 from whale.ir.cluster import Device, Link
 from whale.planning.cutting.pieces import Pieces
-from whale.planning.pipeline.cut_points import CutPoints, Span, over_pieces
+from whale.planning.pipeline.cut_points import CutPoints, Span, of_piece
 from whale.planning.pipeline.recompute import Policy, expected_bytes, going_back
 from whale.planning.pipeline.scheduling import PipelineShape
 from whale.planning.strategy import Placed
 
 Places = NDArray[np.int64] | int
 """Cut points: of many pieces, or of one."""
+
+_Spans = Sequence[tuple[Span, float]]
 
 _Timed = tuple[Device, float, int, str | None]
 
@@ -148,29 +150,26 @@ class StageTables:
             known[key] = self._over(way, crossing[:, band.starts, band.ends], num_rows)
         return known[key]
 
-    def skipping(
-        self, stage: int, placed: Placed, num_rows: int, bounds: Sequence[int], starts: Places, ends: Places
-    ) -> tuple[Floats, Floats]:
-        """What `times` and `answers` lack, or have too much, if the other stages are as in this cut.
+    def skipping(self, stage: int, placed: Placed, num_rows: int, bounds: Sequence[int]) -> tuple[_Spans, _Spans]:
+        """Seconds that `times` and `answers` lack, or have too much, if the other stages are as in this cut: of the pieces in each span.
 
         A tensor that is read further on than by the next stage is sent by the rank that makes it to each stage that reads it on another.
         """
-        values, gradients = list[tuple[Span, Sequence[float]]](), list[tuple[Span, Sequence[float]]]()
+        values, gradients = list[tuple[Span, float]](), list[tuple[Span, float]]()
         for far, made, read in self.points.skips(bounds):
             sent = partial(self._sent, np.array(far.payload), placed, num_rows)
             if made < stage - 1:
                 more = sent(made, stage) - sent(stage - 1, stage)
-                values += [(span, (more,)) for span in far.arrives]
+                values += [(span, more) for span in far.arrives]
             if self.prices.training and read[-1] > stage + 1:
                 last = {max(reader, stage + 1): unit for reader, unit in zip(read, far.read, strict=True)}
-                gradients += [(far.returns(unit), (sent(stage, reader),)) for reader, unit in last.items()]
-                gradients.append((far.returns(far.read[-1]), (-sent(stage, stage + 1),)))
-        own, returned = (over_pieces(self.points.num_units, 1, each)[0, starts, ends] for each in (values, gradients))
-        return own, returned
+                gradients += [(far.returns(unit), sent(stage, reader)) for reader, unit in last.items()]
+                gradients.append((far.returns(far.read[-1]), -sent(stage, stage + 1)))
+        return values, gradients
 
     def by_stage(self, placed: Placed, num_rows: int, bounds: Sequence[int]) -> list[float]:
         """Seconds of each stage of a cut for a micro-batch, on one device of a split group, with all that it receives."""
-        skips = any(True for _ in self.points.skips(bounds))
+        skips = self.points.are_skipped(bounds)
         ways = [self._way(stage - 1, stage, placed, num_rows) for stage in range(len(bounds))]
         crossing = (self.points.received, self.points.returned) if self.prices.training else (self.points.received,)
         found = list[float]()
@@ -178,7 +177,9 @@ class StageTables:
             seconds = float(self.computing(stage, placed, num_rows, start, end))
             for way, each in zip(ways[stage : stage + 2], crossing, strict=False):
                 seconds += 0.0 if way is None else float(self._over(way, each[:, start, end], num_rows))
-            found.append(seconds + (float(sum(self.skipping(stage, placed, num_rows, bounds, start, end))) if skips else 0.0))
+            for spans in self.skipping(stage, placed, num_rows, bounds) if skips else ():
+                seconds += of_piece(self.points.num_units, start, end, spans)
+            found.append(seconds)
         return found
 
     def lowest(self, placed: Placed, num_rows: int, margin: float) -> NDArray[np.int64]:

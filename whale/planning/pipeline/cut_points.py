@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -16,7 +16,7 @@ from whale.estimate.memory.held import kept_by_maker
 from whale.estimate.prices.budget import ALL, Budget
 from whale.estimate.prices.prices import Prices
 from whale.ir.graph import ModelGraph
-from whale.planning.structure.structure import Structure, floating_ops, has_own_size
+from whale.planning.structure.structure import Structure, floating_ops
 
 MAX_UNITS = 320  # ops are bundled into at most this many units, cut where least crosses; halved: none of 22 plans differs
 
@@ -107,11 +107,19 @@ class CutPoints:
 
         `units`: where each piece starts, and the end.
         """
-        ends = np.searchsorted(np.array(units), self.far_ends, side="right")
-        for index in np.flatnonzero(ends[1] - ends[0] > 1).tolist():
+        for index in self._skipping(units):
             far = self.far[index]
             made, *read = (bisect_right(units, unit) - 1 for unit in (far.made, *far.read))
             yield far, made, read
+
+    def are_skipped(self, units: Sequence[int]) -> bool:
+        """Whether there are any of `skips`."""
+        return bool(self._skipping(units))
+
+    def _skipping(self, units: Sequence[int]) -> list[int]:
+        ends = np.searchsorted(np.array(units), self.far_ends, side="right")
+        found: list[int] = np.flatnonzero(ends[1] - ends[0] > 1).tolist()
+        return found
 
     @cached_property
     def received(self) -> Floats:
@@ -150,6 +158,15 @@ class CutPoints:
         pairs = [(start, start, 1.0), (end, end, 1.0), (start, end, -1.0), (end, start, -1.0)]
         twice = sum(sign * known[np.ix_(first, second)] for first, second, sign in pairs)
         return float(np.sum(np.triu(twice, 1) * (own[:, None] != own[None, :])))
+
+
+def of_piece(num_units: int, start: int, end: int, spans: Iterable[tuple[Span, float]]) -> float:
+    """The sum of the figures of all spans that a piece is in."""
+    return sum(
+        own
+        for (low, high, first, last), own in spans
+        if low <= start <= (num_units if high < 0 else high) and first <= end <= (num_units if last < 0 else last)
+    )
 
 
 def over_pieces(num_units: int, num_figures: int, spans: Sequence[tuple[Span, Sequence[float]]]) -> Floats:
@@ -200,7 +217,7 @@ def _crossing(
         payload = _payload(prices, name)
         steps[:, index + 1] += payload
         steps[:, last + 1] -= payload
-        if has_own_size(graph.by_name[name]):
+        if graph.by_name[name].has_own_size:
             mixed[index + 1] += 1
             mixed[last + 1] -= 1
     return np.maximum(np.cumsum(steps, axis=1), 0.0), np.cumsum(mixed) > 0

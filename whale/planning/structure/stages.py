@@ -12,7 +12,7 @@ from whale.estimate.prices.part import Part
 from whale.estimate.prices.prices import Prices
 from whale.ir.graph import ModelGraph, Parameter
 from whale.ir.plan import BatchAxis, Plan, Replica
-from whale.planning.structure.structure import Structure, has_own_size
+from whale.planning.structure.structure import Structure
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,7 +210,7 @@ def crossing_faults(graph: ModelGraph, replicas: Iterable[Replica], batch_axes: 
         op = graph.by_name[name]
         if len(op.outputs) != 1:
             faults.append(PlanError(f"{name} is sent between stages, but has {len(op.outputs)} results, not one tensor", where=op.where))
-        elif has_own_size(op):
+        elif op.has_own_size:
             faults.append(
                 PlanError(
                     f"{name} is sent between stages, but {op.outputs[0]} mixes samples: its size is not in proportion to the rows",

@@ -59,11 +59,6 @@ def analyse(graph: ModelGraph, pinned: frozenset[str] = frozenset(), bonds: Iter
     return _number(graph, inputs, repeatable, parents, edges, order)
 
 
-def has_own_size(op: Op) -> bool:
-    """Whether a result's size is not in proportion to the rows, as of what a mask selects: it cannot be sent."""
-    return any(factor < 0 for spec in op.outputs for factor in spec.row_factors)
-
-
 def floating_ops(graph: ModelGraph, structure: Structure) -> frozenset[str]:
     """Ops computed once that need no parameter and no gradient: they run where they are read."""
     bound = {op.name for op in graph.ops if op.kind == "parameter" or op.requires_grad}
